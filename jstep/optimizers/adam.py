@@ -31,31 +31,30 @@ def adam(
 ) -> Optimizer:
     """Adam: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·√(1−β2^t)/(1−β1^t) · m/(√v + ε).
 
-    t = step + 1 − start_step is the age of the slots, so that slots created at step 10 000 are bias-corrected as new.
+    t = step + 1 − start_step is the age of the slots. With a schedule, β^t is β(step)^t.
 
     This is TensorFlow's and Keras' Adam. The Adam of PyTorch, Optax and most papers is `adamw(…, weight_decay=0.0)`,
-    which adds ε after the bias correction. For a gradient g, the first updates are lr·g/(|g| + ε/√(1−β2)) and
-    lr·g/(|g| + ε): with ε = 1e-5 and g = 1e-4, 0.240·lr and 0.909·lr.
+    which adds ε after the bias correction.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
-        epsilon: Added to √v, ≥ 0. This is the paper's "epsilon hat"; its epsilon is larger by 1/√(1−β2^t).
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
+        epsilon: Added to √v, ≥ 0: the paper's "epsilon hat".
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. With a sparse gradient,
-        all rows of m and v decay, as in TF.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. With a sparse gradient, all rows of m
+        and v decay, as in TF.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adam(0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"].round(4))
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"].round(4))
         0.5
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
-    `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
+    `tf.train.AdamOptimizer`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     return rules.from_update("adam", adam_update, M_V, hyper, prepare=negative_rate)
@@ -85,30 +84,29 @@ def adamw(
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 
-    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots. ε is added to √v̂, as
-    in the paper; `adam` uses TF's "epsilon hat" form, which differs where ε matters.
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots. `adam` adds ε before
+    the correction.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: The weight decay ≥ 0, decoupled from the gradient and multiplied by lr. For a decay that does not
-            depend on the learning rate, put `decay_weights` after the optimizer.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
-        amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
+        weight_decay: Decoupled weight decay ≥ 0. `decay_weights` makes it independent of lr.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
+        amsgrad: Whether to divide by the largest v so far, as torch does.
 
     Returns:
-        An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
+        An `Optimizer` with the slots `m`, `v` (and, with amsgrad, `v_max`), initially 0, and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adamw(0.5, weight_decay=0.1, weight_decay_mask=["*kernel"])
         >>> state = jstep.TrainState.create({"kernel": 1.0, "bias": 1.0}, optimizer)
-        >>> grads = {"kernel": jnp.float32(3.0), "bias": jnp.float32(3.0)}
+        >>> grads = {"kernel": 3.0, "bias": 3.0}
         >>> params = jstep.apply_gradients(state, grads, optimizer).params
         >>> print(f"{params['kernel']:.3f} {params['bias']:.3f}")
         0.450 0.500
@@ -129,22 +127,20 @@ def scale_by_adam(
     """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), where t is the age of the slots.
 
     Args:
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
 
     Returns:
-        An element of a chain with the slots `m` and `v` (initially 0) and the scalar `start_step`.
+        An element of a chain with the slots `m` and `v` (initially 0) and `start_step`.
 
     Example:
-        AdamW:
-
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(
         ...     jstep.scale_by_adam(), jstep.add_weight_decay(0.1, ["*kernel"]), jstep.scale_by_learning_rate(0.5)
         ... )
         >>> state = jstep.TrainState.create({"kernel": 1.0}, optimizer)
-        >>> print(f"{jstep.apply_gradients(state, {'kernel': jnp.float32(3.0)}, optimizer).params['kernel']:.2f}")
+        >>> print(f"{jstep.apply_gradients(state, {'kernel': 3.0}, optimizer).params['kernel']:.2f}")
         0.45
 
     Source: Kingma and Ba (2014); `optax.scale_by_adam`.
@@ -154,7 +150,7 @@ def scale_by_adam(
 
 
 def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction m̂ / (√v̂ + ε), with the largest v so far if it is a slot."""
+    """The direction m̂ / (√v̂ + ε), with the largest v so far if there is such a slot."""
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     new = {"m": m, "v": v}
     if "v_max" in s:
@@ -170,7 +166,7 @@ def corrections(h: Values) -> dict[str, Any]:
 
 
 def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
-    """The direction m̂ / (√v̂ + ε), bias-corrected once for all elements."""
+    """The direction m̂ / (√v̂ + ε)."""
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
 
@@ -185,18 +181,18 @@ def adamax(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the largest gradient u, in [0, 1).
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of u, in [0, 1).
         epsilon: Added to |g|, > 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (u), initially 0, and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (u), initially 0, and `start_step`.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adamax(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
@@ -229,29 +225,29 @@ def nadam(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
         momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is 1.0.
-        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with momentum_decay, the
         scalar `mu_product` (P, initially 1).
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.nadam(0.19)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.2f}')
         0.72
 
-    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016). Four algorithms have this name; this is
-    `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016); this is `optax.nadamw`, and with momentum_decay
+    `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -302,30 +298,29 @@ def radam(
 ) -> Optimizer:
     """RAdam: p −= lr·(r·m̂/(√v̂ + ε) + weight_decay·p) where ρ_t ≥ threshold, lr·(m̂ + weight_decay·p) before.
 
-    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age
-    of the slots. Until v has averaged enough gradients, the step is a momentum step.
+    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age of
+    the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t. Up to
-            0.6, steps are never rectified.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1). Up to 0.6, steps are never rectified.
         epsilon: Added to √v̂, ≥ 0.
         threshold: The smallest ρ_t at which steps are rectified, ≥ 4.
-        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.radam(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.2f}')
         0.25
 
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
@@ -337,7 +332,6 @@ def radam(
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The rectified direction or, in the first steps, m̂."""
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return h.unbias1 * m * jnp.where(h.rectified, factor, jnp.ones_like(factor)), {"m": m, "v": v}
@@ -367,23 +361,23 @@ def adabelief(
 ) -> Optimizer:
     """AdaBelief: m averages g; s = β2·s + (1−β2)·(g − m)² + epsilon_root; p −= lr·m̂/(√ŝ + ε).
 
-    m̂ = m/(1−β1^t) and ŝ = s/(1−β2^t), where t is the age of the slots. Steps are large where gradients are as expected.
+    m̂ = m/(1−β1^t) and ŝ = s/(1−β2^t), where t is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of s, in [0, 1).
         epsilon: Added to √ŝ, ≥ 0.
         epsilon_root: Added to s at each step, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (s) (initially 0) and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (s) (initially 0) and `start_step`.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adabelief(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.722
 
     Source: Zhuang et al., "AdaBelief Optimizer" (2020); the results match `optax.adabelief`.
@@ -409,22 +403,22 @@ def yogi(
 ) -> Optimizer:
     """Yogi: m averages g; v −= (1−β2)·sign(v − g²)·g²; p −= lr·m̂/(√v̂ + ε).
 
-    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t is the age of the slots. v decreases no faster than it can increase.
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 1e-6), and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 1e-6), and `start_step`.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.yogi(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
     Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
@@ -453,36 +447,35 @@ def ademamix(
 ) -> Optimizer:
     """AdEMAMix: m1, m2 average g by β1, β3, v averages g² by β2; p −= lr·((m̂1 + α·m2)/(√v̂ + ε) + weight_decay·p).
 
-    m̂1 and v̂ are bias-corrected; m2 is not, because it should fill slowly. β3 and α are usually warmed up over the
-    whole run: see `ademamix_beta3` and `ademamix_alpha`.
+    m̂1 and v̂ are bias-corrected; m2 is not. Warm up β3 and α over the whole run with `ademamix_beta3` and
+    `ademamix_alpha`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the fast average, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of the fast average, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         beta3: The decay of the slow average, in [0, 1).
         alpha: The weight of the slow average, ≥ 0.
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0) and the scalar `start_step`.
+        An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0) and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.ademamix(
         ...     0.25, beta3=jstep.ademamix_beta3(0.9, 0.9999, 1000), alpha=jstep.ademamix_alpha(5.0, 1000)
         ... )
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.4f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.4f}')
         0.7499
 
-    Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024); the results match
-    `optax.contrib.ademamix`, with v in float32 whatever the dtype of the parameters.
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024); the results match `optax.contrib.ademamix`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -514,29 +507,29 @@ def adan(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the average of gradients, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the average of differences, in [0, 1). A schedule enters the correction as β2(step)^t.
-        beta3: The decay of the second moment, in [0, 1). A schedule enters the correction as β3(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of d, in [0, 1).
+        beta3: The decay of n, in [0, 1).
         epsilon: Added to √n̂, ≥ 0.
         weight_decay: Decoupled, proximal weight decay; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient), initially 0, and the
-        scalar `start_step`.
+        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient), initially 0, and
+        `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adan(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code
-    and timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
+    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code and
+    timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -545,7 +538,6 @@ def adan(
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with proximal weight decay; the change of the gradient is 0 at the first update."""
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
     m, d = rules.average(s.m, g, h.beta1), rules.average(s.d, change, h.beta2)
     n = rules.average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
@@ -579,17 +571,16 @@ def adopt(
         epsilon: The lower bound of the divisor √v, > 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adopt(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         1.000
 
-    Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any β2 with the Optimal Rate" (2024); the results
-    match `optax.contrib.adopt`.
+    Source: Taniguchi et al., "ADOPT" (2024); the results match `optax.contrib.adopt`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"epsilon": rules.positive("epsilon", epsilon)}
@@ -598,7 +589,6 @@ def adopt(
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The average of gradients that are divided by the old v."""
     u = jnp.clip(g / jnp.maximum(jnp.sqrt(s.v), h.epsilon), -h.bound, h.bound)
     m = h.kept_m * s.m + h.new_m * u
     return h.moves * m, {"m": m, "v": h.kept_v * s.v + h.new_v * (g * g)}
@@ -619,7 +609,7 @@ def adopt_weights(h: Values) -> dict[str, Any]:
 # Adafactor: factored second moments.
 
 HIGHEST_RELATIVE = 1e-2
-"""The upper bound of relative step sizes if no learning_rate is given, as in T5."""
+"""The upper bound of relative step sizes without a learning_rate, as in T5."""
 
 
 @makes_optimizer()
@@ -639,30 +629,28 @@ def adafactor(
     """Adafactor: u = g/√v; u /= max(1, rms(u)/clip_threshold); p −= lr·(max(epsilon_scale, rms(p))·u + weight_decay·p).
 
     v averages g² + ε with β = 1 − t^(−decay_rate), where t is the age of the slots. If the two largest axes of a leaf
-    both have min_dim_size_to_factor elements or more, v is factored: R averages the row means, C the column means, and
-    v = R·C/mean(R) is never stored.
+    have min_dim_size_to_factor elements or more, only averages R of the row means and C of the column means are stored,
+    and v = R·C/mean(R).
 
     Args:
         learning_rate: The step size lr ≥ 0; None for 1, or for 0.01 with relative_step.
         decay_rate: How fast β approaches 1, ≥ 0.
         epsilon: Added to g², > 0.
         epsilon_scale: The smallest scale of a parameter, ≥ 0.
-        clip_threshold: The largest root mean square of a leaf's update before its scale, > 0; None for no bound.
-        momentum: The decay of an average of the scaled updates, which is then applied, in [0, 1); None for no
-            momentum.
-        scale_parameter: Whether to scale steps by the root mean square of the parameter.
+        clip_threshold: The largest root mean square of u in a leaf, > 0; None for no bound.
+        momentum: The decay of an average of the updates, in [0, 1); None for no momentum.
+        scale_parameter: Whether steps are scaled by max(epsilon_scale, rms(p)).
         relative_step: Whether the step size is min(lr, 1/√t).
         min_dim_size_to_factor: The smallest size of the two largest axes of a factored leaf.
-        weight_decay: Decoupled weight decay, multiplied by lr as in torch and T5; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the second) for factored
-        leaves, `v` for the others, `m` with momentum, and the scalar `start_step`. A leaf that stacks several layers
-        is also factored along its two largest axes, whichever they are.
+        leaves, `v` for the others, `m` with momentum, and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -671,9 +659,8 @@ def adafactor(
         >>> print(state.slots["v_row"]["w"].shape, state.slots["v_col"]["w"].shape, state.slots["v"]["w"])
         (128,) (256,) None
 
-    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018); the results match
-    `optax.adafactor`, except that its weight decay is not multiplied by the learning rate. Its decay_offset is
-    start_step here.
+    Source: Shazeer and Stern, "Adafactor" (2018); the results match `optax.adafactor`, except that its weight decay is
+    not multiplied by the learning rate.
     """
     min_size = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
@@ -710,7 +697,7 @@ def adafactor(
 
 
 def factored_axes(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
-    """The second largest and the largest axis; None unless both have at least `min_size` elements."""
+    """The second largest and the largest axis, or None if one has fewer than `min_size` elements."""
     if len(shape) < 2:
         return None
     second, largest = (int(axis) for axis in np.argsort(shape, kind="stable")[-2:])

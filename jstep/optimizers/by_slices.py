@@ -1,9 +1,9 @@
-"""Updates of large leaves in loops over slices, for TPUs: no array of float32 has the size of a leaf.
+"""Updates of large leaves in loops over slices, for TPUs: no float32 array has the size of a leaf.
 
 XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In the body of a loop over
 slices of rows it keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots
-from their codes. The update is traced as a whole. For each leaf its last operations run in the loop if they are
-elementwise; everything before them, such as a global norm or a product of matrices, runs first.
+from their codes. The update is traced as a whole. The last operations of each leaf run in the loop if they are
+elementwise; everything before them, such as a global norm, runs first.
 """
 
 import functools
@@ -53,7 +53,7 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
-    """The last operations (with `is_part`) that compute `results`, as a program of the variables that these read."""
+    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
@@ -65,13 +65,12 @@ def find_ending(
 
 
 def is_of_leaf(shape: Shape, operation: Operation) -> bool:
-    """Whether an operation is elementwise on arrays of this shape."""
     is_whole = any(var.aval.shape == shape for var in operation.eqn.outvars)
     return is_whole and is_elementwise_operation(operation, shape)
 
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute some variables of a program, and only the operations that they depend on."""
+    """Compute some variables of a program, by only the operations that they depend on."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 

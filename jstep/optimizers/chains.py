@@ -1,4 +1,4 @@
-"""Optimizers made of others: chains with their elements, scopes of names, and partitions of the parameters."""
+"""Optimizers made of others: chains and their elements, scopes, and partitions of the parameters."""
 
 import contextlib
 import dataclasses
@@ -73,9 +73,9 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
     Args:
-        *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
-            then perhaps elements that transform updates. If two elements make finished updates (which include
-            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
+        *optimizers: At least one; usually elements that transform gradients, one that turns them into updates, and
+            perhaps elements that transform updates. Two elements that multiply by −learning_rate give a warning: this
+            would be gradient ascent.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition` among them freezes have
@@ -90,7 +90,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         >>> sorted(optimizer.hyperparameters(0))
         ['beta1', 'beta2', 'clip_by_global_norm', 'epsilon', 'learning_rate']
 
-    Source: `optax.chain`; the elements share the global step of the state instead of keeping separate counters.
+    Source: `optax.chain`.
     """
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
@@ -222,14 +222,14 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
 
     Args:
         fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
-            `IndexedSlices` or None, which stays None; the step is the number of updates applied so far.
+            `IndexedSlices` or None, which stays None.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
         >>> signs = jstep.stateless(lambda updates, params, step: jax.tree.map(jnp.sign, updates))
         >>> optimizer = jstep.chain(signs, jstep.gradient_descent(0.5))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.5
 
     Source: `optax.stateless`.
@@ -263,16 +263,15 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
 
     Args:
         optimizers: Label → optimizer.
-        labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
-            leaf's shape and dtype, not on its values. Or a tree of labels and None in the form of the parameters, or a
-            prefix of it, in which one label stands for a whole subtree. `minimize` does not differentiate frozen
-            leaves, whatever is around the partition, and `apply_gradients` ignores their gradients: no norm, clipping,
-            weight decay, noise scale or guard includes them.
+        labels: `labels(path, leaf) -> label`, from the leaf's shape and dtype, not its values; or a tree of labels, a
+            prefix of the parameters. The label None freezes a leaf: it has no slots, `minimize` does not differentiate
+            it, `apply_gradients` ignores its gradient, and no norm, clipping, weight decay, noise scale or guard
+            includes it.
 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
-        labels. Values that an element computes over all leaves, such as a global norm, cover only the leaves of its
-        label. A label without any gradient skips the step: its slots stay unchanged and do not age.
+        labels. A value over all leaves, such as a global norm, covers the leaves of one label. A label without any
+        gradient skips the step: its slots stay unchanged and do not age.
 
     Raises:
         ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
@@ -356,7 +355,7 @@ class _Partition:
         return names
 
     def inner_labels(self, params: Params) -> Labels:
-        """The labels of the leaves; below a label whose optimizer is a partition, the labels of that partition."""
+        """The labels of the leaves; those of an inner partition below its label."""
         with self.by_label(params) as (names, by_label):
             inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
         iterators = {label: iter(labels) for label, labels in inner.items() if labels is not None}
@@ -373,7 +372,6 @@ class _Partition:
         return functools.reduce(Roles.joined, roles).with_misplaced()
 
     def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        """Update the leaves of each label; a label without any gradient keeps its slots and does not age."""
         params = at.params
         trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)  # raises for another structure
         new_updates: list[Any] = [None] * len(jax.tree.leaves(params))
@@ -400,7 +398,7 @@ class _Partition:
 
 
 def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
-    """Return the label of each leaf from a tree of labels that is a prefix of params."""
+    """Return the label of each leaf, from a tree of labels that is a prefix of params."""
     names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names
@@ -418,7 +416,7 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
 
 
 def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> Slots:
-    """The slots of one label, by its roles or, if they are incomplete, by its prefix."""
+    """The slots of one label, by its roles or, if these are incomplete, by its prefix."""
     if roles_by_label[label].complete:
         return {name: slots[name] for name in roles_by_label[label] if name in slots}
     others = {name for other, roles in roles_by_label.items() if other != label for name in roles}
@@ -431,7 +429,7 @@ def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
 
 
 def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
-    """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
+    """A tree like params, with None for the leaves that a `partition` freezes."""
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients

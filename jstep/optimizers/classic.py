@@ -1,4 +1,4 @@
-"""The classics: gradient descent, momentum, Adagrad, RMSProp, Adadelta, and dual averaging: FTRL, MADGRAD."""
+"""Classic optimizers: gradient descent, momentum, Adagrad, RMSProp, Adadelta, FTRL, MADGRAD."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
         An `Optimizer` without slots. A sparse gradient updates only its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.gradient_descent(0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.5
 
     Source: `tf.train.GradientDescentOptimizer`.
@@ -54,11 +54,11 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
         An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.momentum(0.5, 0.9)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> for _ in range(2):
-        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        ...     state = jstep.apply_gradients(state, {"w": 1.0}, optimizer)
         >>> print(state.params["w"], state.slots["momentum"]["w"])
         -0.45 1.9
 
@@ -81,10 +81,10 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
         An element of a chain with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.25))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(2.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 2.0}, optimizer).params["w"])
         0.5
 
     Source: `optax.trace`.
@@ -94,7 +94,6 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
 
 def _direction(use_nesterov: bool) -> Rule:
-    """The direction of the heavy ball is its buffer a; Nesterov's is one step ahead of it."""
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -115,7 +114,7 @@ def sgd(
 ) -> Optimizer:
     """SGD: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) with Nesterov.
 
-    At the first update of a slot a = g, whatever the dampening. Weight decay is coupled: it is part of the gradient.
+    At the first update of a slot a = g, whatever the dampening.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -123,21 +122,21 @@ def sgd(
         dampening: The fraction of the gradient that is left out of the direction, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum, which requires momentum and no dampening.
         weight_decay: Weight decay ≥ 0, added to the gradient as weight_decay·p.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening the
-        scalar `start_step`. Without weight decay a sparse gradient updates only its own rows.
+        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening
+        `start_step`. Without weight decay a sparse gradient updates only its own rows.
 
     Raises:
-        ValueError: An argument is out of its range, the mask matches nothing, or Nesterov momentum is combined with
+        ValueError: An argument is out of range, the mask matches nothing, or Nesterov momentum is combined with
             dampening or zero momentum.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.sgd(0.5, weight_decay=0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.25
 
     Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
@@ -163,7 +162,7 @@ def sgd(
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
-    """The weight of the gradient in the buffer: 1 at the first update, 1 − dampening later."""
+    """The weight of the gradient in the buffer, 1 at the first update."""
     return {"share": jnp.where(h.age == 1, 1.0, 1 - h.dampening)}
 
 
@@ -197,10 +196,10 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
         An `Optimizer` with the slot `accumulator`. A sparse gradient updates only its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adagrad(0.5, initial_accumulator_value=3.0)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.75
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
@@ -232,22 +231,21 @@ def rmsprop(
         decay: The decay of the averages, in [0, 1].
         momentum: The fraction of the old update that is kept, in [0, 1].
         epsilon: Added under the root, ≥ 0.
-        centered: Whether to divide by an estimate of the variance instead of the second moment.
+        centered: Whether to divide by the standard deviation.
 
     Returns:
-        An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse
-        gradient updates only its own rows.
+        An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse gradient
+        updates only its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.rmsprop(0.5, decay=0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.5
 
-    Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); Graves, "Generating Sequences With Recurrent
-    Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. If rounding makes the
-    variance negative, it is set to 0; TF returns NaN.
+    Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); `tf.train.RMSPropOptimizer`. A variance that rounding
+    makes negative is set to 0; TF returns NaN.
     """
     slots = rms_slots(1.0, as_bool(centered, "centered"), momentum=MEAN)
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
@@ -275,24 +273,18 @@ def scale_by_rms(
     Args:
         decay: The decay of the averages, in [0, 1].
         epsilon: Added under the root or to it, ≥ 0.
-        centered: Whether to divide by an estimate of the variance instead of the second moment.
-        epsilon_in_root: Whether ε is added under the root, as in Optax and Keras; if False to the root, as in torch.
+        centered: Whether to divide by the standard deviation.
+        epsilon_in_root: Whether ε is added under the root, as in Optax and Keras, or to the root, as in torch.
 
     Returns:
         An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF) and, centered, `mg`.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.scale_by_rms(0.75), jstep.scale_by_learning_rate(0.25))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.5
-
-        `torch.optim.RMSprop(params, 1e-2, momentum=0.9)`:
-
-        >>> optimizer = jstep.chain(
-        ...     jstep.scale_by_rms(0.99, epsilon_in_root=False), jstep.trace(0.9), jstep.scale_by_learning_rate(1e-2)
-        ... )
 
     Source: Tieleman and Hinton (2012); `optax.scale_by_rms`, `optax.scale_by_stddev`, `torch.optim.RMSprop`.
     """
@@ -314,7 +306,7 @@ def rms_slots(first: float, is_centered: bool, **between: Slot) -> dict[str, Any
 
 
 def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]:
-    """Return an average of squares, or the variance if there is a slot for the mean, and the new averages."""
+    """Return an average of squares (the variance if there is a slot for the mean), and the new averages."""
     new = {"rms": rules.average(s.rms, g * g, decay)}
     if "mg" not in s:
         return new["rms"], new
@@ -329,19 +321,19 @@ def adadelta(
     """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
 
     Args:
-        learning_rate: The step size lr ≥ 0; the paper has none, which corresponds to 1.
+        learning_rate: The step size lr ≥ 0; the paper's is 1.
         rho: The decay of both averages, in [0, 1].
         epsilon: Added under the roots, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0, named as in TensorFlow. A sparse
-        gradient updates only its own rows.
+        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0. A sparse gradient updates only
+        its own rows.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.adadelta(1.0, epsilon=1e-2)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.558
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
@@ -377,34 +369,31 @@ def ftrl(
 ) -> Optimizer:
     """FTRL-Proximal: per-coordinate learning rates with exact sparsity.
 
-    a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p;
-    p = (sign(linear)·l1 − linear) / (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
+    a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p; p = (sign(linear)·l1 − linear) /
+    (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
 
     Args:
         learning_rate: The step size lr > 0. When a schedule returns 0, the parameters stay unchanged.
-        learning_rate_power: The exponent ≤ 0 of the accumulated squares in the rate: −0.5 as in Adagrad, 0 for a
-            constant rate.
+        learning_rate_power: The exponent ≤ 0 of a in the rate: −0.5 as in Adagrad, 0 for a constant rate.
         initial_accumulator_value: The initial value of the accumulator, ≥ 0.
-        l1_regularization_strength: The l1 penalty ≥ 0, which makes weights with |linear| ≤ l1 exactly 0.
-        l2_regularization_strength: The l2 penalty ≥ 0, which favors small weights.
-        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 that is added to the gradient but not to the
-            accumulator.
-        beta: The paper's β ≥ 0, which lowers the learning rates of the first steps.
+        l1_regularization_strength: The l1 penalty ≥ 0.
+        l2_regularization_strength: The l2 penalty ≥ 0.
+        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 in the gradient, but not in the accumulator.
+        beta: The paper's β ≥ 0, which lowers the first learning rates.
 
     Returns:
         An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
-        The parameters follow from the slots: the first update forgets the initial ones, as in TensorFlow, and
+        The parameters are computed from the slots, as in TensorFlow: the first update forgets their initial values, and
         `state.with_params` is an error.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.ftrl(0.5, l1_regularization_strength=2.0)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.0
 
-    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
-    `tf.train.FtrlOptimizer`.
+    Source: McMahan et al., "Ad Click Prediction" (2013), algorithm 1; `tf.train.FtrlOptimizer`.
     """
     first = check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE)
     slots = {
@@ -424,7 +413,6 @@ def ftrl(
 
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update to the minimum of the regularized linear model."""
     lr = h.learning_rate
     power = h.learning_rate_power
     l1 = h.l1_regularization_strength
@@ -456,31 +444,30 @@ def madgrad(
 ) -> Optimizer:
     """MADGRAD: s += λ·g, G += λ·g² with λ = (lr + ε)·√t; z = p₀ − s/(∛G + ε); p = momentum·p + (1 − momentum)·z.
 
-    p₀ are the initial parameters, t is the age of the slots. A learning rate schedule enters through λ: it weights
-    gradients, and old gradients keep their weight.
+    p₀ are the initial parameters, t is the age of the slots. Old gradients keep the learning rate of their step.
 
     Args:
-        learning_rate: The step size lr ≥ 0; it differs from Adam's and is often larger.
+        learning_rate: The step size lr ≥ 0, often larger than Adam's.
         momentum: The weight of the old p in the new one, in [0, 1).
-        weight_decay: Coupled weight decay ≥ 0, added to g as weight_decay·p. The authors recommend 0.
+        weight_decay: Coupled weight decay ≥ 0, added to g as weight_decay·p; 0 is recommended.
         epsilon: Added to lr and to ∛G, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy of the parameters
-        in float32 at least), and the scalar `start_step`.
+        An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy of the parameters in
+        float32 at least), and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.madgrad(0.125, momentum=0.0)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
-    for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
+    Source: Defazio and Jelassi, "Adaptivity without Compromise" (2021); the results match the authors' code and
+    `optax.contrib.madgrad`.
     """
     # The sum of squares has no `holds`, because the parameters are computed from it, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": Slot("copy", holds="weight", computes_params=True)}

@@ -53,30 +53,30 @@ _REFUSED = {
 def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
     """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
 
-    Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
-    copies of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in
-    float32; stored values are rounded up or down by a fixed sequence, so that errors cancel over the steps.
+    Slots become codes with a scale for each block: averages and squares in 8 bits, slow averages and sums in 16, copies
+    of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in float32;
+    stored values are rounded up or down by a fixed sequence, so that errors cancel over the steps.
 
     Args:
         optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
             belong around the result.
-        keep: The parameters whose slots stay as they are, in the grammar of `var_list`.
+        keep: The parameters whose slots stay as they are, as a `var_list`.
         min_size: The number of elements below which the slots of a parameter stay as they are.
         block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
-            axis that has a divisor from 32 to 2·block, and their size is the divisor nearest to `block`; without such
-            an axis the last axis is one block.
+            axis that has a divisor from 32 to 2·block, and have the nearest such size; without such an axis the last
+            axis is one block.
 
     Returns:
-        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. A slot `m` that holds averages or
-        squares has int8, int16 or uint8 codes, and a slot `m/scale`; a slot `z` that holds weights is bfloat16, and has
-        a slot `z/remainder`. bfloat16 parameters have the slot `remainder`: each is its master, rounded half up; if you
-        change it, the master follows, to half a unit in the last place. `get_slot` and other functions of a state
-        return float32 values. Slots without a declared content (`Slot(holds=…)`), of other shapes, of float64
-        parameters, ages, scalars and held values stay as they are.
+        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or square `m` has
+        int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
+        parameters have the slot `remainder`: each is its master, rounded half up; if you change it, the master follows,
+        to half a unit in the last place. `get_slot` and other functions of a state return float32 values. Slots without
+        a declared content (`Slot(holds=…)`), of other shapes, of float64 parameters, ages, scalars and held values stay
+        as they are.
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
+        ValueError: `min_size` or `block` is out of range; the optimizer contains `master_weights`,
             `stochastic_rounding`, `compact` or a `Slot` with a dtype; or (at `init`) a parameter is float16, or an
             entry of `keep` matches nothing.
 
@@ -86,9 +86,6 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
         >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
         (dtype('int8'), (64, 1), dtype('float32'))
-        >>> state
-        TrainState(global_step=0, params: 8,192 numbers in 1 leaf (16 KiB), slots: m (8 KiB), m/scale (256 B), \
-remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
     "Revisiting BFloat16 Training" (2020), for split weights.
@@ -188,7 +185,6 @@ TPU, GPU = "tpu", "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
 """`inner(updates, slots, params)`, the update of the inner optimizer, of float32 values."""
 Row: TypeAlias = dict[str, Any]
-"""Name of a slot → its leaf for one parameter; slots without a leaf for this parameter are left out."""
 
 
 class StoredState(NamedTuple):
@@ -197,7 +193,7 @@ class StoredState(NamedTuple):
     Attributes:
         halves: As in `Roles`.
         inside: The slots of the inner optimizer, without scales and remainders.
-        blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
+        blocks: The blocks of each parameter's slots; None for slots that stay as they are.
     """
 
     params: Params
@@ -221,13 +217,12 @@ class StoredState(NamedTuple):
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        """The position in the rounding sequence for each leaf and slot; no two are equal."""
+        """The position of each leaf and slot in the rounding sequence; no two are equal."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
 
     def large(self) -> list[bool]:
-        """Whether each leaf is so large that its program depends on the platform."""
         rows = zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True)
         return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
 
@@ -284,7 +279,7 @@ def _update_together(stored: StoredState, inner: Inner, updates: Updates) -> tup
 def _encode(
     stored: StoredState, before: Slots, masters: Params, updates: Updates, after: Slots, separate: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
-    """The updates and slots as they are stored; `separate` has the leaves that were updated by a program of theirs."""
+    """The updates and slots as they are stored; `separate` has the leaves with programs of their own."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
     old = stored.rows(before)
@@ -354,7 +349,7 @@ class _LeafProgram(NamedTuple):
         master: The variable of the parameter.
         slots: Name of a slot of its shape → its variable before the update.
         outputs: The indices, among all results, of its update and of its new slots.
-        ending: The operations that compute its update and its new slots.
+        ending: The operations that compute these.
     """
 
     row: Row
@@ -368,7 +363,6 @@ class _LeafProgram(NamedTuple):
 
 
 def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
-    """The update with a separate program for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     inputs, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
@@ -441,7 +435,7 @@ def _update_leaf(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
+    """Both halves of values, rounded to nearest; without a dtype, a bfloat16 and its remainder."""
     return compact_numbers.split_halves(x) if dtype is None else compact_numbers.encode(x, blocks, dtype)
 
 
@@ -452,14 +446,13 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
     """Convert a state between the formats of an optimizer: float32 slots, `compact`, `master_weights`.
 
     Args:
-        state: A state of the old optimizer, for example one that was restored from its checkpoint.
-        old_optimizer: The optimizer that the state was created with.
+        state: A state of the old optimizer.
+        old_optimizer: The optimizer of the state.
         new_optimizer: The same optimizer with or without `compact`, with another `keep`, `min_size` or `block`, or in
             `master_weights`.
 
     Returns:
-        A state of the new optimizer at the same step, with the dtypes of the parameters. Masters go into parameters and
-        remainders, and back. Codes are rounded to nearest.
+        A state of the new optimizer at the same step. Codes are rounded to nearest.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -483,7 +476,6 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
 
 
 def _specs(state: TrainState, converted: TrainState) -> TrainState:
-    """The specs of a converted state; new slots follow parameters and old slots."""
     treedef = trees.structure(state.params)
     others = [tree for name, tree in state.slots.items() if not is_model_state(name)]
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]

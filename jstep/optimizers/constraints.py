@@ -1,4 +1,4 @@
-"""Constraints of updates: parameters are projected (bounds, unit norms, manifolds), or gradients must agree."""
+"""Constraints of updates: projections of the parameters, and agreement with the gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,30 +26,25 @@ MIN_SHARE = 1e-3
 def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) -> Optimizer:
     """Project the parameters after each update: p ← fn(p + u).
 
-    The new parameters are bitwise identical to `fn(p + u)`, so the bounds of a clip hold exactly. The metric
-    `update_norm` is the norm of the whole move, from p to the projected parameters.
+    The new parameters are bitwise identical to `fn(p + u)`. The metric `update_norm` is the norm of the whole move.
 
     Args:
-        optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
-            `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
-            projection: wrappers that change updates undo it.
-        fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
-            a label of `partition`, the leaves of other labels are None. It sees integer leaves, too; their results are
-            ignored.
+        optimizer: The optimizer that computes the updates u. Only guards, `with_moving_average`, `update_every`,
+            `master_weights`, `partition` and `scope` belong around the projection: wrappers that change updates undo
+            it.
+        fn: `fn(params) -> params`, a pure function that keeps structure, shapes and dtypes. Below a label of
+            `partition`, the leaves of other labels are None. Results for integer leaves are ignored.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
-        gradient, or a guard or `update_every`, around the projection or inside it, skipped its update. Averages around
-        the projection average the projected parameters. Sparse updates are added to their tables before the projection,
-        which reads whole tables.
+        An `Optimizer` with the same slots and hyperparameters. A leaf without an update, because it has no gradient or
+        a wrapper skipped it, keeps its value. Sparse updates are added to their tables before the projection, which
+        reads whole tables.
 
     Raises:
         TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
-        ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
+        ValueError: In a step, `fn` returns another structure, shape or dtype.
 
     Example:
-        Weights that stay in [−0.25, 0.25]:
-
         >>> import jax, jax.numpy as jnp, jstep
         >>> def clip(params):
         ...     return jax.tree.map(lambda p: jnp.clip(p, -0.25, 0.25), params)
@@ -103,12 +98,11 @@ def _projected_leaves(params: Params, projected: object) -> list[Any]:
 def cautious(optimizer: OptimizerLike) -> Optimizer:
     """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
-    Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
-    the leaf's step keeps its size.
+    Elements whose update would go up the gradient are not updated. The others are scaled up, so that the leaf's step
+    keeps its size.
 
     Args:
-        optimizer: The optimizer that turns gradients g into updates u. Apply `decay_weights` outside of it, because
-            the mask is not meant for weight decay.
+        optimizer: The optimizer that turns gradients g into updates u, without `decay_weights`: apply it outside.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters.
@@ -122,7 +116,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
         >>> print(*state.params["w"])
         -2.9 -1.0
 
-    Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
+    Source: Liang et al., "Cautious Optimizers" (2024).
     """
     optimizer = require_optimizer("optimizer", optimizer)
 

@@ -17,33 +17,30 @@ def from_optax(
     hyperparameters: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] | None = None,
     name: str = "optax",
 ) -> Optimizer:
-    """An optimizer from an Optax transformation, using its `init` and `update`; Optax itself is not imported.
+    """An optimizer from an Optax transformation, by its `init` and `update`; Optax itself is not imported.
 
-    Wherever jstep accepts an optimizer, it accepts a transformation, too, as `from_optax(transformation)`. Call the
-    function to report hyperparameters, or to choose the names of the slots.
+    Wherever jstep accepts an optimizer, it accepts a transformation, as `from_optax(transformation)`. Call the function
+    to report hyperparameters or to name the slots.
 
-    The state of the transformation becomes slots. State with the structure of the parameters, such as moments, is
-    sharded like them, and is float32 for low-precision parameters; other state, such as counts, becomes separate slots.
-    State that `init` creates as a copy of the parameters is a copy of the restored parameters after a partial restore
-    without it.
-    The transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None, as with
-    `var_list`, is a constant for it, and neither the leaf nor its state changes; a transformation that needs all
-    leaves, such as one whose mask is a tree, gets zeros for it. `IndexedSlices` are converted to dense arrays.
+    State with the structure of the parameters, such as moments, becomes slots that are sharded like them and float32
+    for low-precision parameters; other state, such as counts, becomes separate slots. Copies of the parameters are
+    copies of the restored ones after a partial restore without them. The transformation works in at least float32 and
+    sees trainable leaves only. A leaf whose gradient is None is a constant for it: neither the leaf nor its state
+    changes. A transformation that needs all leaves, such as one whose mask is a tree, gets zeros for it.
+    `IndexedSlices` become dense arrays.
 
-    A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
-    `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` is the tree of
-    gradients passed to it, and `value_fn` is the loss on the batch of the step. With `apply_gradients` they come from
-    `context=jstep.Context(...)`.
+    A training step of `minimize` passes extra arguments such as those of `optax.lbfgs()`, `optax.polyak_sgd` or
+    `optax.contrib.reduce_on_plateau`: `value`, `grad` (the gradients passed to the transformation) and `value_fn` (the
+    loss on the batch of the step). With `apply_gradients` they come from `context=jstep.Context(...)`.
 
-    Optax keeps its own counts: its schedules see the number of its own updates, which equals the global step unless
-    updates were skipped or the slots were created later in the run. Schedules in `hyperparameters` are reported at the
-    global step. To report a rate that is used at any count, leave it to jstep:
+    Optax's schedules see its own count of updates, which differs from the global step if updates are skipped or the
+    slots are created later in the run. To report the rate that is used in any case, leave it to jstep:
     `chain(from_optax(optax.scale_by_adam()), scale_by_learning_rate(rate))`.
 
     Args:
         transformation: An Optax transformation, such as `optax.adam(1e-3)`.
-        hyperparameters: The hyperparameters to report: name → number or schedule, or a function of the step that
-            returns such a mapping. Optax does not read them: pass the same values to the transformation.
+        hyperparameters: The hyperparameters to report at the global step: name → number or schedule, or a function of
+            the step that returns such a mapping. Pass the same values to the transformation.
         name: The prefix of the slots: `optax/0/mu`.
 
     Returns:
@@ -56,14 +53,14 @@ def from_optax(
         ValueError: The name cannot be a prefix.
 
     Example:
-        >>> import jax, jax.numpy as jnp, jstep
+        >>> import jax, jstep
         >>> from typing import NamedTuple
         >>> class Halves(NamedTuple):  # stands for optax.sgd(0.5)
         ...     init = staticmethod(lambda params: ())
         ...     update = staticmethod(lambda grads, kept, params: (jax.tree.map(lambda g: -0.5 * g, grads), kept))
         >>> optimizer = jstep.from_optax(Halves(), {"learning_rate": 0.5})
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.5
 
     Source: `optax.GradientTransformation`.

@@ -1,4 +1,4 @@
-"""Transformations of gradients and updates as elements of a chain: noise, norms, clips, scales, weight decay."""
+"""Elements of a chain that transform gradients and updates: noise, norms, clips, scales, weight decay."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     Args:
         eta: The variance η ≥ 0 at step 0.
         gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
-        key: A PRNG key. The noise is a function of the key, the step and the leaf, so it is the same in a resumed run
-            and with every sharding.
+        key: A PRNG key. The noise depends on the key, the step and the leaf, so it is the same in a resumed run and
+            with every sharding.
 
     Returns:
-        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameters are `noise_eta` and
-        `noise_gamma`. Leaves without a gradient get no noise; sparse gradients become dense.
+        An element of a chain without slots, with the hyperparameters `noise_eta` and `noise_gamma`. Leaves without a
+        gradient get no noise; sparse gradients become dense.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -56,7 +56,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         -1.00 ± 0.10
 
     Source: Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015);
-    `optax.add_noise`, which splits and stores its key.
+    `optax.add_noise`.
     """
     key = as_key(key, "key")
 
@@ -89,8 +89,8 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
             `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
 
     Returns:
-        An `Optimizer` without slots and hyperparameters, to be chained before an optimizer. If axes is None, leaves
-        with fewer than two axes stay unchanged; averages over the first axis make sparse gradients dense.
+        An element of a chain without slots. If axes is None, leaves with fewer than two axes stay unchanged; averages
+        over the first axis make sparse gradients dense.
 
     Raises:
         ValueError: A leaf has no such axis.
@@ -131,7 +131,7 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
         per_leaf: Whether to normalize each leaf by its own norm.
 
     Returns:
-        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameter is `gradient_norm`.
+        An element of a chain without slots, with the hyperparameter `gradient_norm`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -186,22 +186,21 @@ def clip_gradients(
             the last of 4 or more.
 
     Returns:
-        An `Optimizer` without slots; its hyperparameters are named `clip_by_…` after the argument
+        An element of a chain without slots; its hyperparameters are named `clip_by_…` after the argument
         (`clip_by_value_min` and `clip_by_value_max`).
 
     Raises:
-        ValueError: Not exactly one argument is given, or it is out of its range.
+        ValueError: Not exactly one argument is given, or it is out of range.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.gradient_descent(1.0))
         >>> state = jstep.TrainState.create({"w": 3.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(50.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 50.0}, optimizer).params["w"])
         2.0
 
-    Source: `tf.clip_by_value`, `tf.clip_by_norm`, `tf.clip_by_average_norm`, `tf.clip_by_global_norm`;
-    Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization" (2021), and
-    `optax.adaptive_grad_clip`, for adaptive.
+    Source: `tf.clip_by_value` and the like; for adaptive, Brock et al., "High-Performance Large-Scale Image Recognition
+    Without Normalization" (2021), and `optax.adaptive_grad_clip`.
     """
     ways = {"by_value": by_value, "by_norm": by_norm, "by_average_norm": by_average_norm}
     ways |= {"by_global_norm": by_global_norm, "adaptive": adaptive}
@@ -257,7 +256,7 @@ def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _clipped_units(g: Array, p: Array, ratio: object, over: tuple[int, ...]) -> Array:
-    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001)."""
+    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where this reduces ‖g‖."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
     limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(clipping.compute_norm([p], over), MIN_PARAMETER_NORM)
@@ -275,7 +274,6 @@ MIN_GRADIENT_NORM = 1e-6
 # Scales: a factor, the learning rate, or factors by path.
 
 PREFIX = "scale"
-"""The prefix of the factors of `scale_updates` in the names of hyperparameters."""
 
 
 @makes_optimizer(1)
@@ -283,7 +281,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     """Scale: factor·u, where u is the update from the previous element.
 
     Args:
-        factor: Any finite number. The sign is not changed: use a negative factor for updates to be added to parameters.
+        factor: A finite number, negative if the updates are to be added to parameters.
 
     Returns:
         An element of a chain without slots.
@@ -292,10 +290,10 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
         ValueError: The factor is not finite.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.scale_by_lion(), jstep.scale(-0.5))
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
@@ -317,10 +315,10 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
         ValueError: The learning rate is negative.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.scale_by_learning_rate(0.25))
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.75
 
     Source: `optax.scale_by_learning_rate`.
@@ -335,21 +333,20 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
 
     Args:
         factors: Path or glob → a number ≥ 0, an array, a schedule or `held`; the first match applies, and updates of
-            leaves without a match are unchanged. Or a function `(path, leaf) -> number`, which may depend on shape and
-            dtype.
+            leaves without a match are unchanged. Or a function `(path, leaf) -> number`.
 
     Returns:
         An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay sparse.
 
     Raises:
         TypeError: A factor is not a number, an array or a schedule, or `factors` is neither a mapping nor a function.
-        ValueError: A factor is out of its range, or a glob matches nothing; the error lists the nearest paths.
+        ValueError: A factor is out of range, or a glob matches nothing; the error lists the nearest paths.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates({"embed*": 0.5}))
         >>> state = jstep.TrainState.create({"embed": 1.0, "head": 1.0}, optimizer)
-        >>> grads = {"embed": jnp.float32(1.0), "head": jnp.float32(1.0)}
+        >>> grads = {"embed": 1.0, "head": 1.0}
         >>> params = jstep.apply_gradients(state, grads, optimizer).params
         >>> print(params["embed"], params["head"])
         0.5 0.0
@@ -369,7 +366,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
 
 
 def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters ≥ 0 from a mapping of paths or globs to numbers, named `prefix/glob`."""
+    """Hyperparameters ≥ 0, named `prefix/glob`, from a mapping of paths or globs to numbers."""
     checked = {glob: check_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
     return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
@@ -383,24 +380,23 @@ def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 # Weight decay: with the learning rate, or independent of it.
 
 DecayRates: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
-"""A decay, or path or glob → the decay of the leaves that match."""
 
 DECAY = "decay"
-"""The flag for the decay of a leaf: the name of the hyperparameter and a factor on it, or None."""
+"""The flag for the decay of a leaf: the hyperparameter's name and a factor, or None."""
 
 
 @makes_optimizer()
 def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
-    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. For a decay
-    that does not depend on the learning rate, put `decay_weights` after it.
+    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. `decay_weights`
+    does not depend on the learning rate.
 
     Args:
-        weight_decay: The decay ≥ 0: a number, a schedule or `held`. Or a mapping from paths or globs to these: the
-            first match applies, and leaves without a match do not decay.
-        mask: The leaves that decay, in the grammar of `var_list`; None for all. Or path or glob → a factor ≥ 0 on the
-            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
+        weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves without a match do not
+            decay.
+        mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
+            `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
 
     Returns:
         An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
@@ -410,10 +406,10 @@ def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, floa
         ValueError: A number is negative, or an entry matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.add_weight_decay(0.5), jstep.scale_by_learning_rate(0.25))
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         1.5
 
     Source: `optax.add_decayed_weights`.
@@ -436,12 +432,9 @@ def decay_weights(
     """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
 
     Args:
-        weight_decay: The fraction wd ≥ 0 of each weight that an update removes; use a schedule to make it follow the
-            learning rate. Or a mapping from paths or globs to these: the first match applies, and leaves without a
-            match do not decay.
-        mask: The leaves that decay: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all.
-            Or path or glob → a factor ≥ 0 on the decay: the first match applies, and leaves without a match have the
-            factor 1.
+        weight_decay: The fraction wd ≥ 0 of each weight that an update removes, or path or glob → fraction: the first
+            match applies, and leaves without a match do not decay.
+        mask: As in `add_weight_decay`.
         cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
 
     Returns:
@@ -449,17 +442,16 @@ def decay_weights(
         for each entry of a mapping. Leaves without a gradient do not decay; sparse updates become dense.
 
     Raises:
-        ValueError: `weight_decay` is out of its range, or an entry of the mask matches nothing.
+        ValueError: `weight_decay` is out of range, or an entry of the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.25))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.25
 
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017), where decay follows the schedule's
-    fraction and not the rate; "Cautious Weight Decay" (2025).
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); "Cautious Weight Decay" (2025).
     """
     is_cautious = as_bool(cautious, "cautious")
 
@@ -476,10 +468,7 @@ def decay_weights(
 
 
 def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
-    """The hyperparameters and the flag of a weight decay.
-
-    `weight_decay` may map paths or globs to values; the mask may map them to factors ≥ 0.
-    """
+    """The hyperparameters and the flag of a weight decay, from the arguments of `add_weight_decay`."""
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
         hyper = _by_glob(name, "weight_decay", weight_decay)
@@ -502,7 +491,7 @@ def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, 
 
 
 def leaf_decay(h: Values) -> Any:
-    """The decay of this leaf; None if tracing shows that the leaf does not decay."""
+    """The decay of this leaf; None if tracing shows that it does not decay."""
     if h.decay is None:
         return None
     name, factor = h.decay

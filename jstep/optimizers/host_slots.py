@@ -3,9 +3,8 @@
 Without loops XLA would load all slots at the same time: it moves transfers across barriers, but not out of loops. Small
 leaves are loaded together before the update, large ones slice by slice if their rule is elementwise.
 
-In JAX, arrays in host memory have another type, which most operations reject. The updates of this package read them
-by `per_leaf` or pass them on, and are marked with `loads_slots`. Other updates, such as a custom optimizer's, get all
-their slots in device memory, which is correct but needs the space.
+Most operations of JAX reject arrays in host memory. The updates of this package read them by `per_leaf` or pass them
+on, and are marked with `loads_slots`. Other updates get all their slots in device memory.
 """
 
 import contextvars
@@ -27,7 +26,7 @@ from jstep.core.trees import Array, Params, Slots, Tree
 from jstep.state.train_state import TrainState
 
 PARTS = 16
-"""At most 1/PARTS of the offloaded bytes should be on the devices at a time, loaded or to be sent back."""
+"""At most 1/PARTS of the offloaded bytes should be on the devices at a time."""
 
 ROWS = {1: 4096, 2: 32}
 """Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
@@ -41,7 +40,7 @@ class Transfers:
 
     Attributes:
         limit: The bytes that should be on the devices at a time.
-        turns: 1, or 0 in a skipped update. XLA must not know it: it inlines loops of one iteration.
+        turns: 1, or 0 in a skipped update, unknown to XLA, which inlines loops of one iteration.
         is_certain: Whether no condition can skip the update.
     """
 
@@ -126,7 +125,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
     The rule sees arrays on the devices, and may return fewer slots; new slots are in the old memory. In a skipped
-    update, slots in host memory keep their values, and the result is unspecified.
+    update, they keep their values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):

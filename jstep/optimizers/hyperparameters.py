@@ -1,4 +1,4 @@
-"""Hyperparameters: numbers, schedules, or values held in the state; their checks, and their values at a step."""
+"""Hyperparameters: numbers, schedules, or values held in the state."""
 
 from __future__ import annotations
 
@@ -23,32 +23,30 @@ from jstep.state.train_state import TrainState
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 
 HELD_PART = "held"
-"""The part of a slot's name that marks held hyperparameters: `held/name`, `embed/held/name` under a scope or label."""
+"""The part of a slot's name that marks held hyperparameters: `held/name`, or `embed/held/name` under a label."""
 
 
 def held(name: str, value: object) -> Held:
     """A hyperparameter stored in the state, given in place of a number or a schedule.
 
-    The value is stored in the scalar slot `held/name` (float32; `embed/held/name` under a scope or label), saved with
-    the state and shown in the step's metrics under its name. It stays constant until `set_hyperparameter` changes it,
-    which does not recompile. `optimizer.hyperparameters(step)` omits it, because it depends on the step only.
+    It is saved with the state in the float32 scalar slot `held/name` (`embed/held/name` under a scope or label), and
+    shown in the step's metrics under its name. `set_hyperparameter` changes it without recompiling.
+    `optimizer.hyperparameters(step)` omits it, because it depends on the step only.
 
     Args:
         name: Its name; equal names collide, as for slots.
-        value: The initial value, a number or a scalar array. Its range is checked by the optimizer that uses it.
+        value: The initial value, a number or a scalar array, in the range of its argument.
 
     Raises:
-        ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not
-            finite.
+        ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not finite.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.5))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> state = jstep.set_hyperparameter(state, "learning_rate", 0.25)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
-        >>> print(state.params["w"], jstep.get_hyperparameter(state, "learning_rate"))
-        0.75 0.25
+        >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
+        0.75
     """
     check_prefix("name", as_string(name, "name"))
     _check_number(value)
@@ -93,7 +91,7 @@ def display_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
-    """All held hyperparameters among some slots, by name (`embed/learning_rate`); no optimizer is needed."""
+    """The held hyperparameters among some slots, by name (`embed/learning_rate`)."""
     named = ((display_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
@@ -102,7 +100,7 @@ def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
     """Return the value of a held hyperparameter. Blocks until the value is ready.
 
     Args:
-        state: A `TrainState`. For a population of states, stacked by `jax.vmap`, the result is an array.
+        state: A `TrainState`. For states stacked by `jax.vmap`, the result is an array.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
 
     Raises:
@@ -110,8 +108,8 @@ def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
 
     Example:
         >>> import jstep
-        >>> optimizer = jstep.scope("embed", jstep.adagrad(jstep.held("rate", 0.5)))
-        >>> jstep.get_hyperparameter(jstep.TrainState.create({"w": 1.0}, optimizer), "embed/rate")
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5)))
+        >>> jstep.get_hyperparameter(state, "learning_rate")
         0.5
     """
     slot = _slot_of(state, name)
@@ -125,9 +123,9 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
     Args:
         state: A `TrainState`.
-        name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
-        value: A finite number or a scalar array, which may be traced. For a population of states, stacked by
-            `jax.vmap`, one value for all, or an array with one value per state.
+        name: As in `get_hyperparameter`.
+        value: A finite number or a scalar array, which may be traced. For states stacked by `jax.vmap`, one value for
+            all, or an array with one value per state.
 
     Raises:
         KeyError: The state holds no such hyperparameter; the error lists the names of the others.
@@ -158,7 +156,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
 
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Check that a value can be held: finite, and a scalar or of the given shape."""
+    """Check that a value can be held: finite, and of the given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"value={value!r}: must be a number or a scalar array, got {describe_type(value)}")
     if np.ndim(value) and np.shape(value) != shape:
@@ -199,7 +197,6 @@ def is_learning_rate(name: str) -> bool:
 # Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step.
 
 Hyper: TypeAlias = dict[str, Any]
-"""The values of hyperparameters at a step, by name."""
 
 
 def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
@@ -212,7 +209,7 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number that is fixed when the optimizer is created: no schedules and no `held`."""
+    """Check a number that is fixed when the optimizer is created: no schedule, no `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
     return float(check_hyperparameter(name, value, **bounds))
@@ -245,11 +242,10 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
         name: Its name, for errors.
 
     Returns:
-        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact and free in a compiled step.
+        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact.
 
     Raises:
-        TypeError: The value is not a number, an array or a schedule. `held` is not supported, because a held value
-            depends on the state.
+        TypeError: The value is not a number, an array or a schedule, such as `held`.
         ValueError: The value is not a scalar, or not finite.
 
     Example:
@@ -266,8 +262,8 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
 def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones.
 
-    Under a trace, constants are NumPy scalars. A compiled step then does not return them (an output costs about 2 µs
-    per call on a CPU), and `training` adds them outside of it.
+    Under a trace, constants are NumPy scalars: a compiled step does not return them, which would cost 2 µs each per
+    call on a CPU, and `training` adds them outside of it.
     """
     hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}
 
@@ -283,7 +279,7 @@ def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, boo
 
 
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
-    """Convert the numbers among values to scalar arrays, of NumPy under a trace; see `report`."""
+    """Convert numbers to scalar arrays, of NumPy under a trace; see `report`."""
     make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float | np.generic)}
     return {**values, **{name: make(number, trees.default_float()) for name, number in numbers.items()}}

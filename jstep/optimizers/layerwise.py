@@ -1,4 +1,4 @@
-"""Optimizers with one norm for each leaf: LAMB and LARS with their trust ratio, NovoGrad."""
+"""Optimizers with one norm per leaf: LAMB, LARS and NovoGrad."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def lamb(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: Weight decay ≥ 0, added to the direction before its norm is taken.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Weight decay ≥ 0, part of the direction r.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. If a leaf stacks several
-        layers, they share one norm: keep layers in separate leaves.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. Layers that are stacked in one leaf
+        share one norm.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.lamb(0.25)
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
-    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the results
-    match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
+    Source: You et al., "Large Batch Optimization for Deep Learning" (2019); the results match `optax.lamb`. timm also
+    clips by the global norm; Keras decays outside the norm.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -85,30 +85,29 @@ def lars(
 ) -> Optimizer:
     """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a, norms by leaf.
 
-    With Nesterov p −= (the last term of a) + momentum·a. If a norm is 0, the ratio is 1. The learning rate is inside
-    the buffer: gradients accumulated at a high rate keep that rate.
+    With Nesterov p −= (the last term of a) + momentum·a. If a norm is 0, the ratio is 1.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         momentum: The fraction of the old update that is kept, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
-        trust_coefficient: The step length at lr = 1 as a fraction of the leaf's norm, ≥ 0.
+        trust_coefficient: The step length at lr = 1, relative to the leaf's norm; ≥ 0.
         epsilon: Added to ‖g‖, ≥ 0.
-        trust_ratio_mask: The leaves with a trust ratio, in the grammar of `var_list`; None for all.
+        trust_ratio_mask: The leaves with a trust ratio, as a `var_list`; None for all.
         weight_decay: Coupled weight decay ≥ 0, added to the gradient as weight_decay·p.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
 
     Raises:
-        ValueError: An argument is out of its range, or a mask matches nothing.
+        ValueError: An argument is out of range, or a mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.lars(1.0, trust_coefficient=0.25)
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
@@ -148,20 +147,20 @@ def novograd(
         beta1: The fraction of the old direction that is kept, in [0, 1).
         beta2: The decay of the squared norm, in [0, 1).
         epsilon: Added to √v, ≥ 0.
-        weight_decay: Weight decay ≥ 0, part of the direction and so multiplied by lr.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Weight decay ≥ 0, part of the direction.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0; v has one scalar per leaf) and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.novograd(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the results match
@@ -180,7 +179,7 @@ def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def share_of_old(h: Values) -> dict[str, Any]:
-    """The weight of the old squared norm, which is 0 for a new slot."""
+    """The weight of the old squared norm, 0 for a new slot."""
     return {"kept": jnp.where(h.age == 1, 0.0, h.beta2)}
 
 
@@ -192,14 +191,12 @@ def scale_by_trust_ratio() -> Optimizer:
         An element of a chain without slots.
 
     Example:
-        LAMB:
-
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(
         ...     jstep.scale_by_adam(epsilon=1e-6), jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(0.25)
         ... )
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
     Source: You et al. (2019); `optax.scale_by_trust_ratio`.
@@ -217,7 +214,7 @@ def scale_by_trust_ratio() -> Optimizer:
 
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
-    """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0."""
+    """Return rate·ratio·u, where ratio = coefficient·‖p‖/(‖u‖ + epsilon), or 1 if a norm is 0."""
     norm_p, norm_u = compute_norm([p]), compute_norm([u])
     is_nonzero = (norm_p > 0) & (norm_u > 0)
     divisor = jnp.where(is_nonzero, norm_u + epsilon, jnp.ones_like(norm_u))

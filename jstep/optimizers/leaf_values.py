@@ -1,7 +1,4 @@
-"""Static values of each leaf, computed from paths, shapes and dtypes: masks, factors, numbers, axes.
-
-Inside `partition` and other wrappers, paths, shapes and dtypes are still the ones in the state.
-"""
+"""Static values of each leaf, from its path, shape and dtype in the state: masks, factors, numbers, axes."""
 
 import contextlib
 import contextvars
@@ -23,7 +20,7 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 
 
 def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
-    """The flag for whether each leaf is selected, in the grammar of `var_list`; None selects all.
+    """The flag for whether each leaf is selected by a `var_list`; None selects all.
 
     An entry that matches no leaf is an error. With `warns`, a function or a tree that selects nothing is one warning.
     Inside `partition`, it is enough to match leaves of other labels, or that the mask of another label matches some.
@@ -75,7 +72,7 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
 
-    An entry that is the path of a leaf matches only that leaf, even with glob characters.
+    The path of a leaf matches only that leaf, even with glob characters.
     """
     globs = list(entries)
     for glob in globs:
@@ -101,7 +98,7 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 
 def leaf_numbers(params: Params) -> list[int]:
-    """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
+    """The index of each leaf among all parameters, even inside `partition`, for PRNG keys."""
     return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
 
 

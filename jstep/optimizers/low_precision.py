@@ -1,4 +1,4 @@
-"""Parameters in low precision: float32 master weights, and stochastic rounding to bfloat16."""
+"""Low-precision parameters: float32 master weights, and stochastic rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ MASTER = "master"
 def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
-    An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
-    bitwise equal to the rounded parameters of a float32 run on the same gradients.
+    The parameters are bitwise equal to the rounded parameters of a float32 run on the same gradients.
 
     Args:
-        optimizer: The inner optimizer, which sees the master weights as its parameters, gradients in float32 at least,
-            and computes the updates u. Its labels, masks and other predicates see the parameters themselves, with their
-            dtypes.
+        optimizer: The inner optimizer, which sees the master weights, and gradients in float32 at least. Its labels and
+            masks see the parameters themselves.
         dtype: The dtype of the master weights; wider parameters keep theirs.
 
     Returns:
-        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: if
-        you change parameters but not the slot, the next update reverts the change.
+        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: the
+        next update reverts a change of the parameters alone.
 
     Raises:
         TypeError: `dtype` is not a floating dtype of at least 32 bits.
@@ -109,14 +107,13 @@ def _moved_master(slots: Slots, u: object, p: Any) -> tuple[Array, Slots]:
 def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 
-    Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
-    copy of the parameters (see `master_weights` for that).
+    Small updates are then not lost on average, without the second copy of `master_weights`.
 
     Args:
-        optimizer: The optimizer that computes the updates u. Put the rounding outermost: it is undone by wrappers that
-            change updates after it. Only `with_projection` belongs around it: inside, its values are not rounded again.
-        key: A PRNG key. The random bits are a function of the key, the step and the leaf, so they are the same in a
-            resumed run.
+        optimizer: The optimizer that computes the updates u. Put the rounding outermost, because wrappers that change
+            updates undo it. Only `with_projection` belongs around it.
+        key: A PRNG key. The random bits depend on the key, the step and the leaf, so they are the same in a resumed
+            run.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;

@@ -1,4 +1,4 @@
-"""Muon: matrices, blocks of matrices, their orthogonalization, and their distribution over devices."""
+"""Muon: orthogonalization of matrices, and their distribution over devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MatrixLayout(NamedTuple):
 
 
 def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> MatrixLayout | None:
-    """The layout of an array as a stack of matrices; None if it is unknown, or has none."""
+    """The layout of an array as a stack of matrices; None if it has none, or is unknown."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
@@ -132,7 +132,6 @@ class Preset(NamedTuple):
 _ROWS = tomllib.loads(importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8"))
 PRESETS = {name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in _ROWS.items()}
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
-"""Jordan's coefficients, the default."""
 
 
 def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
@@ -161,7 +160,7 @@ def _own(value: Any, count: int) -> tuple[Triple, ...]:
 
 
 SMALL = 64 * 64
-"""Up to this number of elements, batching matrices is faster on CPUs, too; larger ones run separately."""
+"""Up to this number of elements, batching matrices is faster on CPUs, too."""
 
 
 Normalization: TypeAlias = Literal["frobenius", "schatten"]
@@ -186,8 +185,7 @@ def orthogonalize_matrices(
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
 
-    Matrices of one shape are batched, as one does not fill an accelerator; large ones run separately on CPUs. Matrices
-    with a layout are distributed over its mesh.
+    Matrices of one shape are batched, except for large ones on CPUs, and distributed over the mesh of their layout.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
@@ -249,7 +247,7 @@ newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
 def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Array]]:
-    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too."""
+    """Reshape an array to matrices [batch..., in, out]; also return the inverse function."""
     rows, columns = axes
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
     order = (*batch, *rows, *columns)
@@ -275,43 +273,37 @@ def normalize_neurons(
 ) -> Optimizer:
     """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
 
-    Norms are Frobenius norms. Each matrix u keeps its norm, so scales before or after this block are preserved, and
-    the bias of v cancels. After `orthogonalize` it is NorMuon (see the example).
+    Norms are Frobenius norms. Each matrix keeps its norm, so the bias of v cancels.
 
     Args:
         beta2: The decay of the average v, in [0, 1).
         epsilon: Added to √v and ‖U‖, > 0.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
-            a stack of matrices. By default the last two, (in, out) as in Flax.
-        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in
-            and out (in, if they are equal), which also normalizes matrices with more inputs than outputs evenly.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
+            two. Other axes index a stack.
+        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in and
+            out (in, if they are equal).
 
     Returns:
-        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the
-        axes of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
+        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the axes
+        of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
 
     Raises:
-        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
+        ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes.
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> normuon = jstep.chain(
+        >>> optimizer = jstep.chain(
         ...     jstep.trace(0.95, use_nesterov=True),
         ...     jstep.orthogonalize(scale="original"),
         ...     jstep.normalize_neurons(),
-        ...     jstep.add_weight_decay(0.1),
         ...     jstep.scale_by_learning_rate(0.02),
         ... )
-        >>> optimizer = jstep.partition(
-        ...     {"normuon": normuon, "adamw": jstep.adamw(1e-3)},
-        ...     lambda path, leaf: "normuon" if leaf.ndim == 2 else "adamw",
-        ... )
-        >>> state = jstep.TrainState.create({"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}, optimizer)
-        >>> print(state.slots["normuon/neuron_v"]["w"].shape)
+        >>> state = jstep.TrainState.create({"w": jnp.ones((4, 3))}, optimizer)
+        >>> print(state.slots["neuron_v"]["w"].shape)
         (1, 3)
 
-    Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
-    norm, while the paper sets the root mean square to 0.2.
+    Source: Li et al., "NorMuon" (2025), and the authors' code, which keeps the norm; the paper sets the root mean
+    square to 0.2.
     """
     matrix = matrix_axes(axes, "to normalize its neurons")
     whose = check_choice(over, "over", ["neuron", "short"])
@@ -349,26 +341,24 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
     Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
-    weight decay would have no effect. AdamH, MuonH and NorMuonH are chains that end with it (see the examples). Do not
-    change the updates after it (`cautious`, `decay_weights`, `scale_updates`), because that changes the norm. An
-    average of the parameters has a smaller norm than the parameters. In bfloat16 small steps are lost: wrap the whole
-    optimizer in `master_weights`.
-
-    Use it for linear layers; train embeddings, biases, gains, routers and gates with Adam.
+    weight decay would have no effect. AdamH, MuonH and NorMuonH are chains that end with it. Use it for linear layers;
+    train embeddings, biases, gains, routers and gates with Adam. Do not change the updates after it (`cautious`,
+    `decay_weights`, `scale_updates`), because that changes the norm. An average of the parameters has a smaller norm.
+    In bfloat16 small steps are lost: wrap the whole optimizer in `master_weights`.
 
     Args:
         learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
             replaces.
-        radius: The norm R; None for the current norm of the matrix, which needs no slot. A number > 0, or
-            `(path, leaf) -> number`, fixes the norm: the first update scales each matrix to it.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
-            a stack of matrices, each with its own norm. By default the last two axes.
+        radius: The norm R: a number > 0, or `(path, leaf) -> number`, to which the first update scales each matrix;
+            None for its current norm.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
+            two. Other axes index a stack of matrices, each with its own norm.
 
     Returns:
         An element of a chain without slots, used in place of `scale_by_learning_rate`.
 
     Raises:
-        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes, or a matrix is zero and
+        ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes, or a matrix is zero and
             would stay zero.
 
     Example:
@@ -385,20 +375,8 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
         2.9205 4.0584 5.0000
 
-        MuonH, and NorMuonH, which has one more block:
-
-        >>> muonh = jstep.chain(
-        ...     jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(scale=None), jstep.on_hyperball(0.02)
-        ... )
-        >>> normuonh = jstep.chain(
-        ...     jstep.trace(0.95, use_nesterov=True),
-        ...     jstep.orthogonalize(scale=None),
-        ...     jstep.normalize_neurons(),
-        ...     jstep.on_hyperball(0.02),
-        ... )
-
-    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
-    and its AdamH and MuonH in Levanter, which also use the norm at the current step.
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026), and
+    its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
     matrix = matrix_axes(axes, "to keep its norm")
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
@@ -489,32 +467,30 @@ def muon(
 ) -> Optimizer:
     """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
 
-    UVᵀ of G = USVᵀ is approximated by a Newton–Schulz iteration: see `orthogonalize`. Use Muon for the matrices of
-    hidden layers; train embeddings, heads, vectors and scalars with another optimizer (see the example).
+    UVᵀ of G = USVᵀ is approximated by a Newton–Schulz iteration: see `orthogonalize`. Train embeddings, heads, vectors
+    and scalars with another optimizer (see the example).
 
     Args:
         learning_rate: The step size lr ≥ 0; with scale "rms" about the same as AdamW's.
         momentum: The decay μ of the average of gradients, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
-        ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom coefficients.
-        ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default), "dion" or
-            "polar_express"; see `orthogonalize`.
+        ns_steps: The number of iterations, ≥ 1; see `orthogonalize`.
+        ns_coefficients: The coefficients of the iterations; see `orthogonalize`.
         epsilon: The lower bound of the norm in the divisor, > 0.
         scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
-        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
-            a stack of matrices. By default the last two, (in, out) as in Flax.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
+        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`.
         ns_dtype: The dtype of the iteration's products.
         normalization: The norm in the divisor, "frobenius" or "schatten"; see `orthogonalize`.
-        distribute: Whether to distribute matrices of one shape over the devices of their mesh; see `orthogonalize`.
+        distribute: Whether to distribute matrices over the devices; see `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
 
     Raises:
-        ValueError: An argument is out of its range, the mask matches nothing, or, at `init`, a leaf has fewer than
-            two axes.
+        ValueError: An argument is out of range, the mask matches nothing, or, at `init`, a leaf has fewer than two
+            axes.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -558,30 +534,30 @@ def orthogonalize(
 ) -> Optimizer:
     """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), by a Newton–Schulz iteration for each matrix.
 
-    X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. By default it does not converge, but
-    quickly brings singular values to between 0.7 and 1.2. "polar_express" brings them to within 0.0001 of 1.
+    X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. The default brings singular values to
+    between 0.7 and 1.2, "polar_express" to within 0.0001 of 1.
 
     Args:
         ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom coefficients.
-        ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default; 5 equal
-            iterations), "dion" (at most 5 different ones) or "polar_express" (8 by default and any number, with a
-            safety factor s of 1.01, which is 1 otherwise).
-        epsilon: The lower bound of the norm in the divisor, > 0: gradients below it are damped.
-        scale: "rms" for 0.2·√max(in, out), which makes updates as large as AdamW's; "original" for √max(1, out/in);
+        ns_coefficients: (a, b, c), a triple for each iteration, or a preset: "jordan" (the default; 5 equal
+            iterations), "dion" (at most 5) or "polar_express" (8, or any number, with a safety factor s of 1.01, which
+            is 1 otherwise).
+        epsilon: The lower bound of the divisor, > 0: smaller gradients are damped.
+        scale: "rms" for 0.2·√max(in, out), so that updates are as large as AdamW's; "original" for √max(1, out/in);
             None for 1.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
-            a stack of matrices. By default the last two, (in, out) as in Flax.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
+            two, as in Flax. Other axes index a stack.
         ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, with errors of about 0.01.
-        normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4 norm, which is
-            closer to the largest singular value (so that fewer iterations suffice) and needs no extra product.
+        normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4 norm, with which
+            fewer iterations suffice.
         distribute: Whether to distribute matrices of one shape over the devices of their mesh, each whole on one
-            device, so that no device repeats another's work. It has no effect on a single device.
+            device.
 
     Returns:
         An element of a chain without slots.
 
     Raises:
-        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
+        ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes.
 
     Example:
         >>> import jax.numpy as jnp, jstep

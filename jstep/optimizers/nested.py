@@ -1,4 +1,4 @@
-"""Optimizers inside others: how a wrapper adds slots and hyperparameters, and calls the update of the inner one."""
+"""Optimizers inside others: how a wrapper adds slots and hyperparameters, and calls the inner update."""
 
 import contextvars
 import dataclasses
@@ -28,8 +28,7 @@ class StepInputs(NamedTuple):
 
     Attributes:
         h: The values of a wrapper's hyperparameters.
-        starts: The `start_step` of each leaf of an aged wrapper: the step minus the updates that had a gradient of its
-            label; None for a leaf that is never updated.
+        starts: The `start_step` of each leaf of an aged wrapper; None for a leaf that is never updated.
     """
 
     params: Params
@@ -108,11 +107,9 @@ def wrap_optimizer(
     """Wrap an optimizer.
 
     Args:
-        outer: The slots and hyperparameters of the wrapper.
-        guarded: Whether nonfinite gradients reach neither parameters nor slots; by default as in the inner optimizer.
+        guarded: As in `is_guarded`; by default as in the inner optimizer.
         inner_roles: Maps the inner roles to those that outer wrappers see.
         init_on: Maps params to the parameters from which the inner optimizer creates its slots.
-        takes_context: Whether the update reads the context.
     """
     outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
@@ -170,7 +167,7 @@ class Ages(NamedTuple):
     """The age slots of a wrapper.
 
     Attributes:
-        of_leaves: The name of the slot with the `start_step` of each leaf; None for a leaf without an age.
+        of_leaves: The name of the slot with the `start_step` of each leaf, or None.
         slots: Name of such a slot → whether the wrapper keeps it, and not the inner optimizer.
     """
 
@@ -231,7 +228,7 @@ def update_masters(
 ) -> tuple[Updates, Slots]:
     """Call an optimizer's update on the masters of the parameters, with gradients as wide as these.
 
-    Labels, masks and the loss still see the parameters, which are `rounded(p, master)`.
+    Labels, masks and the loss still see the parameters, `rounded(p, master)`.
     """
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
     with partial_params(at.params):
@@ -251,7 +248,7 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
-    """Whether the updates include −learning_rate, so that another one would flip their sign."""
+    """Whether the updates include −learning_rate."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
     return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
@@ -272,11 +269,11 @@ def wrap_init(
 
 
 NamedOptimizers = Mapping[str, Optimizer]
-"""Name of an optimizer in errors → the optimizer."""
+"""Name in errors → the optimizer."""
 
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge dicts that have names for errors; raise if an entry occurs twice. `what` is the kind of the entries."""
+    """Merge dicts with names for errors; raise if an entry occurs twice. `what` is the kind of the entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
@@ -321,7 +318,7 @@ class Condition(NamedTuple):
 
     Attributes:
         params: The parameters, with None for all others.
-        holds: Whether these parameters are updated; otherwise their updates are zero.
+        holds: Whether they are updated; otherwise their updates are zero.
     """
 
     params: Params

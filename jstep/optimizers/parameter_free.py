@@ -47,29 +47,29 @@ def prodigy(
     leaves; then d' = max(d, d_coef·n/‖s‖₁), and at most d·growth_rate.
 
     Args:
-        learning_rate: A factor lr ≥ 0 on the estimated rate: 1, or a schedule that falls from 1. At a step where it is
-            0, nothing changes.
-        beta1: The decay of the first moment, in [0, 1).
-        beta2: The decay of the second moment, in [0, 1).
+        learning_rate: A factor lr ≥ 0 on the estimated rate: 1, or a schedule that decreases from 1. A step with 0
+            changes nothing.
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         beta3: The decay of the sums, in [0, 1); None for √β2.
         epsilon: Added to √v, multiplied by d; ≥ 0.
         d0: The initial estimate, > 0.
         d_coef: A factor on the estimate, > 0.
-        growth_rate: The largest factor by which the estimate may grow in one step, ≥ 1; usually infinite.
+        growth_rate: The largest factor by which the estimate grows in one step, ≥ 1.
         bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t), where t is the age of the slots.
         safeguard_warmup: Whether to omit lr from s, for a learning rate with warmup.
         weight_decay: Decoupled weight decay, multiplied by d·lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the parameters), and the scalars
         `d`, `d_max`, `d_numerator` and `start_step`. In a `partition`, each label has a separate estimate.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.prodigy(d0=0.1)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> for _ in range(30):
@@ -77,8 +77,8 @@ def prodigy(
         >>> print(f'{state.slots["d"]:.2f}')
         0.25
 
-    Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the results
-    match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
+    Source: Mishchenko and Defazio, "Prodigy" (2023); the results match the authors' `prodigyopt`.
+    `optax.contrib.prodigy` always corrects the bias.
     """
     first = check_hyperparameter("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
@@ -128,7 +128,6 @@ def new_s(g: Array, s: Values, h: Values) -> Array:
 
 
 def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
-    """A leaf's terms of the sums ⟨g, p0 − p⟩ and ‖s‖₁."""
     return {"ahead": jnp.sum(g * (s.p0 - p)), "length": jnp.sum(jnp.abs(new_s(g, s, h)))}
 
 
@@ -178,39 +177,39 @@ def schedule_free_adamw(
 ) -> Optimizer:
     """Schedule-free AdamW: u = g/(√v̂ + ε) + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
 
-    The parameters are y, where gradients are computed; evaluate and deploy x, which is `schedule_free_params(state)`.
-    x moves towards z by c = w/Σw, w = t^r · (the highest rate so far)^weight_lr_power, where t is the age of the slots.
-    The learning rate needs no decay; warm it up with `linear_warmup(lr, steps)`.
+    The parameters are y; evaluate and deploy x, which is `schedule_free_params(state)`. x moves towards z by c = w/Σw,
+    w = t^r · (the highest rate so far)^weight_lr_power, where t is the age of the slots. The learning rate needs no
+    decay; warm it up with `linear_warmup(lr, steps)`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The weight of x in y, in (0, 1); fixed when the optimizer is created.
-        beta2: The decay of v, the average of g², in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta1: The weight of x in y, in (0, 1), a constant.
+        beta2: The decay of v, the average of g², in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
         weight_lr_power: The power of the highest rate in the weight of a step, ≥ 0.
         r: The power of the age in the weight of a step.
         weight_decay: Decoupled weight decay of y, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the scalars
-        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y. In bfloat16, rounding y
-        loses the digits that x needs: wrap the optimizer in `master_weights`.
+        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y. In bfloat16, wrap the
+        optimizer in `master_weights`: x needs the digits that rounding y loses.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.schedule_free_adamw(jstep.linear_warmup(0.5, 2))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> for _ in range(2):
-        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
+        ...     state = jstep.apply_gradients(state, {"w": 3.0}, optimizer)
         >>> print(f'{state.params["w"]:.3f} {jstep.schedule_free_params(state)["w"]:.3f}')
         0.340 0.350
 
     Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
-    (`AdamWScheduleFree`). Optax's wrapper has a separate counter, so it weights steps by another rate during warmup.
+    (`AdamWScheduleFree`). Optax weights the steps of a warm-up by another rate.
     """
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
@@ -234,24 +233,24 @@ def schedule_free_sgd(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The weight of x in y, in (0, 1); fixed when the optimizer is created.
+        beta1: The weight of x in y, in (0, 1), a constant.
         weight_lr_power: The power of the highest rate in the weight of a step, ≥ 0.
         r: The power of the age in the weight of a step.
         weight_decay: Decoupled weight decay of y, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,
         `beta1` and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.schedule_free_sgd(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": 1.0}, optimizer)
         >>> print(state.params["w"], jstep.schedule_free_params(state)["w"])
         0.75 0.75
 
@@ -273,7 +272,7 @@ def _scalars(beta1: float) -> dict[str, Any]:
 
 
 def weights(h: Values) -> dict[str, Any]:
-    """The weight c by which x moves towards z, and the weight of u in the update of y."""
+    """The weight c by which x moves towards z, and the weight of u in y."""
     lr, age = h.learning_rate, h.age.astype(h.lr_max.dtype)
     highest = jnp.maximum(h.lr_max, lr)
     weight = jnp.power(age, h.r) * jnp.power(highest, h.weight_lr_power)
@@ -308,19 +307,17 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
 
 @on_any_mesh("state.params")
 def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
-    """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation; the state's parameters are y.
+    """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free optimizer, for evaluation.
 
     Args:
-        state: A `TrainState` whose optimizer is schedule-free, or has such a part under a scope or label. Inside
-            `master_weights` or `compact`, y is the master copy.
-        name: The name of its slot `z` with the prefixes of scopes and labels, such as `"embed/z"`, if there are
-            several; None for the only one.
+        state: A `TrainState` with such an optimizer. In `master_weights` or `compact`, y is the master copy.
+        name: The name of the slot, such as `"embed/z"`, if there are several; None for the only one.
 
     Returns:
         A tree like params, with their dtypes; leaves of other optimizers are unchanged.
 
     Raises:
-        ValueError: The state has no slot `z` of such an optimizer, or several; the error lists their names.
+        ValueError: The state has no such slot `z`, or several; the error lists their names.
 
     Example:
         >>> import jstep

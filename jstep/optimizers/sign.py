@@ -1,4 +1,4 @@
-"""Optimizers by the sign of the gradient or of a momentum: Lion, Signum, Rprop."""
+"""Optimizers that use the sign of the gradient or of a momentum: Lion, Signum, Rprop."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ def lion(
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 
-    Every coordinate moves by lr. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by
-    the same factor.
+    Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The weight of m in the direction, in [0, 1).
         beta2: The decay of m, in [0, 1).
-        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        weight_decay: Decoupled weight decay ≥ 0.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.lion(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.75
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
@@ -66,10 +65,10 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
         An element of a chain with the slot `m` (initially 0).
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.chain(jstep.scale_by_lion(), jstep.scale_by_learning_rate(0.25))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.75
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
@@ -78,7 +77,6 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The sign of an average that gives the gradient more weight than the stored average does."""
     return jnp.sign(rules.average(s.m, g, h.beta1)), {"m": rules.average(s.m, g, h.beta2)}
 
 
@@ -94,10 +92,10 @@ def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9)
         An `Optimizer` with the slot `m` (initially 0).
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.signum(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
@@ -121,10 +119,10 @@ def rprop(
 ) -> Optimizer:
     """Rprop: η *= eta_plus where g keeps its sign, η *= eta_minus and g = 0 where it turns; p −= η·sign(g).
 
-    It uses only the signs of gradients, so it is meant for full-batch gradients.
+    It is meant for full-batch gradients.
 
     Args:
-        learning_rate: The initial step size η, > 0; fixed when the optimizer is created.
+        learning_rate: The initial step size η, > 0, a constant.
         eta_minus: The factor on η when the gradient changes its sign, in (0, 1).
         eta_plus: The factor on η when the gradient keeps its sign, > 1.
         min_step_size: The smallest η, ≥ 0.
@@ -134,10 +132,10 @@ def rprop(
         An `Optimizer` with the slots `step_size` (η, initially learning_rate) and `previous` (the last g, initially 0).
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jstep
         >>> optimizer = jstep.rprop(0.25)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
     Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning" (1993); the results

@@ -36,29 +36,28 @@ def soap(
 ) -> Optimizer:
     """SOAP: g' = Qᵀg; m averages g, v averages g'²; p −= lr·√(1−β2^k)/(1−β1^k) · Q(Qᵀm/(√v + ε)), k = t − 1.
 
-    For each axis i of a leaf GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. The first update of a
-    slot only initializes GG and Q (by eigh). Every precondition_frequency steps Q is refined by one power iteration,
-    the QR of GG·Q. t is the age of the slots. On TPUs eigh uses Jacobi's method, and eigh and QR process all matrices
-    of one size in a loop, so that compiling takes seconds whatever the sizes and the number of leaves.
+    For each axis i of a leaf, GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. The first update of a
+    slot only initializes GG and Q. Every precondition_frequency steps one power iteration refines Q: the QR of GG·Q. t
+    is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The decay of the first moment, in [0, 1).
-        beta2: The decay of the second moment, in [0, 1).
+        beta1: The decay of m, in [0, 1).
+        beta2: The decay of v, in [0, 1).
         shampoo_beta: The decay of GG, in [0, 1).
         epsilon: Added to √v, ≥ 0.
         weight_decay: Decoupled weight decay, multiplied by lr and applied after each step except the first; ≥ 0.
-        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
-        precondition_frequency: The number of steps between updates of Q, ≥ 1; fixed when the optimizer is created.
-        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes, and leaves with fewer than two
-            axes, have none; a leaf without any uses Adam.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
+        precondition_frequency: The number of steps between updates of Q, ≥ 1.
+        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes have none, and neither have leaves
+            with fewer than two axes: a leaf without any uses Adam.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square,
-        initially 0), and the scalar `start_step`.
+        initially 0), and `start_step`.
 
     Raises:
-        ValueError: An argument is out of its range, or the mask matches nothing.
+        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -66,8 +65,8 @@ def soap(
         >>> print(jstep.get_slot_names(state), state.slots["gg_0"]["w"].shape, state.slots["gg_0"]["b"])
         ['gg_0', 'gg_1', 'm', 'q_0', 'q_1', 'v'] (3, 3) None
 
-    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024); the results match the
-    authors' code and pytorch_optimizer, except for the signs of eigenvectors and the bases of null spaces.
+    Source: Vyas et al., "SOAP" (2024); the results match the authors' code and pytorch_optimizer, except for the signs
+    of eigenvectors and the bases of null spaces.
     """
     frequency = as_int(precondition_frequency, "precondition_frequency", at_least=1)
     longest = as_int(max_precondition_dim, "max_precondition_dim", at_least=1)
@@ -157,11 +156,11 @@ def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
 # Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration.
 
 FIRST, NEXT, SAME = range(3)
-"""How a step updates the bases: compute them by eigh, refine them by one power iteration, or leave them unchanged."""
+"""How a step updates the bases: by eigh, by one power iteration, or not at all."""
 
 
 class EigenbasisUpdate(NamedTuple):
-    """By axis: averages of g·gᵀ, and their eigenbases; v is in the coordinates of all bases."""
+    """By axis: averages of g·gᵀ and their eigenbases; v is in their coordinates."""
 
     grams: dict[int, Array]
     bases: dict[int, Array]
@@ -221,7 +220,7 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 def in_loops(
     turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
 ) -> list[EigenbasisUpdate]:
-    """Update the bases with one loop over all matrices of each size; FIRST applies `first` before QR."""
+    """Update the bases, with one loop over all matrices of a size; FIRST applies `first` before QR."""
     sizes: dict[Any, list[tuple[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         for axis, gram in leaf.grams.items():
@@ -268,7 +267,7 @@ WIDTH = 128
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
     """The Q of the QR decomposition of a square matrix, by Householder reflections; orthogonal even if it is singular.
 
-    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile. Here they are loops. The signs
+    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile; here they are loops. The signs
     of columns may differ.
     """
     n = matrix.shape[0]
@@ -321,7 +320,6 @@ def _or_one(x: Array) -> Array:
 
 
 def _times(x: Array, columns: Array) -> Array:
-    """The product of a vector and a matrix in full precision."""
     return jnp.sum(x[:, None] * columns, 0)
 
 

@@ -1,4 +1,4 @@
-"""Updates, which may contain new values that p + u cannot represent exactly: maps over them, and their addition."""
+"""Updates, also new values that p + u cannot represent exactly: maps over them, and their addition."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -21,7 +21,7 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A leaf of updates that replaces the parameter by `value`, because the difference of the two may be rounded.
+    """A leaf of updates that replaces the parameter by `value`, because the difference might be rounded.
 
     Only wrappers that call `call_update(…, exact=True)` see it, and pass it on.
     """
@@ -60,8 +60,8 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
     """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
 
     XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
-    parameter first, then the slots in the order of the dict. Therefore an optimizer declares a slot after those
-    computed from its old value. Only leaves with a slot in `names` are ordered, and slots of the parameter's shape.
+    parameter first, then the slots in the order of the dict. Only leaves with a slot in `names` are ordered, and slots
+    of the parameter's shape.
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -116,7 +116,7 @@ def add(leaf: Array, update: Any) -> Array:
 
 
 def moves(params: Params, updates: Updates) -> Updates:
-    """The updates with the difference from the parameter for each `Replacement`."""
+    """The updates, with the difference from the parameter for each `Replacement`."""
     if not any(isinstance(u, Replacement) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
 
@@ -140,16 +140,15 @@ def map_updates(
 def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
     """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
 
-    It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
-    (converted to float32).
+    `IndexedSlices` are converted to dense arrays, and low-precision leaves to float32.
 
     Args:
         fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
         params: The parameters.
-        *others: Trees like params, such as gradients and slots; leaves may be None.
+        *others: Trees like params, such as gradients and slots.
 
     Returns:
-        A tree like params, with None where `fn` was not called: the form in which an `Optimizer` returns updates.
+        A tree like params, with None where `fn` was not called.
 
     Raises:
         ValueError: A tree does not have the structure of params.
