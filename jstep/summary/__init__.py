@@ -1,8 +1,7 @@
 """TensorBoard event files without TensorFlow.
 
-Summaries are pytrees: they can be created inside a compiled step, returned from it, scanned and merged. A
-`SummaryWriter` writes them on a background thread. The extra `summaries` (tensorboard's protos, google-crc32c) is
-required, and imported when the first file is opened.
+Summaries are pytrees, which a compiled step may create and return. A `SummaryWriter` writes them on a background
+thread. The extra `summaries` (tensorboard's protos, google-crc32c) is required.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module

@@ -25,8 +25,7 @@ from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_her
 def scalar(tags: object, values: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of one number, or of an array of numbers with one tag each.
 
-    An eager call with an array on the device does not wait for it: the value is copied there and read when the summary
-    is written.
+    An eager call does not wait for an array on the device, which is copied.
 
     Args:
         tags: A string, or a list or array of strings.
@@ -41,8 +40,6 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
 
     Example:
         >>> import jstep.summary
-        >>> jstep.summary.scalar("loss", 0.25)
-        Summary('loss')
         >>> jstep.summary.scalar(["accuracy/train", "accuracy/test"], [0.9, 0.8])
         Summary('accuracy/train', 'accuracy/test')
 
@@ -111,8 +108,7 @@ def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> Va
 def zero_fraction(value: object) -> Array:
     """Return the fraction of zeros in an array (its sparsity).
 
-    zero_fraction(x) = (number of i with x_i = 0) / (number of elements), NaN for an empty array, as in
-    TensorFlow.
+    zero_fraction(x) = (number of i with x_i = 0) / (number of elements); NaN for an empty array.
 
     Args:
         value: Any array or number.
@@ -125,7 +121,7 @@ def zero_fraction(value: object) -> Array:
         >>> print(jstep.summary.zero_fraction(jax.nn.relu(jnp.array([-1.0, -2.0, 0.0, 3.0]))))
         0.75
 
-    Source: TensorFlow's `tf.nn.zero_fraction`. Zeros are counted as integers, so the count is exact.
+    Source: TensorFlow's `tf.nn.zero_fraction`.
     """
     dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
@@ -139,7 +135,7 @@ def zero_fraction(value: object) -> Array:
 def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
 
-    The strings are static: a compiled function keeps the strings from its trace.
+    The strings are static: a compiled function keeps those of its trace.
 
     Args:
         tag: The tag.
@@ -171,7 +167,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     """Return a summary of images: the first `max_images` of a batch.
 
     uint8 pixels are left unchanged. Floats are rescaled separately for each image. If no value is negative, the largest
-    becomes 255. Otherwise 0 becomes 127, and the scale is the largest that keeps all values within 0 … 255:
+    becomes 255. Otherwise 0 becomes 127:
 
         y = ⌊255·x / max(x)⌋    or    y = ⌊127 + x·min(127 / |min(x)|, 128 / max(x))⌋
 
@@ -179,8 +175,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
     Args:
         tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if `max_images` is 1.
-        tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA)
-            channels.
+        tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA) channels.
         max_images: Maximum number of images to take; None for 3.
         collections: The collections to add the summary to; None for the default one, () for none.
 
@@ -192,8 +187,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
         >>> jstep.summary.image("digits", jnp.zeros((8, 28, 28, 1)), max_images=2)
         Summary('digits/image/0', 'digits/image/1')
 
-    Source: TensorFlow's `image_summary`. Its documentation maps 0 to 127; its kernel mapped it to 128, with a smallest
-    value of 1. This follows the documentation.
+    Source: TensorFlow's `image_summary`. 0 becomes 127 as in its documentation; its kernel mapped it to 128.
     """
     check_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
@@ -263,7 +257,7 @@ _ZERO = 1e-6
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
 _READ_AT_ONCE = 2**16
-"""Largest array on the device that is checked eagerly for non-finite values, if it is ready."""
+"""The largest array on the device that is checked eagerly for non-finite values, if it is ready."""
 
 
 @shortens_tracebacks
@@ -271,7 +265,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     """Return a summary of the distribution of the values of an array.
 
     Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both sides of zero;
-    bucket i holds limit[i−1] ≤ x < limit[i]. Only the counts, 6 kB for any array, are transferred to the host.
+    only the counts, 6 kB, are transferred to the host.
 
     Args:
         tag: The tag.
@@ -312,7 +306,7 @@ def bucket_limits() -> NumPyArray:
 
 
 def _eager(tag: str, values: Any) -> Any:
-    """Convert concrete values to a dtype of the device; check them if that does not wait for the device."""
+    """Convert concrete values to a dtype of the device; check them if that needs no wait."""
     if isinstance(values, np.ndarray):
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)

@@ -17,7 +17,6 @@ from jstep.summary.creation import NumPyArray, bucket_limits, non_finite_error
 from jstep.summary.summaries import Histogram, Images, Part, Scalars, Summary, Text, is_here
 
 Values: TypeAlias = list[Any]
-"""Protos `Summary.Value`."""
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
@@ -36,7 +35,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     """Return the serialized events of a summary, and the errors; wait for its arrays.
 
     Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without it they are
-    numbered from 0. If a part cannot be encoded, the others still are.
+    numbered from 0.
     """
     if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
@@ -196,12 +195,7 @@ _ENCODERS: dict[type[Part], Callable[[Any], Iterator[Values]]] = {
 
 
 def to_proto(summary: Summary) -> Any:
-    """Convert a summary to a `Summary` proto, whose `SerializeToString` gives the same bytes as TensorFlow.
-
-    It waits for the arrays.
-
-    Returns:
-        A `Summary` of `tensorboard.compat.proto.summary_pb2`.
+    """Convert a summary to a `Summary` proto of tensorboard, with the same bytes as TensorFlow's; wait for its arrays.
 
     Raises:
         ValueError: The summary holds several steps, stacked by scan or vmap.

@@ -15,11 +15,11 @@ from jstep.stores.files import write_named
 from jstep.stores.urls import join_path, location
 
 GRADIENTS = "gradients"
-"""The scope of operations that reverse-mode differentiation adds, named as in TensorFlow."""
+"""The scope of operations that reverse-mode differentiation adds, as in TensorFlow."""
 
 
 class _Graph:
-    """A GraphDef under construction; its nodes have unique names, and `refs` maps values to names of node outputs."""
+    """A GraphDef under construction; `refs` maps values to names of node outputs."""
 
     def __init__(self) -> None:
         self.proto, self.refs = proto("GraphDef")(), dict[Any, str]()
@@ -46,7 +46,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _graph_of_traced(traced: Any) -> Any:
-    """One node for each argument, equation and result of a traced function; calls and loops are one node each."""
+    """One node for each argument, equation and result of a traced function; a call or a loop is one node."""
     graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
     arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
@@ -88,9 +88,8 @@ def _scope(stack: str) -> str:
 def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
     """Write a graph to the file `logdir/name` atomically.
 
-    As text, the graph is written as StableHLO, which XLA compiles. As binary, it is written as a GraphDef, which
-    TensorBoard and Netron draw: a node for each equation of the function. If the name ends in `.pbtxt` or a
-    GraphDef is given, text means a GraphDef in protobuf's text format.
+    Text is StableHLO, which XLA compiles. Binary is a GraphDef, which TensorBoard and Netron draw: a node for each
+    equation. If the name ends in `.pbtxt` or a GraphDef is given, text is a GraphDef in protobuf's text format.
 
     Args:
         graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.

@@ -62,10 +62,9 @@ class LocalFile(GrowingFile):
 
 
 Sink: TypeAlias = LocalFile | ObjectAppender
-"""A destination for records."""
 
 FILE_VERSION = "brain.Event:2"
-"""From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
+"""From this version on, TensorBoard uses session logs to drop events that a restart replaces."""
 
 _PREFIX = "events.out.tfevents."
 
@@ -96,7 +95,7 @@ def _first_record() -> bytes:
 
 
 def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return names that sort after all others in the directory, since TensorBoard reads files in that order."""
+    """Return names that sort after all others in the directory: TensorBoard reads files in that order."""
     # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
     # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     host = f"{socket.gethostname()}.{os.getpid()}"
@@ -113,8 +112,8 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     """Return the end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints.
 
-    A start that died before its first checkpoint had another ID, but the same directory. The path of the directory is
-    relative to the logdir, so that both may be moved.
+    The hash identifies a start that died before its first checkpoint. Its path is relative to the logdir, so that both
+    may be moved.
     """
     above, directory = resolve_path(logdir), resolve_path(where)
     if is_url(above) == is_url(directory):
@@ -124,14 +123,14 @@ def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
 
 
 STARTS = 2
-"""The number of marks of a restart: TensorBoard treats the first one in a directory as the beginning of the run."""
+"""The number of marks of a restart: TensorBoard takes the first in a directory for the beginning of the run."""
 
 
 def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
     The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. If other
-    writers opened files since the last start, their events must stay: a separate file before theirs holds the marks.
+    writers opened files since the last start, a separate file before theirs holds the marks.
 
     Args:
         path: The new file of the run.

@@ -1,10 +1,8 @@
 """Summaries as pytrees, their named collections, and merging.
 
-Arrays are leaves and tags are part of the tree structure, so that a summary can be returned from `jit`, `scan`, `vmap`
-and functions with `has_aux`. Leading axes that a transformation adds to a leaf are steps, in order.
-
-Summaries created eagerly stay in their collections until `merge_all`. `collect` returns the summaries created inside a
-function, and so works under `jit`, where a side effect would leak a tracer.
+Arrays are leaves and tags are part of the tree structure. Leading axes that a transformation adds to a leaf are steps,
+in order. Summaries created eagerly stay in their collections until `merge_all`. `collect` returns the summaries created
+inside a function, and so works under `jit`, where a side effect would leak a tracer.
 """
 
 import dataclasses
@@ -115,7 +113,7 @@ def find_summaries(tree: Tree) -> list[Summary]:
 
 
 def is_traced_part(part: Part) -> bool:
-    """Whether a value of a part is traced; fast for scalars, which are created at every logged step."""
+    """Whether a value of a part is traced; fast for scalars."""
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
@@ -164,7 +162,7 @@ _lock = threading.Lock()
 
 @functools.cache
 def _no_trace() -> Any:
-    """Return the token outside any trace, taken on a new thread because the current one may be tracing."""
+    """Return the token outside any trace, taken on a new thread."""
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(_trace).result()
 
@@ -241,12 +239,9 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
 
     Example:
         >>> import jstep.summary
-        >>> _ = jstep.summary.merge_all()
-        >>> a, b = jstep.summary.scalar("a", 1.0), jstep.summary.scalar("b", 2.0)
-        >>> jstep.summary.merge_all()
+        >>> a, b = (jstep.summary.scalar(tag, 1.0, ["test"]) for tag in "ab")
+        >>> jstep.summary.merge_all("test")
         Summary('a', 'b')
-        >>> print(jstep.summary.merge_all())
-        None
     """
     as_string(key, "key", "the name of a collection")
     collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
@@ -271,20 +266,18 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     """Wrap a function so that it also returns the summaries created inside it.
 
     The wrapped function can be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`, which stacks the
-    summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. If a function is transformed *inside* `fn`, its
-    summaries have no value outside it and must be returned from it. If `fn` then returns them in its result, the merged
-    summary includes them.
+    summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. A function that is transformed *inside* `fn`
+    must return its summaries; if `fn` returns them, too, the merged summary includes them.
 
     Args:
-        fn: Any function. Summaries with `key` among their collections are collected.
-        key: The name of the collection. Other summaries pass through to the enclosing `collect`, if any.
+        fn: Any function.
+        key: The name of the collection; other summaries pass through to an enclosing `collect`.
 
     Returns:
         A function of the same arguments that returns `(result, summary)`; the summary is None if none was created.
 
     Raises:
-        RuntimeError: When called: a summary was created inside a nested transformation and not returned from it. The
-            message has the tag, the line and how to return it.
+        RuntimeError: When called: a summary was created inside a nested transformation and not returned from it.
         ValueError: When called: two summaries have the same tag.
 
     Example:
@@ -320,7 +313,7 @@ def _unreturned(collector: Collector, result: object) -> Summary | None:
 
 
 def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
-    """Return aux, and the created summaries, merged with the summary that the loss returned as `summaries`."""
+    """Return aux, and the created summaries merged with those that the loss returned as `summaries`."""
     returned = aux.get(SUMMARIES)
     if not isinstance(returned, Summary):
         return aux, created
@@ -355,16 +348,14 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     """Merge several summaries into one.
 
     Args:
-        summaries: The summaries. None, which `collect` and `merge_all` return if there is no summary, is skipped.
-        collections: The collections to add the result to; none by default, since its parts are in their collections
-            already. Use it to add a summary returned from a transformed function to the collection of the enclosing
-            function.
+        summaries: The summaries; None is skipped.
+        collections: The collections to add the result to, for example a summary that a transformed function returned.
 
     Returns:
         A `Summary`.
 
     Raises:
-        ValueError: Two values have the same tag; the message names it.
+        ValueError: Two values have the same tag.
 
     Example:
         >>> from jstep import summary
@@ -391,7 +382,7 @@ def summaries_in(tree: Tree) -> Summary | None:
     """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
 
     Raises:
-        ValueError: Two values have the same tag; the message names it.
+        ValueError: Two values have the same tag.
 
     Example:
         >>> from jstep import summary

@@ -32,16 +32,14 @@ from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
-"""Limits of the queue. Beyond them `put` waits for the thread."""
 NAP = 0.1
-"""Seconds that the thread waits after the first job before it starts to work. The interpreter runs one thread at a
-time: without the delay, this thread would compete with the training thread just when that starts the next step."""
+"""Seconds that the thread waits after the first job: it would compete with the start of the next step."""
 
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
 _Job: TypeAlias = tuple[Any, Any, float, int]
-"""The data to write (or, for a request, a function), its step, its time, and its approximate number of bytes."""
+"""The data to write (or, for a request, a function), its step, its time, and its approximate bytes."""
 
 
 class Worker:
@@ -146,7 +144,7 @@ class Worker:
         self._request(self._end)
 
     def close(self) -> None:
-        """Write the queued jobs, close the file and end the thread; if interrupted, the next call waits for that."""
+        """Write the queued jobs, close the file and end the thread; an interrupted call may be repeated."""
         if not self._ended:
             self.request_close()
         threads.join_thread(self._thread)
@@ -246,21 +244,17 @@ def _close_all() -> None:
 class SummaryWriter:
     """Writer of summaries and events to a TensorBoard event file in `logdir`, without TensorFlow.
 
-    Work is done on a background thread, which waits for the device, encodes events and writes them: the training thread
-    never waits for an array. It waits only if 256 MB of images or histograms, or 131 072 events, are queued. An error
-    on the thread is raised at the next call, at the latest by `close`.
-
-    In a run of several processes only process 0 writes; on the others the methods do nothing.
+    A background thread waits for the device, encodes events and writes them. The training thread waits only if 256 MB
+    of images or histograms, or 131 072 events, are queued. An error on the thread is raised at the next call, at the
+    latest by `close`. In a run of several processes only process 0 writes.
 
     Args:
-        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. It
-            can be the URL of an object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and
-            uploaded at most every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a
-            megabyte the next object is started. A failed upload is retried, and `close` raises if it keeps failing. A
-            process that is killed loses the events that it has not uploaded.
+        logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In an object store
+            (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush` and `close`, and at most every 10
+            seconds or `flush_secs`, whichever is longer. `close` raises if uploads keep failing. A process that is
+            killed loses the events that it has not uploaded.
         graph: A graph to write immediately, as for `add_graph`.
-        max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
-            that number.)
+        max_queue: Number of buffered events at which they are written to the file.
         flush_secs: Maximum time in seconds that an event is buffered.
         filename_suffix: The end of the file's name.
 
@@ -271,8 +265,7 @@ class SummaryWriter:
 
     Example:
         >>> import tempfile, jstep.summary
-        >>> logdir = tempfile.mkdtemp()
-        >>> with jstep.summary.SummaryWriter(logdir) as writer:
+        >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
         ...     for step in range(1, 4):
         ...         writer.add_summary(jstep.summary.scalar("loss", 1.0 / step), global_step=step)
         >>> events = list(jstep.summary.summary_iterator(writer.path))
@@ -320,13 +313,12 @@ class SummaryWriter:
     def add_summary(self, summary: object, global_step: Step | None = None) -> None:
         """Write a summary.
 
-        Leading axes that scan (or vmap) has added to a summary are steps: K stacked summaries become K events, the last
-        at `global_step`, the others at the steps before it. The arrays need not be ready.
+        K summaries that scan (or vmap) has stacked become K events, the last at `global_step`, the others at the steps
+        before it.
 
         Args:
-            summary: A `Summary`, a `Summary` proto or a serialized one. None, which `merge_all` and `collect` return if
-                there is no summary, is ignored.
-            global_step: The step: an int or an integer scalar array, which is not waited for.
+            summary: A `Summary`, a `Summary` proto or a serialized one; None is ignored.
+            global_step: The step: an int or an integer scalar array.
 
         Raises:
             Exception: An earlier event could not be written.
@@ -359,15 +351,15 @@ class SummaryWriter:
     def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
-        Each equation of the traced function becomes a node, and so do arguments and results, named by their paths;
-        `jax.named_scope`s become scopes. TensorBoard shows the last graph of a run.
+        Equations, arguments and results of the traced function become nodes; `jax.named_scope`s become scopes.
+        TensorBoard shows the last graph of a run.
 
         Args:
             graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
                 `jax.stages.Traced` or `Lowered`, a `GraphDef`, a serialized one, or a function of no arguments.
-            args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
+            args: Arguments of the function: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
-            kwargs: Keyword arguments to trace the function with.
+            kwargs: Its keyword arguments.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, jstep.summary
@@ -382,10 +374,9 @@ class SummaryWriter:
     def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
         """Write the start or stop of a session, or a checkpoint at a step.
 
-        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N, so that repeated
-        steps are not shown twice. A run resumed from the checkpoint of step N writes step N + 1 first: START at N + 1
-        keeps the point at N. TensorBoard treats the first START of a run as its beginning, so a run should write one at
-        its first step too.
+        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N: a run resumed from step
+        N starts at N + 1. TensorBoard treats the first START of a run as its beginning, so write one at the first step,
+        too.
 
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
@@ -404,8 +395,7 @@ class SummaryWriter:
 
         Args:
             hparams: Name → bool, number or string. Nested mappings are flattened: `optimizer/learning_rate`.
-            metrics: Name → number, the results. They are written as scalars, and the run is marked as finished. The tab
-                shows the scalars of a run in any case.
+            metrics: Name → number, the results. They are written as scalars, and the run is marked as finished.
 
         Example:
             >>> import tempfile, jstep.summary
@@ -442,17 +432,14 @@ class SummaryWriter:
             self._worker.check()
 
     def settle(self) -> None:
-        """Flush the events that `drain` has waited for to the disk; errors are raised by the next call.
-
-        It does not wait for events added since then, whose arrays may depend on other processes.
-        """
+        """Flush the events that `drain` has waited for to the disk; errors are raised by the next call."""
         if self._worker is not None and not self._closed:
             self._worker.sync()
 
     def close(self) -> None:
         """Write everything added, flush it to disk, close the file and end the thread.
 
-        A second call does nothing, unless Ctrl-C has interrupted the first one: it waits for the end, too.
+        A second call does nothing, unless Ctrl-C has interrupted the first one.
 
         Raises:
             Exception: An event could not be written, and no earlier call has raised the error.
@@ -494,7 +481,7 @@ class SummaryWriter:
 
 
 def as_step(step: object) -> Any:
-    """Check a step. An array is copied, since it may be donated, and read on the writer's thread."""
+    """Check a step. An array is copied, and read on the writer's thread."""
     if step is None:
         return None
     if is_traced(step):
@@ -509,7 +496,7 @@ def as_step(step: object) -> Any:
 
 
 def as_serialized(x: Any, name: str) -> bytes:
-    """Serialize a Summary or an Event; both tensorboard's and TensorFlow's protos are accepted."""
+    """Serialize a Summary or an Event, of tensorboard's or TensorFlow's protos."""
     method = f"add_{name.lower()}"
     if isinstance(x, bytes | bytearray | memoryview):
         parse_message(bytes(x), name, method)
