@@ -1,7 +1,6 @@
 """Merging the leaves of model_state that the lanes of a batch return.
 
-Floating leaves become the mean over the lanes. Integers, such as step numbers, and keys must be equal in all lanes: an
-integer that depends on the rows of a lane, on their number or on its key is an error.
+Floating leaves become the mean over the lanes. Integers, such as step numbers, and keys must be equal in all lanes.
 """
 
 import contextlib
@@ -50,13 +49,11 @@ def check_integers(
 
 
 def state_summand(i: Array, new: Any) -> Array:
-    """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
     return trees.widen(new) if microbatches.is_inexact(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
 def merge_leaf(number: int, total: Array, old: Any) -> Array:
-    """Return the new leaf from the sum over the lanes."""
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
     old = jnp.asarray(old)

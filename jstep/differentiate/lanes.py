@@ -1,7 +1,7 @@
 """Lanes: a batch is split into L lanes, each computed on one device by the same program, and summed in a binary tree.
 
-Sums are bitwise identical for any number n of devices that divides L: each device computes L/n lanes one after the
-other and adds them in its branch of the tree; these sums are exchanged and added in the rest of the tree.
+Sums are bitwise identical on any number n of devices that divides L: each device adds its L/n lanes in its branch of
+the tree; these sums are exchanged and added in the rest of the tree.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class Lanes(NamedTuple):
         return x if spec is None else self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
-        """Return an array that every device has whole, unless it is split over axes other than the axes of the rows."""
+        """Return an array that every device has whole, unless it is split over axes other than the rows'."""
         return x if self.others else self._constrained(x, PartitionSpec())
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
@@ -116,7 +116,7 @@ def on_lanes(
 ) -> Any:
     """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`.
 
-    `whole` are arrays that are not split by rows: parameters, or a state. `specs_of` is as in `without_explicit_axes`.
+    `whole` are arrays that are not split by rows. `specs_of` is as in `without_explicit_axes`.
     """
     if number is None:
         return fn(None, whole, args)
@@ -164,7 +164,7 @@ _shape = functools.partial(shape_of, weak=True)
 def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     """Return the results of a program, compiled by itself: XLA neither fuses nor moves its operations with others.
 
-    `witness` is a nonempty array whose values XLA does not know when it compiles.
+    `witness` is a nonempty array whose values XLA does not know.
     """
     fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
 
@@ -199,7 +199,7 @@ def sum_over_lanes(
     """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
     `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`. `witness` is as in
-    `isolate`; by default it is one of the other arguments.
+    `isolate`, by default one of the other arguments.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -264,10 +264,7 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree; each sum is whole, or the device's shard along a dimension.
-
-    The exchange moves as many bytes as a reduce-scatter, or of an all-reduce for whole sums.
-    """
+    """Sum over the devices, in the same tree; each sum is whole, or the device's shard along a dimension."""
     n, axes = lanes.devices, lanes.axes
     sums = list(arrays)
     if n == 1:

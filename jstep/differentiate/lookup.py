@@ -18,8 +18,7 @@ from jstep.slots.indexed_slices import IndexedSlices
 class Tables:
     """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows.
 
-    The caller keeps `leaves` alive while lookups are made, so that their ids stay unique; they are tracers and are not
-    stored here.
+    The caller keeps `leaves` alive, so that their ids stay unique.
     """
 
     def __init__(self, leaves: list[Array]) -> None:
@@ -57,7 +56,7 @@ class Tables:
 
 
 TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
-"""The tables available for lookups while a loss is traced; None outside of a loss."""
+"""The tables available for lookups; None outside of a loss."""
 
 
 @meshes.exempts_transfers
@@ -65,15 +64,12 @@ def lookup(table: object, ids: object) -> Array:
     """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 
     In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of
-    the table. Several lookups of one table are combined. The gradient is dense if the loss also uses the table in
-    another way, or looks it up inside scan, vmap, cond, remat or a nested jit. Elsewhere, such as under `jax.grad`,
-    lookup is plain indexing.
+    the table. The gradient is dense if the loss also uses the table in another way, or looks it up inside scan, vmap,
+    cond, remat or a nested jit. Elsewhere, such as under `jax.grad`, lookup is plain indexing.
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
-        ids: Integers of any shape. A negative one counts from the end, as in NumPy: −1 is the last row. An id out of
-            range, ≥ the number of rows or below its negative, gives a row of NaN if the table is floating, so that the
-            loss shows it.
+        ids: Integers of any shape; −1 is the last row. An id out of range gives a row of NaN if the table is floating.
 
     Returns:
         The rows, of shape (*ids.shape, …).
@@ -84,14 +80,12 @@ def lookup(table: object, ids: object) -> Array:
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.adagrad(0.1)
-        >>> state = jstep.TrainState.create({"words": jnp.ones((1000, 2))}, optimizer)
         >>> f = jstep.compute_gradients(lambda p, ids: jnp.sum(jstep.lookup(p["words"], ids)))
-        >>> loss, grads = f(state.params, jnp.array([3, 5]))
+        >>> loss, grads = f({"words": jnp.ones((1000, 2))}, jnp.array([3, 5]))
         >>> print(grads["words"].indices, grads["words"].values.shape)
         [3 5] (2, 2)
 
-    Source: `tf.nn.embedding_lookup`, whose gradient is a `tf.IndexedSlices`.
+    Source: `tf.nn.embedding_lookup`.
     """
     if not trees.is_array(table) and hasattr(table, "__jax_array__"):
         table = table.__jax_array__()  # a boxed variable of Flax NNX

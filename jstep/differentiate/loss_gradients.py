@@ -77,29 +77,26 @@ def compute_gradients(
     Args:
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
         var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
-            globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
-            are the gradients of parameters that the loss does not depend on.
+            globs (`"decoder/*"`), or a tree of bools. The gradients of the others are None, as are those of parameters
+            that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
-        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split into
-            that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
-            i + 2n, …: on a mesh each device already has its share of the rows, so no row moves between devices, and
-            microbatches do not depend on the number of devices. Gradients, loss and floating (also complex) leaves of
-            aux are means in at least float32; integers and bools of aux are sums in at least int32.
-            They equal the results for the whole batch if the loss is a mean over rows. A loss that compares rows with
-            each other (contrastive losses, BatchNorm) sees one microbatch only, so it is another objective for each
-            number of microbatches; the recipe "Contrastive losses in parts" computes such a loss exactly.
+        num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i of n has the rows
+            i, i + n, i + 2n, … of every arg, so no row moves between devices, and microbatches do not depend on the
+            number of devices. Gradients, loss and inexact leaves of aux are means in at least float32; integers and
+            bools of aux are sums in at least int32. They equal the results for the whole batch if the loss is a mean
+            over rows; for a loss that compares rows with each other (contrastive losses, BatchNorm), see the recipe
+            "Contrastive losses in parts".
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
-        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
-            memory and time, never values.
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It never
+            affects values.
         aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
             (ADD_N).
-        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
-            same batch and key; loss and aux are evaluated at p. It costs a second gradient.
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the same
+            batch and key; loss and aux are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
-        lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical to those of its step,
-            on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered. Inside
-            your own `jax.jit`, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of its
-            devices.
+        lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical on any number of
+            devices that divides it. Sums that a custom step computes elsewhere are not covered. Inside your own
+            `jax.jit`, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of its devices.
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
@@ -158,8 +155,8 @@ class LossInputs(NamedTuple):
     Attributes:
         key: A PRNG key, passed to the loss as `rng`.
         batch_specs: Shardings or specs, if known.
-        scale: The factor of the loss, and therefore of the gradients.
-        lanes: The lanes of the batch, whose loss is compiled, on Auto axes; None without lanes.
+        scale: The factor of the loss and the gradients.
+        lanes: The lanes of the batch, on Auto axes, or None.
     """
 
     params: Params
@@ -203,7 +200,7 @@ class LossGradients:
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
-    """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if unknown."""
+    """For each leaf of params, whether the optimizer freezes it; None if unknown."""
     attempts: meshes.Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
     """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
@@ -398,7 +395,7 @@ class LossGradients:
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
-    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`."""
+    """Return the leaves; tracing the gradient adds the indices of those that receive one to `connected`."""
 
     # JAX runs the custom backward rule of this identity while it traces the gradient, with a symbolic zero for a leaf
     # that nothing depends on. The rule leaves no trace in the compiled program.
@@ -418,9 +415,9 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
 
 
 def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
-    """Return the nearby parameters at which the loss is largest, to first order.
+    """Return the nearby parameters at which the loss is largest, to first order; gradients may have any scale.
 
-    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Gradients may have any scale.
+    SAM: p + ρ·g / (‖g‖ + 1e-12); ASAM: p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12).
 
     Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
     """

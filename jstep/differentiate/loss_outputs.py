@@ -1,7 +1,4 @@
-"""Outputs of a loss: their validation, a model_state like the old one, and summaries.
-
-`jstep.summary` adds the summaries that a loss creates while it is traced to a collector.
-"""
+"""Outputs of a loss: their validation, a model_state like the old one, and summaries."""
 
 import contextvars
 from collections.abc import Callable, Mapping
@@ -104,11 +101,11 @@ class Collector:
     """The summaries that a function creates. `jstep.summary` adds them; the function may be the first to load it.
 
     Attributes:
-        key: The name of the collection of these summaries.
+        key: The name of their collection.
         trace: The trace in which the function is called.
         parts: Summaries created in this trace.
         nested: Tags → source line of summaries created inside a transformation; tracers are never stored.
-        unreturned: `unreturned(collector, result)`: a summary of those created and not in the result, or None; set with
+        unreturned: `unreturned(collector, result)`: the created summaries that are not in the result, or None; set with
             the first one.
     """
 

@@ -1,9 +1,9 @@
 """Merging of equal operations in traced programs, for lanes.
 
 XLA simplifies some operations only if an operand has no other use: it multiplies by an inverse instead of dividing by a
-broadcast, and by rsqrt instead of dividing by a root, which rounds differently. It merges equal operations before that
-if a program runs on several devices, and after it on one. Without equal operations the order does not matter. Of
-several divisions by one broadcast, XLA would replace only the first one that it visits; here all become products.
+broadcast, which rounds differently. It merges equal operations before that on several devices, and after it on one.
+Without equal operations the order does not matter. XLA would replace only the first of several divisions by one
+broadcast; here all become products.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jstep.core.trees import is_floating
 INLINED = {"jit", "pjit", "closed_call"}
 """Names of calls that XLA inlines. Those with a rule of differentiation, and `jax.checkpoint`, stay calls."""
 APART = {"optimization_barrier", "rng_uniform"}
-"""Names of operations that are never merged: a barrier keeps equal values apart, and random values are not equal."""
+"""Names of operations that are never merged."""
 
 
 def merge_equal(closed: Any) -> Any:

@@ -132,8 +132,8 @@ def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> i
 class AggregationMethod(enum.Enum):
     """The method of summing the gradients of microbatches.
 
-    `DEFAULT` keeps a running sum, with one copy of the gradients in memory. `ADD_N` keeps the gradients of
-    all microbatches and sums them once, which rounds less but stores a copy per microbatch.
+    `DEFAULT` keeps a running sum. `ADD_N` keeps the gradients of all microbatches and sums them once, which rounds less
+    but needs memory for all.
     """
 
     DEFAULT = "default"
@@ -141,13 +141,7 @@ class AggregationMethod(enum.Enum):
 
 
 class Squares(NamedTuple):
-    """Squared norms of gradients.
-
-    Attributes:
-        weights: The weight, or the number of examples, of each part (n,).
-        parts: The squared norm of each part (n,).
-        whole: The squared norm of the mean.
-    """
+    """Squared norms of the gradients of parts (n,) and of their mean, with the weights or numbers of examples."""
 
     weights: Any
     parts: Array
@@ -186,8 +180,8 @@ def accumulate(
         square: Returns the squared norm of gradients, some of which may be None.
 
     Returns:
-        Loss, gradients and inexact leaves of aux as means in at least float32, integer leaves of aux as sums in at
-        least int32. `IndexedSlices` contain the rows of all microbatches; a gradient that no microbatch has is None.
+        Means and sums as in `compute_gradients`. `IndexedSlices` contain the rows of all microbatches; a gradient that
+        no microbatch has is None.
     """
     examples, n = jax.tree.leaves(parts)[0].shape[:2]
     running = method is AggregationMethod.DEFAULT
@@ -394,7 +388,7 @@ def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
 def estimate_noise(squares: Squares) -> GradientNoise:
     """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
 
-    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """
 
     def computed(weights: object, parts: Array, whole: Array) -> GradientNoise:

@@ -1,8 +1,8 @@
 """Bitwise reproducible evaluation of a function on any number of devices, for lanes.
 
-The function is traced. Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L
-blocks in the tree of the lanes; and every device computes all other operations on whole arrays. Each group of
-operations is compiled apart from the rest, so that its roundings do not depend on the rest of the program.
+Elementwise operations of the traced function stay sharded, except on CPUs; sums over whole arrays are computed over L
+blocks in the tree of the lanes; every device computes all other operations on whole arrays. Each group of operations is
+compiled apart from the rest.
 """
 
 import collections
@@ -28,13 +28,13 @@ ON_SHARDS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
 """Operations on floats that XLA rounds in the same way on the shards of an array, except on CPUs."""
 
 SHARDS = "shards"
-"""An operation is computed on the shards of its arrays, except on CPUs."""
+"""The operation is computed on the shards of its arrays, except on CPUs."""
 SUM = "sum"
-"""A sum of a whole array is computed over blocks, in the tree of the lanes."""
+"""The sum of a whole array is computed over blocks, in the tree of the lanes."""
 WHOLE = "whole"
-"""An operation is computed by every device on whole arrays."""
+"""Every device computes the operation on whole arrays."""
 APART = "apart"
-"""An operation is computed separately: it contains operations of the other kinds, or is in lanes already."""
+"""The operation contains operations of the other kinds, or is in lanes already."""
 
 
 def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
@@ -131,10 +131,7 @@ def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
-    """Group operations by way: within a level, operations on shards come first, then sums, then the others.
-
-    A result on whole arrays stays on every device if the next operations need nothing else.
-    """
+    """Group operations by way: within a level, operations on shards come first, then sums, then the others."""
     levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
