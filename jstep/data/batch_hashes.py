@@ -16,7 +16,7 @@ class BatchHash(NamedTuple):
     """The hash of a batch on this process.
 
     Attributes:
-        layout: A hash of its paths, dtypes, shapes, and places in arrays of several processes.
+        layout: A hash of its paths, dtypes, shapes and placement.
         content: A hash of its bytes, which can be compared if the layouts are the same.
     """
 

@@ -1,4 +1,4 @@
-"""Placement of host data on devices by a sharding, on one or several processes: shardings and copies of batches."""
+"""Placement of host data on devices by a sharding, on one or several processes."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         axis: The mesh axis (or a tuple of axes) over which rows are split.
 
     Returns:
-        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
-        tree of shapes with shardings.
+        A tree of global arrays of shape (rows of all processes, …); of shapes with shardings for shapes, and on a mesh
+        from `jstep.topology`.
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
@@ -134,7 +134,7 @@ def over_axes(sharding: object, state: Tree) -> Any:
 
 
 def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
-    """Drop from a sharding the axes that do not divide an array of this shape, which is replicated over them."""
+    """Drop from a sharding the axes that do not divide an array of this shape."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
@@ -158,7 +158,7 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 
 
 def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item from `copy_batch`; `sharding=None` means the default device."""
+    """Return a function that places an item from `copy_batch`; None means the default device."""
     if sharding is None:
         return _place_on_default_device
 
@@ -201,7 +201,7 @@ def _place_on_default_device(item: object) -> Any:
 
 
 def copy_batch(item: object, *, fresh: bool = False) -> Any:
-    """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite, unless it is `fresh`."""
+    """Copy a batch that is not `fresh` into arrays that the loader cannot overwrite."""
     leaves, treedef = copy_leaves(item, fresh=fresh)
     return treedef.unflatten(leaves)
 
@@ -253,13 +253,12 @@ def _taken_over(leaf: Any) -> Any:
 
 
 _LARGE = 2**18
-"""The minimum size of an aligned copy, in bytes."""
 _ALIGNMENT = 64
-"""Programs on a CPU use arrays with this alignment, in bytes, in place, and copy others."""
+"""Programs on a CPU copy arrays without this alignment, in bytes."""
 
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy an array; align a large one, so that a program on a CPU can use it without another copy."""
+    """Copy an array, and align a large one: see `_ALIGNMENT`."""
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

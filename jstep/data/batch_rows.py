@@ -48,7 +48,7 @@ class StepRange(NamedTuple):
         return self.last if (step - self.first) % self.period == self.period - 1 else self.size
 
     def first_other(self, steps: range, size: int) -> int | None:
-        """Return the first of `steps` whose batch has another size than `size`, or None."""
+        """Return the first of `steps` whose batch has another size, or None."""
         if steps.step == 1:
             end_of_epoch = steps.start + (self.first - 1 - steps.start) % self.period
             candidates: Iterable[int] = (steps.start, steps.start + 1, end_of_epoch)
@@ -126,7 +126,6 @@ def check_process(index: object, count: object) -> tuple[int, int] | None:
 # The rows of each batch.
 
 ROWS, _ORDER = 1, 2
-"""The purposes that seeds are derived for."""
 
 
 def derive_seed(seed: int, purpose: int, name: str = "") -> int:
@@ -139,7 +138,7 @@ class SourceRows(NamedTuple):
     """The rows of one source in a batch.
 
     Attributes:
-        indices: The indices of these rows in this process's share of the batch, ascending.
+        indices: Their indices in this process's share of the batch, ascending.
         rows: The row numbers in the source.
     """
 
@@ -154,7 +153,6 @@ class RowPlan(NamedTuple):
     Attributes:
         streams: The number of rows and the seed of each source.
         counts: The number of rows from each source among the first T rows; None if there is one source.
-        drop_remainder: None in a mixture, whose batches continue with the next epoch.
     """
 
     streams: tuple[tuple[int, int], ...]
@@ -216,7 +214,7 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
 class PlanReader:
     """A function from step to the rows of this process's share of its batch, for one iterator.
 
-    Its caches of pure functions are each replaced in one assignment, so threads may share it.
+    Its caches are each replaced in one assignment, so threads may share it.
     """
 
     def __init__(self, plan: RowPlan) -> None:

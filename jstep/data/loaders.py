@@ -34,7 +34,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _untrained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators from which a run has fetched batches that no step was trained on, and the number of these."""
+"""Iterators from which a run has fetched batches that no step was trained on, and their numbers."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
@@ -43,13 +43,13 @@ class Source(NamedTuple):
     """An iterator over batches.
 
     Attributes:
-        position: A function that returns the current position.
-        begin: A function that returns the position before the first batch; None if `position` returns it.
-        by_step: The batches if each can be fetched by its step (indexable, or a function of it); else None.
+        position: Returns the current position.
+        begin: Returns the position before the first batch; None if `position` does.
+        by_step: The batches if each can be fetched by its step, or None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
         is_of_loop: Whether the body of the loop makes them, which is also with the state.
-        given: What the user gave as batches.
+        given: The user's batches.
     """
 
     items: Iterator[Any]
@@ -86,8 +86,7 @@ def open_source(
     """Open the batches from step `start`.
 
     Args:
-        batches: An object that is not a sequence but can be indexed and iterated over is indexed if it has an item for
-            the first step.
+        batches: An object that is not a sequence is indexed if it has an item for the first step.
         position: The position of an earlier run.
     """
     owner, count = position_owner(batches), max(0, last_step - start)
@@ -154,7 +153,7 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
 
 
 def _warn_without_position(name: str, start: int, *, resumable: bool) -> None:
-    """Warn on resuming, or before a resumable run, that batches do not resume where a run stopped."""
+    """Warn that batches do not resume where a run stopped."""
     if start:
         what = f"The run resumes at step {start}, but a {name} has no position to resume from: it starts where it is."
     elif resumable:
@@ -256,7 +255,7 @@ def set_position(owner: object, position: object) -> None:
 def set_back(batches: Tree, position: Any, untrained: int) -> None:
     """Set an iterator back to a position, before a number of batches that no step was trained on.
 
-    If that is not possible, the next run that gets it warns that these are lost.
+    Otherwise the next run that gets it warns that these are lost.
     """
     with contextlib.suppress(Exception):  # what cannot be set is warned about
         if position is not None:
@@ -331,18 +330,14 @@ def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
 def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     """Return batches for `train` that are made with the state that the step will get.
 
-    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. So batches
-    made with the newest parameters (environments on the host, self-play, hard examples) are a function of the run, not
-    of timing. The time of the calls counts as `waiting` (`python -m jstep goodput`).
-
-    `fn` must not keep arrays of the state, which are donated to the step; NumPy copies may be kept.
+    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. It must not
+    keep arrays of the state, which are donated to the step; NumPy copies may be kept.
 
     Args:
-        fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
-            `set_state`, its position is saved with each checkpoint, like the position of a loader, after all hooks of
-            that step: it includes all feedback from hooks to `fn`. A position above 64 kB, such as a replay buffer, is
-            only read when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint. It
-            ends the batches by raising StopIteration or `OutOfRangeError`.
+        fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or `OutOfRangeError`. If it is
+            an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`, its position is saved
+            with each checkpoint, after all hooks of that step. A position above 64 kB, such as a replay buffer, is only
+            read when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.
@@ -378,16 +373,14 @@ class StateBatches:
 def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
     """Return batches for `train` that a restart reads again from the beginning, dropping the used ones.
 
-    After a restart `make()` is called again and the batches that the run has used are dropped, with one log line. This
-    is exact if `make` returns the same batches each time; nothing detects it if it does not. The restart takes as long
-    as reading those batches: a loader with a position, or `jstep.batches`, resumes immediately.
+    After a restart `make()` is called again and the batches that the run has used are dropped, which takes as long as
+    reading them. `make` must return the same batches each time; nothing detects it if it does not.
 
     Args:
-        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed. Each of
-            several processes reads, and drops, its own.
+        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed.
 
     Returns:
-        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it from its beginning.
+        An iterable of batches, whose iterators have `get_state` and `set_state`.
 
     Raises:
         TypeError: `make` is not a function without arguments.
@@ -395,15 +388,13 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
-        >>> def make():
-        ...     for n in range(100):
-        ...         yield jnp.float32(n)
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> directory = tempfile.mkdtemp()
         >>> for last_step in (3, 6):  # the second run is a restart
         ...     state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        ...     state = jstep.train(train_step, state, jstep.replayed(make), last_step, checkpoint_dir=directory)
+        ...     batches = jstep.replayed(lambda: map(jnp.float32, range(100)))
+        ...     state = jstep.train(train_step, state, batches, last_step, checkpoint_dir=directory)
         >>> print(state.params["w"])
         4.03125
     """
@@ -422,8 +413,6 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
-    """An iterator that resumes by dropping the batches that the run has used."""
-
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
         self._items: Iterator[Any] | None = None

@@ -1,15 +1,13 @@
 """Shuffling without a stored permutation: a keyed bijection of range(n).
 
-`permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to
-the number of positions. It is a Feistel network over the digits (left, right) of a number in base
-`width`, that is, over `height · width ≥ n` numbers. An output of n or above is fed back in until it is
-below n, which preserves the bijection ("cycle walking": Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002, method 2 and their generalized Feistel network). The sides are chosen such that
-this is rarely needed.
+`permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to their number. It
+is a Feistel network over the digits (left, right) of a number in base `width`, that is, over `height · width ≥ n`
+numbers. An output of n or above is fed back in until it is below n ("cycle walking": Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002, method 2 and their generalized Feistel network). The sides are chosen such that this is
+rarely needed.
 
-A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that
-round. It is not a cipher, but passes as a random permutation in the statistics of
-tests/data/test_permutation.py.
+A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that round. It is not a
+cipher, but passes as a random permutation in the statistics of tests/data/test_permutation.py.
 """
 
 import functools
@@ -21,7 +19,6 @@ import numpy as np
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
 RowNumbers: TypeAlias = Rows | slice
-"""Row numbers in any order, or a contiguous range of them."""
 
 # With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
 _MAX_32 = 2**24
@@ -120,10 +117,7 @@ class Lookahead:
         self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
-        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart.
-
-        Other processes have the rows in between.
-        """
+        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart."""
         cached_epoch, first, apart, block = self._block
         line, between = divmod(start - first, apart)
         is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)

@@ -29,23 +29,21 @@ def prefetch_to_device(
 ) -> "PrefetchIterator":
     """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
 
-    While the device computes on one item, the thread reads the next ones and transfers them. The order is preserved. An
-    exception raised by `iterator` or by the transfer is raised by `next` in place of its item. The thread starts
-    immediately. It ends when `iterator` is exhausted, when `close` is called, or when the result is garbage-collected,
-    for example after a `break` out of a `for` loop. It does not keep the process alive.
-
-    The thread runs in a copy of the caller's context: context variables and JAX settings (`jax.enable_x64`,
-    `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but not to the transfer itself.
-    The source may reuse its buffers for the next item: items are copied before the transfer.
+    The order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of its item. The
+    thread starts immediately and ends when `iterator` is exhausted, when `close` is called, or when the result is
+    garbage-collected, for example after a `break`. It runs in a copy of the caller's context: context variables and JAX
+    settings (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but
+    not to the transfer itself. The source may reuse its buffers for the next item: items are copied before the
+    transfer.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
-            a pytree of numbers and arrays. Arrays of other libraries (PyTorch tensors) are accepted if they have
-            `numpy()`, `__dlpack__` or `__array__`.
+            a pytree of numbers and arrays, also of other libraries (PyTorch tensors) if they have `numpy()`,
+            `__dlpack__` or `__array__`.
         size: The maximum number of items held ahead of the loop, in device memory; at least 1.
         sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
             that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
-            processes, each process passes its own rows, which become its part of one global array.
+            processes, the rows of each process become its part of one global array.
         state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a loader with a
             position. The thread calls it right after reading the item. See `PrefetchIterator.state`.
 
@@ -85,27 +83,16 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
 
     Attributes:
         handed_out: The number of items that `next` has returned. More may have been read ahead.
-        state: The value of `state_fn` for the last item that `next` has returned. Before the first item, it is the
-            value from before anything was read; without a `state_fn` it is None. Save it with a checkpoint and restore
-            it in a new source to resume with the next item.
+        state: The value of `state_fn` for the last item that `next` has returned, or from before anything was read;
+            None without a `state_fn`. Restored in a new source, it resumes with the next item.
 
     Example:
-        A position that counts the items the loop has received, not those read ahead:
-
         >>> import jstep
-        >>> class Loader:
-        ...     position = 0
-        ...     def __iter__(self):
-        ...         return self
-        ...     def __next__(self):
-        ...         self.position += 1
-        ...         return self.position
-        ...     def get_state(self):
-        ...         return {"position": self.position}
-        >>> loader = Loader()
-        >>> with jstep.prefetch_to_device(loader, size=2, state_fn=loader.get_state) as items:
-        ...     print(next(items), items.handed_out, items.state)
-        1 1 {'position': 1}
+        >>> read = []
+        >>> with jstep.prefetch_to_device(map(read.append, range(9)), state_fn=lambda: len(read)) as items:
+        ...     _ = next(items)
+        ...     print(items.handed_out, items.state)
+        1 1
     """
 
     def __init__(
@@ -146,7 +133,7 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 class ReaderThread:
     """A thread that calls a function once for each request and returns the results in order.
 
-    It starts with the first request, in the caller's contexts. While it is idle, other code may call the function.
+    It starts with the first request, in the caller's contexts.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -186,7 +173,7 @@ class ReaderThread:
 class _Shared(NamedTuple):
     """The objects that a reader shares with its thread, which must not keep the reader alive.
 
-    `_end` may use such queues wherever garbage collection runs it, even inside their own methods.
+    Garbage collection may run `_end`, which uses these queues, even inside their own methods.
     """
 
     requests: "SimpleQueue[int]"

@@ -10,8 +10,7 @@ weights:
 Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. Counts therefore
 never decrease and do not depend on later stages. The level never falls within a stage, because a waiting source is
 ahead of its ideal. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2, for any weights
-and stages (levelling keeps the bound, and rounding adds at most b·(m - b)/2 for b of m sources that are level): a
-single source is never further than (n - 1)/2 from its ideal.
+and stages: a single source is never further than (n - 1)/2 from its ideal.
 """
 
 import bisect
@@ -29,7 +28,7 @@ Weights = tuple[Fraction, ...]
 
 _HALF = Fraction(1, 2)
 _PRECISION = 2**128
-"""Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds the length of all numbers."""
+"""Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds their length."""
 
 
 class Phase(NamedTuple):
@@ -51,7 +50,7 @@ class CountStage(NamedTuple):
 
     Attributes:
         first: The number of rows before the stage.
-        slack: The number of sources with a positive weight; rounding shifts rows by up to half of that.
+        slack: The number of sources with a positive weight; rounding shifts rows by up to half of it.
     """
 
     first: int

@@ -26,10 +26,7 @@ _IF_TRACED = (
 
 
 class BatchSequence(abc.ABC, Generic[T]):
-    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
-
-    Steps count from 0. Negative steps, and steps past the end, raise IndexError.
-    """
+    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped."""
 
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
@@ -59,10 +56,7 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     @property
     def batch_size(self) -> int | dict[int, int]:
-        """The global batch size: a number, or a dict from first step to number if it changes.
-
-        A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
-        """
+        """The global batch size: a number, or a dict from first step to number if it changes."""
         sizes = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
         if not sizes:
             return self._plan.sizes.runs.at(0).size
@@ -87,10 +81,8 @@ class BatchSequence(abc.ABC, Generic[T]):
 
         Example:
             >>> import numpy as np, jstep
-            >>> weights = {0: {"a": 3, "b": 1}, 10: {"a": 1, "b": 1}}
-            >>> mix = jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, weights)
-            >>> mix.skip(2, 5).weights()
-            {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
+            >>> jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, {"a": 3, "b": 1}).weights()
+            {0: {'a': 0.75, 'b': 0.25}}
         """
         if "" in self._rows:  # the only source, which has no name
             return {}
@@ -99,16 +91,13 @@ class BatchSequence(abc.ABC, Generic[T]):
         return {step: dict(zip(names, map(float, weights), strict=True)) for step, weights in changes.items()}
 
     def definition(self) -> dict[str, Any]:
-        """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
-
-        The result does not depend on the number of processes.
+        """Return everything that determines the batches except the values of their rows, for JSON.
 
         Example:
             >>> import numpy as np, jstep
-            >>> data = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12)
-            >>> found = data.definition()
-            >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
-            (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
+            >>> found = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12).definition()
+            >>> found["rows"], found["batch_size"], found["steps"]
+            (100, {'0': 4}, [[0, 10, 1], [12, None, 1]])
         """
         size = self.batch_size
         weights = self.weights()
@@ -130,14 +119,13 @@ class BatchSequence(abc.ABC, Generic[T]):
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 
-        It covers the number of rows of each source, and the row numbers of five batches, including the first and last:
-        the rows of a batch depend on the number of rows before it.
+        It covers the number of rows of each source, and the row numbers of five batches, including the first and last.
 
         Example:
             >>> import numpy as np, jstep
             >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
-            >>> one[:30].rows_hash() == grown[:30].rows_hash(), one[:31].rows_hash() == grown[:31].rows_hash()
-            (True, False)
+            >>> one[:30].rows_hash() == grown[:30].rows_hash()
+            True
         """
         count = len(self)
         names = sorted(self._rows)
@@ -174,10 +162,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return self._plan.sizes.at(self._steps[self._as_step(step)])
 
     def shapes(self, step: int) -> Any:
-        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process.
-
-        Only one row is read, to determine the structure.
-        """
+        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process; reads one row."""
         low, high = self._plan.share.of(self.batch_size_at(step))
 
         def leaf(row: Any) -> Any:
@@ -200,8 +185,8 @@ class BatchSequence(abc.ABC, Generic[T]):
     def skip(self, start: int, stop: int) -> Self:
         """Return the batches without steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so skips compose from left to
-        right, and a run can be resumed from a checkpoint before that step.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so a run can be resumed from a
+        checkpoint before that step.
 
         Example:
             >>> import numpy as np, jstep

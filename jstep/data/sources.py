@@ -47,8 +47,8 @@ class ArraySource:
 class ItemSource:
     """Stacked items `items[i]` of an object with `__len__` and `__getitem__`.
 
-    A `__getitem__` for one index may silently do something else with a list. So lists are passed only to
-    `__getitems__`, and to a `__getitem__` known to accept them.
+    A `__getitem__` for one index may silently do something else with a list, so only `__getitems__`, and a
+    `__getitem__` known to accept them, get lists.
     """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
@@ -114,7 +114,7 @@ class Rows:
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
     """Open the rows of a tree of sources, in which a list is one source.
 
-    `name` is the tree's key in the argument, which begins its paths; empty if it is the argument.
+    `name` is the tree's key in the argument, which begins its paths.
     """
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
@@ -166,11 +166,10 @@ def _is_of_same_rows(cls: type) -> bool:
 
 
 _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
-"""Classes whose `__getitem__` returns the same rows for a list of indices as for each index."""
+"""Classes whose `__getitem__` accepts a list of indices."""
 
 
 def _takes_lists(cls: type) -> bool:
-    """Whether the `__getitem__` of a class is from a library that accepts lists of indices."""
     # A subclass may override it, and a module of the user may have the name of a library.
     method = getattr(cls, "__getitem__", None)
     classes = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)

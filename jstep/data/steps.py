@@ -65,7 +65,6 @@ def range_length(numbers: range) -> int:
 
 
 def clamp_range(numbers: range, low: int, high: int) -> range:
-    """Return the numbers of a range with low ≤ number < high, in their order."""
     if numbers.step < 0:
         return clamp_range(numbers[::-1], low, high)[::-1]
     # low ≤ start + step·i < high holds for first ≤ i < last.
@@ -98,7 +97,7 @@ class Staircase(Generic[T]):
         return self.values[self.index(step)]
 
     def edge_after(self, step: int) -> int | None:
-        """Return the first step of the next stage after `step`; None in the last stage."""
+        """Return the first step of the next stage after `step`, or None."""
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 
