@@ -164,9 +164,9 @@ class EarlyStopping(MetricCallback):
     """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
 
     An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
-    The best value and the number of evaluations without improvement are saved in checkpoints, so a stopped run stays
-    stopped when it is started again. To continue it, pass `EarlyStopping(…, reset=True)` or a larger patience. A branch
-    of a stopped run (`train(start_from=…)`) begins with its best value, and counts from 0.
+    The state is saved in checkpoints, so a stopped run stays stopped when it is started again. To continue it, pass
+    `EarlyStopping(…, reset=True)` or a larger patience. A branch of a run (`train(start_from=…)`) begins with its best
+    value, and counts from 0.
 
     Args:
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
@@ -193,7 +193,7 @@ class EarlyStopping(MetricCallback):
         >>> [stop(step, None, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
         [None, None, None, True]
 
-    Source: Keras' `EarlyStopping`, with the same count; Keras loses the state in a restart.
+    Source: Keras' `EarlyStopping`, with the same count.
     """
 
     _settings = ("patience", "min_delta")
@@ -262,10 +262,9 @@ class EarlyStopping(MetricCallback):
 class ReduceOnPlateau(MetricCallback):
     """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
-    As in torch's ReduceLROnPlateau, an evaluation is good if the metric is better than the best by more than the
-    fraction `threshold` (less than best − threshold·|best|, or more than best + threshold·|best|), and bad otherwise.
-    The value is reduced after more than `patience` bad evaluations in a row. For `cooldown` evaluations after a
-    reduction, none counts as bad. A change of at most 1e-8 is not applied. The counters are saved in checkpoints; the
+    An evaluation is good if the metric is better than the best by more than threshold·|best|, and bad otherwise. The
+    value is reduced after more than `patience` bad evaluations in a row, unless it would change by at most 1e-8. For
+    `cooldown` evaluations after a reduction, none counts as bad. The counters are saved in checkpoints; the
     hyperparameter is part of the state.
 
     Args:
@@ -273,8 +272,7 @@ class ReduceOnPlateau(MetricCallback):
         name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
         factor: The factor to multiply it by, 0 < factor < 1.
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
-        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
-            loss, error or perplexity, and is an error for others.
+        mode: As in `EarlyStopping`.
         threshold: The required relative improvement over the best value, ≥ 0.
         cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
         min_value: Lower bound of the hyperparameter, ≥ 0.
@@ -386,18 +384,15 @@ class KeepBest(MetricReader):
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
     evaluator measured it with averages of the parameters. So a resumed run knows the best ones from the directory, and
-    warns if the best value was measured with another config, or on other data: if the evaluator's data are a sequence
-    or an iterable, the run keeps a hash of their first batch. Every run competes with the checkpoints in that
-    directory; one that does not resume from a checkpoint logs a warning, because they belong to another run. On a tie
-    the earlier checkpoint is kept. A value that is not finite is never kept, nor are parameters with NaN. To use the
-    checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest checkpoint that is
-    kept, which with keep=1 is the best.
+    warns if the best value was measured with another config, or on other data. Every run competes with the checkpoints
+    in that directory; one that does not resume from a checkpoint logs a warning. On a tie the earlier checkpoint is
+    kept. A value that is not finite is never kept, nor are parameters with NaN. `jstep.Saver(directory,
+    prefix="best").restore(state)` restores the newest checkpoint that is kept, which with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
-        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
-            loss, error or perplexity, and is an error for others.
+        mode: As in `EarlyStopping`.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
         prefix: The prefix of their names, before the step.
         leave_out: Parameters that are not saved, as in `Saver`; None for the setting of the run's Saver.
@@ -586,7 +581,7 @@ class KeepBest(MetricReader):
     def settle(self) -> None:
         """Wait until the save in progress has ended; if it failed, the next call raises its error.
 
-        A run that resumes from a checkpoint does not evaluate its step again, so that save must exist.
+        A run that resumes from a checkpoint does not evaluate its step again.
         """
         if (saver := self._saver) is not None:
             saver.settle()

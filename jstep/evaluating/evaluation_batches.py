@@ -79,10 +79,7 @@ class EvaluationBatches:
             raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        """Return the first batch's arguments as shapes; None if reading it would change an evaluation.
-
-        The first batch of a loader is kept for the next evaluation.
-        """
+        """Return the first batch's arguments as shapes; None if reading it would change an evaluation."""
         batches = self.source
         try:
             if isinstance(batches, BatchSequence):
@@ -105,7 +102,7 @@ class EvaluationBatches:
         return _map_leaves(_on_device, args, shardings)
 
     def first_hash(self) -> str | None:
-        """Hash the first batch; None if reading it would change an evaluation, or if there are several processes."""
+        """Hash the first batch; None if reading it would change an evaluation, or with several processes."""
         batches = self.source
         begun = self._begun
         if not processes.is_single_process() or (begun is None and not isinstance(batches, BatchSequence | Sequence)):
@@ -157,7 +154,7 @@ def _check(batches: Tree) -> None:
 
 
 def check_sharding(batch_sharding: object) -> None:
-    """Reject invalid shardings, before there is a state whose mesh the names of axes refer to."""
+    """Reject invalid shardings before there is a state."""
 
     def is_leaf(leaf: object) -> bool:
         return isinstance(leaf, PartitionSpec) or is_axes(leaf)
@@ -173,8 +170,7 @@ def batch_shardings(batch_sharding: object, state: Tree) -> Any:
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of each batch, placed for the computation of metrics.
 
-    Rows that do not divide over the devices are replicated, so that metrics are exact without padding, at the cost of
-    computing that batch on every device.
+    Rows that do not divide over the devices are replicated, so that metrics are exact without padding.
     """
     arguments = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
     is_single = processes.is_single_process()

@@ -29,7 +29,6 @@ from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
 _CALLBACKS = "EvaluationHook(callbacks=…)"
-"""The name of the callbacks in errors and logs."""
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
@@ -37,18 +36,13 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
-    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
-    a restart, the patience of `EarlyStopping` continues to count, and a run that stopped early stays stopped.
+    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook.
 
-    At the end of a run, the state is evaluated even if no evaluation is due at that step. Such an evaluation is logged
-    and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
-    as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
-
-    If a `jstep.evaluator` cannot evaluate the state, this is an error before the first step: its metric function is
-    evaluated for the shapes of the first batch, and its averages and model state are looked up.
-
-    If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
-    run saves and exits, and the evaluation is repeated when the run is restarted.
+    The evaluation at the end of a run, if none is due at that step, is logged and passed to `KeepBest` and to custom
+    callbacks, but not to callbacks with a true attribute `on_cadence_only`, such as `EarlyStopping` and
+    `ReduceOnPlateau`: a run in two parts makes the same decisions as a single run. If a `jstep.evaluator` cannot
+    evaluate the state, this is an error before the first step. If a signal arrives during its evaluation, the run saves
+    and exits, and the evaluation is repeated when the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
@@ -56,14 +50,13 @@ class EvaluationHook(RunHook):
         every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
-            to continue with, which later callbacks see. All of them are called.
+            to continue with, which later callbacks see.
         summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`. None
             for the writer that `train` opens in its `logdir`, if any.
         prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
         key: The name under which checkpoints store the state of the hook; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
-        at_start: Whether to evaluate the state before the first step of a fresh run, too, as at its end; not after a
-            restart.
+        at_start: Whether to evaluate the state before the first step of a fresh run, too.
 
     Attributes:
         key: The argument `key`.
@@ -78,10 +71,10 @@ class EvaluationHook(RunHook):
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> def evaluate(state):
-        ...     return {"w": float(state.params["w"])}
         >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
-        >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
+        >>> hook = jstep.EvaluationHook(
+        ...     lambda state: {"w": float(state.params["w"])}, every_n_steps=1, callbacks=[stop]
+        ... )
         >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook])
         >>> hook.results
         {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
@@ -172,7 +165,7 @@ class EvaluationHook(RunHook):
         return {"step": self._reported_step, **interrupted, "callbacks": states}
 
     def set_state(self, value: object) -> bool:
-        """Restore the states; return whether a callback had stopped the run. An unknown format is logged."""
+        """Restore the states; return whether a callback had stopped the run."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("interrupted_step", "")]
         if not all(step is None or type(step) is int for step in steps):
@@ -186,7 +179,7 @@ class EvaluationHook(RunHook):
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
-        """Repeat the evaluation that was due at this step and that a signal interrupted, after a restore."""
+        """Repeat, after a restore, the evaluation of this step that a signal interrupted."""
         if not self._owes(step, was_due=True):
             return None
         result = self._evaluate_at(step, state, on_cadence=True)
@@ -204,7 +197,7 @@ class EvaluationHook(RunHook):
         return result if isinstance(result, TrainState) else None
 
     def owes_end(self, step: int) -> bool:
-        """Return whether a signal interrupted the last evaluation of a run, so that callbacks have not seen it."""
+        """Return whether a signal interrupted the last evaluation of a run."""
         return self._owes(step, was_due=False)
 
     def repeat(self, step: int, state: TrainState) -> None:

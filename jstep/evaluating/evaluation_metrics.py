@@ -33,7 +33,7 @@ _AHEAD = 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric of one batch. All but the value is static: known while tracing, kept with the compiled program.
+    """A metric of one batch. All but the value is static.
 
     Attributes:
         kind: PER_EXAMPLE, MEAN, PAIR or OBJECT.
@@ -47,7 +47,7 @@ class Metric:
 
 
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
-    """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing."""
+    """Return the metrics of a batch, whose kinds are determined by their shapes."""
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
@@ -132,7 +132,7 @@ def _sum(value: object) -> int | float:
 
 
 def _total(numbers: Sequence[Any]) -> int | float:
-    """Return the exact sum: an integer for integers, correctly rounded for floats in any order."""
+    """Return the exact sum: an integer for integers, correctly rounded for floats."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:
@@ -150,7 +150,6 @@ def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
 
 
 def _is_object(name: str, value: object) -> bool:
-    """Return whether a metric has `merge` and `compute`; works while tracing."""
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
         return False

@@ -40,13 +40,13 @@ from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_arguments
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
-"""Returns whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
+"""Returns whether the run is stopping; must be called equally often on all processes."""
 
 
 class EvaluationAbandoned(BaseException):
     """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
 
-    It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
+    It is not an Exception, so that user code, such as a retry, does not catch it.
     """
 
 
@@ -70,17 +70,15 @@ def evaluator(
     """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
 
     Every example has the same weight, whatever the size of the last batch, even if it does not divide over a mesh, and
-    on any number of processes. Totals are kept on the host, in float64 and integers. The computation is compiled once
-    per batch shape.
+    on any number of processes. Totals are kept on the host, in float64 and integers.
 
     Args:
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
-            `*args`, any other batch, including a NamedTuple, as one argument. A metric is one of: a vector with a value
-            for each example; a scalar, the mean over the batch, which is weighted by the number of examples (the
-            leading axis of the arrays in args; a loss that compares rows with each other depends on the batch size); a
-            pair of scalars `(sum, count)`; a pytree object with `merge(other)` and `compute()`, from `jstep.metrics`,
-            from CLU, or a custom one. The objects of all batches are merged on the device in the order of the batches;
-            `compute()` then returns a number, or a dict of numbers, which are named `name/key`.
+            `*args`, any other batch, including a NamedTuple, as one argument. A metric is a vector with a value for
+            each example; a scalar, the mean over the batch, weighted by the number of examples (the leading axis of the
+            arrays in args); a pair of scalars `(sum, count)`; or a pytree object with `merge(other)` and `compute()`,
+            from `jstep.metrics`, from CLU, or a custom one. `compute()` returns a number, or a dict of numbers, which
+            are named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
             drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
             reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
@@ -88,18 +86,17 @@ def evaluator(
             these; a string is the name of the slot of averages, a list names several, of different leaves. "both"
             evaluates the parameters and their averages in one pass: `loss` and `averaged/loss`.
         has_model_state: Whether metric_fn accepts the model state; with averages `averaged_model_state(state)` if there
-            is one. Averages beside a model state that is not averaged are one warning.
+            is one, else the raw one with a warning.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
-        lanes: Number of lanes, a power of two, as in `minimize`: each batch is evaluated as if its lanes were batches,
-            so that the results have the same bits on any number of devices, and callbacks that use them (early
-            stopping, plateaus) decide alike. Every device computes the whole of a batch that `lanes` does not divide.
+        lanes: Number of lanes, a power of two, as in `minimize`: the results have the same bits on any number of
+            devices, so that callbacks that use them decide alike. Every device computes the whole of a batch that
+            `lanes` does not divide.
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
-        `EvaluationHook` checks it before the first step: metric_fn is traced with the shapes of the first batch, and
-        nothing is computed. The batches are not read if they are an iterator, which may be used only once, or a loader
-        that keeps a position, nor on several processes.
+        `EvaluationHook` checks it before the first step, by tracing metric_fn with the shapes of the first batch,
+        unless reading that would use up an iterator or move a loader, and not on several processes.
 
     Raises:
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
@@ -112,28 +109,12 @@ def evaluator(
         >>> import jax.numpy as jnp, numpy as np, jstep
         >>> def metrics(params, x, y):
         ...     error = params["w"] * x - y
-        ...     return {"loss": error**2, "correct": jnp.abs(error) < 1.0}
+        ...     return {"loss": error**2, "auc": jstep.metrics.auc(params["w"] * x, y > 5)}
         >>> x = np.arange(5, dtype=np.float32)
         >>> batches = jstep.batches((x, 2 * x), 2, shuffle=False, num_epochs=1, drop_remainder=False)
         >>> evaluate = jstep.evaluator(metrics, batches)
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
-        {'loss': 1.5, 'correct': 0.4}
-
-        Metrics that are not means, with `jstep.metrics`:
-
-        >>> def metrics(params, x, y):
-        ...     return {"auc": jstep.metrics.auc(params["w"] * x, y > 5)}
-        >>> evaluate = jstep.evaluator(metrics, batches)
-        >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
-        {'auc': 1.0}
-
-        Their `weights` leave out padding, here the examples whose y is 0:
-
-        >>> def metrics(params, x, y):
-        ...     return {"auc": jstep.metrics.auc(params["w"] * x, y > 5, weights=y > 0)}
-        >>> evaluate = jstep.evaluator(metrics, batches)
-        >>> evaluate(jstep.TrainState.create({"w": -1.0}, jstep.adam()))
-        {'auc': 0.0}
+        {'loss': 1.5, 'auc': 1.0}
 
     Source: Keras' `Model.evaluate`, which weights batches in float32.
     """
