@@ -18,7 +18,7 @@ _HEIGHT = 168
 """The size of the plot area, which is stretched to the width of the page."""
 COLORS, _DASHES = 10, 4
 NEUTRAL = COLORS
-"""The color of runs in the background: thin, gray and coarse, without a legend entry."""
+"""The color of runs in the background, thin and without a legend entry."""
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def stylesheet() -> str:
 class Curve(NamedTuple):
     """A curve with gaps at nonfinite values; dash 0 is solid. A `pale` curve (repeated steps) has no legend entry.
 
-    `key` identifies what is drawn in all pictures of a page; None for its index in this one.
+    `key` identifies what is drawn in all pictures of a page; None for its index.
     """
 
     name: str
@@ -211,7 +211,7 @@ _SHORT = 4
 
 
 def _labels(ticks: Sequence[Decimal]) -> list[str]:
-    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; with all digits and no units if one needs more than four."""
+    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; without units if one needs more than four digits."""
     with decimal.localcontext(prec=40):
         ticks = [tick.normalize() for tick in ticks]
         is_short = all(len(tick.as_tuple().digits) <= _SHORT for tick in ticks)
@@ -226,7 +226,7 @@ def _label(tick: Decimal, is_short: bool) -> str:
 
 
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
-    """Return the indices of the points to draw in so many columns: ends, extremes and first nonfinite point of each."""
+    """Return the indices of the points to draw in so many columns: ends, extremes and first nonfinite of each."""
     if values.size <= 4 * columns:
         return np.arange(values.size)
     ahead = (steps - steps[0]) / ((int(steps[-1]) - int(steps[0])) or 1)
