@@ -12,6 +12,6 @@ else:
 
 
 P = TypeVar("P", default=Any)
-"""The type of the parameters; a bare `TrainState` accepts any."""
+"""The type of the parameters."""
 T = TypeVar("T")
 """The type of an argument that is returned with the same structure."""

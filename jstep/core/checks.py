@@ -85,7 +85,7 @@ def describe_type(value: object) -> str:
 
 
 def as_bool(value: object, argument: str) -> bool:
-    """Convert a bool; reject other values, such as the string "no" from a configuration file."""
+    """Convert a bool; reject other values, such as the string "no"."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {describe_type(value)}")
     return bool(value)
@@ -126,7 +126,7 @@ class Bounds(TypedDict, total=False):
 def as_number(
     value: Any, argument: str, *, expected: str = "a number", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> float:
-    """Convert a real number: Python, NumPy or concrete JAX, not a bool. `device_values.as_scalar` accepts tracers."""
+    """Convert a real number: Python, NumPy or concrete JAX, not a bool."""
     hint = f"; {meaning}" if meaning else ""
     if isinstance(value, Tracer):
         raise TypeError(f"{argument} is traced: must be {expected} that is known before compilation{hint}")
@@ -194,7 +194,7 @@ def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
 
 
 def may_take(fn: Callable[..., Any], arguments: int) -> bool:
-    """Like `can_take`, but True for decorated functions: a decorator may supply arguments, and hides the signature."""
+    """Like `can_take`, but True for decorated functions: a decorator may supply arguments."""
     return hasattr(fn, "__wrapped__") or can_take(fn, arguments)
 
 
@@ -229,7 +229,7 @@ def hook_name(hook: object) -> str:
 
 
 def in_own_digits(value: float) -> float:
-    """Return a float; a value of float32 gets the shortest digits of a float32: 0.9 for 0.8999999761581421."""
+    """Return a float, with the shortest digits of its own precision: 0.9 for 0.8999999761581421."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value and value % 1 else float(value)

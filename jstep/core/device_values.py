@@ -1,7 +1,6 @@
 """Conversion of values for devices: leaves become arrays with strong dtypes; numbers and keys may be traced.
 
-While 64-bit types are off, JAX silently keeps only the low bits of integers that do not fit 32 bits: they are rejected
-here.
+While 64-bit types are off, JAX silently truncates integers that do not fit 32 bits: they are rejected here.
 """
 
 import contextvars
@@ -78,12 +77,12 @@ def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _NEVER_CONVERTED: set[type] = set()
-"""The types of device arrays seen so far: `isinstance` takes a microsecond, so that each type is checked once."""
+"""The types of device arrays seen so far: `isinstance` takes a microsecond."""
 _any_bits = np.bitwise_or.reduce  # of all integers at once: a third of the time of their smallest and largest
 
 
 def are_plain(leaves: Iterable[Any]) -> bool:
-    """Whether no leaf needs a conversion for a device. It runs at each step, and so makes no calls for most leaves."""
+    """Whether no leaf needs a conversion for a device. It runs at each step."""
     for leaf in leaves:
         kind = type(leaf)
         if kind in _NEVER_CONVERTED:
@@ -131,7 +130,7 @@ def as_scalar(
 ) -> Any:
     """Check a number or scalar array, and its range if it is concrete.
 
-    An array on a mesh becomes a float (or int), usable on any other mesh; other JAX arrays are unchanged.
+    An array on a mesh becomes a float or int; other JAX arrays are unchanged.
     """
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
@@ -154,7 +153,6 @@ def as_scalar(
 
 
 def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
-    """Validate a floating dtype of at least so many bytes."""
     try:
         result = np.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
@@ -168,7 +166,7 @@ def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
 def as_key(value: Any, argument: str) -> Any:
     """Validate one PRNG key, typed or raw, traced or not.
 
-    A key on a mesh, such as one created while a mesh was set, is copied off it, to work with any state.
+    A key on a mesh is copied off it, to work with any state.
     """
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 class WrongStateError(Exception):
-    """Base of errors after which the last state of a run must not be saved, unless they say that it may be."""
+    """Base of errors after which the last state must not be saved, unless they say that it may be."""
 
     may_save = False
 
@@ -38,7 +38,7 @@ def note_other(error: BaseException, other: BaseException) -> None:
 
 
 def noting(close: Callable[[], object]) -> Callable[[object, BaseException | None, object], None]:
-    """Return an `__exit__` that calls `close`; its error becomes a note on the error that ended the context, if any."""
+    """Return an `__exit__` that calls `close`, whose error becomes a note on the error that ended the context."""
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -82,11 +82,11 @@ _WAYS_OUT = (
         "(jax.tree.map(jnp.copy, state.params)), or make the step with donate=False.",
     ),
 )
-"""Errors of JAX whose message does not say how to fix them, and the note that does."""
+"""Errors of JAX whose message does not say how to fix them, and a note that does."""
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add the note of `_WAYS_OUT` that fits an error of JAX, if there is one."""
+    """Add the note of `_WAYS_OUT` that fits an error of JAX."""
     for kind, pattern, way_out in _WAYS_OUT:
         match = pattern.search(str(error)) if isinstance(error, kind) else None
         if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 _kept: list[Any] = []
-"""The last complete state of the latest run that ended with an exception, if any; not a copy."""
+"""The last complete state of the latest run that ended with an exception; not a copy."""
 
 
 def is_interactive() -> bool:
@@ -17,7 +17,6 @@ def is_notebook() -> bool:
 
 
 def _shell() -> Any:
-    """Return IPython's shell without importing IPython."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if get is None else get()
 

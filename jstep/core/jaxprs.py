@@ -1,10 +1,9 @@
 """Traced programs: their operations, and the hash that identifies them.
 
-JAX documents equations with their variables, and how to evaluate a custom program. It documents neither the names of
-its operations nor their parameters, positions or internal names, which other versions may change. Only this file and
-`differentiate/merging.py` read them, for lanes, loops over steps, optimizers from other libraries, and tools: a step
-called by hand with one of jstep's optimizers needs none of it. `tests/core/test_jaxprs.py` lists every name that is
-read here, and fails with the name if the installed JAX lacks it.
+JAX documents equations with their variables, but neither the names of its operations nor their parameters, which other
+versions may change. Only this file and `differentiate/merging.py` read them, for lanes, loops over steps, optimizers
+from other libraries, and tools; a step called by hand needs none of it. `tests/core/test_jaxprs.py` lists every name
+that is read here, and fails with the name if the installed JAX lacks it.
 """
 
 import dataclasses
@@ -28,9 +27,9 @@ from jstep.core.trees import is_key
 # Traced programs: their operations, including nested ones, numbered in execution order, and their evaluation.
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Parameters in which call operations store their program."""
+"""Parameters in which calls store their program."""
 _OPAQUE = {"pallas_call", "custom_linear_solve"}
-"""Operations treated as opaque: their inner programs work on blocks of arrays or run in special ways."""
+"""Operations whose inner programs work on blocks of arrays or run in special ways."""
 _OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
 """Kind of an operation → the parameters from which it can be rebuilt."""
 
@@ -47,7 +46,7 @@ MOVES = frozenset([
 """Operations that move data without arithmetic."""
 
 SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
-"""Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
+"""Operations that are 10 to 30 times slower inside loops in XLA's CPU backend."""
 
 COPYING = frozenset(["copy", "copy_p", "convert_element_type"])
 """Operations whose result is their operand, possibly in another dtype."""
@@ -73,7 +72,7 @@ ELEMENTWISE = frozenset([
     "tanh", "xor",
 ])
 # fmt: on
-"""Operations that compute each element of the result from the corresponding elements, or from scalars."""
+"""Operations that compute each element from the corresponding elements, or from scalars."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +134,6 @@ def name_stack(eqn: object) -> str:
 
 
 def source_frames(eqn: Any) -> Sequence[Any]:
-    """Return Python frames, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
 
@@ -146,7 +144,6 @@ def is_differentiated(eqn: object) -> bool:
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
-    """Iterate over programs in parameters, called or not."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(item, "jaxpr", item)
@@ -213,7 +210,6 @@ def _manual_axes(params: Mapping[str, Any]) -> Any:
 
 
 def shard_counts(operation: Operation) -> dict[str, int]:
-    """Return the manual axes of a shard_map and their sizes."""
     mesh, manual = operation.options["mesh"], _manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
@@ -239,7 +235,6 @@ def _shapes(atoms: Any) -> list[Any]:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
@@ -344,7 +339,6 @@ def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
 
 
 def is_slow_in_loops(jaxpr: object) -> bool:
-    """Whether XLA runs a program much slower inside a loop."""
     return jax.default_backend() == "cpu" and any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
@@ -388,7 +382,7 @@ _SOURCE = {
     "name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin",
     "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id", "call_id",
 }  # fmt: skip
-"""Parameters of operations that describe the source of a program or its rules of differentiation."""
+"""Parameters of operations that describe the source of a program or its derivatives."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
@@ -468,13 +462,12 @@ def _array_text(x: Any) -> str:
 # The arithmetic of one operation, and its number format.
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
-"""Operations that move data without arithmetic."""
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
-    """The number format of a product: the wider dtype, and the name of its precision or preset.
+    """The number format of a product: the wider dtype, and its precision or preset.
 
     `"ANY_F8"` stands for presets that accept any float8.
     """

@@ -1,7 +1,7 @@
 """Meshes and other JAX contexts: which one applies, and code that must be independent of the user's contexts.
 
-The user chooses the mesh and its axis types: arrays that the user sees are never converted. A user's function is traced
-on these axis types; jstep's own computations run with Auto axes, and their results are sharded like their arguments.
+Arrays that the user sees are never converted to other axis types. A user's function is traced on the types of the
+user's mesh; jstep's own computations run with Auto axes, and their results are sharded like their arguments.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
-"""`thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings, which are propagated."""
+"""`thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
 
 SETTINGS = tuple(
     name
@@ -37,7 +37,7 @@ SETTINGS = tuple(
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
 special_settings = operator.attrgetter(*[f"jax_{name}" for name in (*_GUARDS, "debug_nans", "debug_infs")])
-"""The settings of `jax.config` that change how a step is called, if one of them is set."""
+"""The settings of `jax.config` that change how a step is called."""
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """The result of `internal_transfers` if the caller has set no guard."""
@@ -46,7 +46,7 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """Exempt transfers between host and devices from the caller's transfer guards.
 
-    Use it only around transfers: a user's function inside would lose its guard.
+    A user's function inside would lose its guard.
     """
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
@@ -54,7 +54,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
 
 
 def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: exempt the internal transfers of a function that users may call from transfer guards."""
+    """Decorator: exempt the transfers of a function that users may call from their transfer guards."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -263,7 +263,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: support arrays on any mesh, and exempt internal transfers from transfer guards.
 
     A leaf of the result is sharded like the leaf of equal path and shape in the first of `like` (arguments such as
-    `"state.params"`) that has it on a mesh; otherwise it is replicated.
+    `"state.params"`) that has it on a mesh.
     """
 
     def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -291,7 +291,7 @@ def _argument_at(arguments: object, name: str) -> Any:
 class Attempts:
     """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these.
 
-    JAX rejects Explicit axes if an output sharding is ambiguous, as in a model without annotations.
+    JAX rejects Explicit axes if an output sharding is ambiguous.
     """
 
     def __init__(self, name: str) -> None:
@@ -325,7 +325,6 @@ class Attempts:
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    """Identify an error; messages have shardings."""
     # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
     first = (str(error).splitlines() or [""])[0]
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)

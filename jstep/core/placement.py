@@ -31,7 +31,6 @@ def device_count(tree: trees.Tree) -> int:
 
 
 def device_of(tree: trees.Tree) -> Any:
-    """Return a device of the arrays, from their mesh if there is one."""
     mesh = mesh_of(tree)
     if mesh is not None:
         return mesh.devices.flat[0]
@@ -40,10 +39,9 @@ def device_of(tree: trees.Tree) -> Any:
 
 
 Layouts = Mapping[str, NamedSharding]
-"""Path → sharding, for leaves on a mesh."""
 
 LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
-"""The shardings of leaves, for `layout_of`: tracers on Auto axes have none."""
+"""Path → sharding on a mesh, for `layout_of`: tracers on Auto axes have none."""
 
 
 def layout_of(path: str) -> NamedSharding | None:
@@ -79,7 +77,7 @@ def is_of_host(sharding: Any) -> bool:
 
 
 def _device_here(sharding: Any) -> Any:
-    """Return a device of a sharding, preferably of this process: others may not report their memory kinds."""
+    """Return a device of a sharding, preferably of this process, which reports its memory kinds."""
     devices = sharding.device_set
     return next(
         (device for device in devices if device.process_index == device.client.process_index()), next(iter(devices))
@@ -98,7 +96,7 @@ def on_devices(tree: trees.Tree) -> Any:
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-"""The shardings of a traced state, for `traced_shardings`: tracers on Auto axes have none."""
+"""The shardings of a traced state, for `traced_shardings`."""
 
 
 def traced_shardings(tree: trees.Tree) -> list[Any] | None:
@@ -158,7 +156,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Compile and call `fn(*args)` for arrays with one placement; the result is replicated.
 
-    The current mesh is ignored. The program is cached by `fn`.
+    The program is cached by `fn`.
     """
     if mesh is None:
         args = jax.tree.map(without_mesh_of_one, args)
@@ -187,7 +185,7 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device only compiles, like the devices of `jstep.topology`: it can have shapes but no arrays."""
+    """Whether a device only compiles, like those of `jstep.topology`: it can have shapes but no arrays."""
     # The client of a real device has devices in this process, even if this device belongs to another process.
     return not device.client.local_device_count()
 
@@ -221,7 +219,7 @@ def is_shape(leaf: object) -> bool:
 
 
 ShardBounds = tuple[tuple[int, int], ...]
-"""The bounds of a shard: (begin, end) for each axis. Unlike slices, it has no implicit ends and is always hashable."""
+"""The bounds of a shard: (begin, end) for each axis; hashable, unlike slices."""
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
@@ -239,7 +237,7 @@ def lengths(shard: ShardBounds) -> tuple[int, ...]:
 
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
-    """Return the bounds of the distinct shards in this process; those of the whole array without a sharding."""
+    """Return the bounds of the distinct shards in this process; of the whole array without a sharding."""
     if sharding is None:
         return [tuple((0, size) for size in shape)]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
@@ -359,9 +357,8 @@ def compute_first(*arrays: object) -> tuple[Any, ...]:
 def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """Return chains of arrays; on a CPU each array is computed by a kernel that XLA must run after the previous one.
 
-    If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
-    only a data dependency ensures. An unneeded order costs: a kernel becomes two, and compiling Adam's two slots for
-    1000 leaves takes 50 % longer.
+    If two kernels read a slot that one of them overwrites, XLA copies the slot unless a data dependency lets the other
+    run earlier. An unneeded order costs: compiling Adam's two slots for 1000 leaves takes 50 % longer.
     """
 
     def ordered(chains: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:

@@ -13,7 +13,7 @@ from jstep.core.checks import array_type, format_list, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 
 MAX_TEXT_LENGTH, MAX_ITEMS = 200, 50
-"""The maximum length of an argument in a `repr`, and the maximum number of items of a container."""
+"""The maximum length of an argument in a `repr`, and of items of a container."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -1,10 +1,9 @@
-"""Removal of secrets: one rule for the texts of configs, command lines, environment variables and messages."""
+"""Removal of secrets from configs, command lines, environment variables and messages."""
 
 import contextlib
 import re
 
 NOT_RECORDED = "(not recorded)"
-"""The placeholder for a secret."""
 _ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
 _IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
 _RANDOM = re.compile(r"[^\w+=-]*+(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}+[^\w+=-]*+")  # also in quotes or brackets
@@ -14,7 +13,7 @@ _TOKEN = re.compile(
     r"|\bBasic\s+(?=[a-zA-Z/+]{0,64}(?:\d|[a-z][A-Z]|=))(?=[\w/+=]{8})"
     r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
-"""The forms of well-known tokens; `sk-learn-random-forest` and `Basic transformer` are names of models."""
+"""The forms of well-known tokens, unlike names such as `sk-learn-random-forest` and `Basic transformer`."""
 _PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
@@ -27,7 +26,7 @@ def hide(name: str, text: str) -> str:
 
 
 def error_text(error: BaseException | None) -> str:
-    """Return the text of an exception without secrets; it may be user-defined and raise."""
+    """Return the text of an exception without secrets; a user-defined one may raise."""
     with contextlib.suppress(Exception):
         text = "" if error is None else str(error)[:20_000]
         return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))

@@ -52,7 +52,7 @@ _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a
 def select_leaves(
     params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return the indices of the leaves of params to differentiate; never those that are not floating point.
+    """Return the indices of the floating leaves of params that a `var_list` selects.
 
     Args:
         var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, perhaps for
@@ -70,7 +70,7 @@ def select_leaves(
 
 
 def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf whether it is selected and can be trained; there may be no such leaf."""
+    """Return for each leaf whether it is selected and can be trained."""
     trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
     chosen = _chosen(params, trainable, var_list, argument)
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]

@@ -17,22 +17,21 @@ BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 _VISITS = 64
 """The number of latest durations that are kept for each phase or recorded key."""
 _SWITCHES = 256
-"""The number of latest switches that are kept."""
 
 
 class Stopwatch:
     """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
 
-    A time that another thread reads during a switch may lack the seconds of the phase that ends.
+    A read during a switch may lack the seconds of the phase that ends.
 
     Args:
         before: Seconds of the phase `before`, which precedes the others.
         since: The time of the clock at which `starting` began; None for now.
 
     Attributes:
-        waiting: The category for the time spent waiting for a batch; `starting` until the first step has returned.
+        waiting: The phase of waiting for a batch; `starting` until the first step has returned.
         aside: When the user's code began to run between two steps; its seconds are those of `hooks` until it ends.
-        lasted: The seconds of the latest visits of each category, and of other things that `record` names.
+        lasted: The seconds of the latest visits of each phase, and of other things that `record` names.
     """
 
     def __init__(
@@ -100,13 +99,13 @@ class Stopwatch:
 
 
 _trained: set[int] = set()
-"""Ids of processes that have trained; a forked process inherits the set without its own id."""
+"""Ids of processes that have trained: a forked process inherits the set without its own id."""
 
 
 def seconds_before_training() -> float:
     """Return the seconds since the start of this process on the first call, and 0 on later ones.
 
-    It is also 0 in interactive sessions, and on systems other than Linux, where the start is unknown.
+    It is also 0 in interactive sessions, and on systems other than Linux.
     """
     if os.getpid() in _trained or is_interactive():
         return 0.0
@@ -132,6 +131,6 @@ CLOCKS = Clocks()
 
 
 def new_watch(called: float) -> Stopwatch:
-    """Create the stopwatch of a run that was called at this time; for the first run of a process, `before` is set."""
+    """Create the stopwatch of a run that was called at this time."""
     before = CLOCKS.before() - (CLOCKS.seconds() - called)
     return Stopwatch(max(0.0, before), CLOCKS.seconds, called)

@@ -1,11 +1,9 @@
 """Threads that inherit the contexts of JAX, and the current activity of each thread.
 
-JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A jstep thread
-therefore copies the context variables of the thread that starts it, and all JAX settings that have a context manager in
-the installed version of JAX.
-
-Not propagated, because JAX has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of
-`jax.make_user_context`, and `jax.thread_guard`, which by design belongs to one thread.
+JAX's context managers set thread-local values: a new thread has JAX's defaults. A jstep thread copies the context
+variables of the thread that starts it, and all JAX settings that have a context manager. Not propagated, because JAX
+has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of `jax.make_user_context`, and
+`jax.thread_guard`, which belongs to one thread.
 """
 
 import atexit
@@ -47,8 +45,7 @@ class Thread(threading.Thread):
 def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
     """Wait for a thread to end. Ctrl-C may interrupt it; the next call waits again.
 
-    An exception that interrupts `Thread.join` of Python 3.11 marks the thread as ended: not even the end of the
-    interpreter waits for it.
+    An exception that interrupts `Thread.join` of Python 3.11 marks the thread as ended.
     """
     deadline = time.monotonic() + timeout
     while thread in threading.enumerate() and thread is not threading.current_thread():
@@ -117,9 +114,8 @@ def in_background(
 ) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
-    A thread that compiles must not be a `daemon`: if it is abandoned at exit, it aborts the process. For a thread that
-    may compile and may hang, the process waits `exit_secs` at its exit. If a signal may interrupt this call, the caller
-    passes the `task`.
+    A thread that compiles must not be a `daemon`, which would abort the process at exit. The exit waits `exit_secs` for
+    a thread that may compile and hang. If a signal may interrupt this call, the caller passes the `task`.
     """
     task = Task() if task is None else task
 
@@ -172,13 +168,12 @@ class SerialTasks:
 
 
 READER_EXIT_SECS = 5.0
-"""The seconds for which a process waits at its exit for a thread that runs a user's reader."""
+"""The seconds for which the exit of a process waits for a thread that runs a user's reader."""
 
 
 # Long activities of threads: a thread reports what it is doing, and the stall watch reads it.
 
 TRACING = "tracing"
-"""JAX is tracing a step."""
 AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 """All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
@@ -208,7 +203,7 @@ class SignsOfLife:
 
 
 evaluation_batches_taken = SignsOfLife()
-"""The number of batches that evaluators of this process have taken, a sign of life during a long evaluation."""
+"""The number of batches that evaluators of this process have taken."""
 
 
 def activities_of(ident: int) -> frozenset[str]:

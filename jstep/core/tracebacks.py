@@ -1,11 +1,9 @@
 """Tracebacks without jstep's inner frames, as JAX leaves out its own.
 
-An error in the user's code (a loss, a schedule, a hook, …) passes through many frames of jstep. Functions that users
-call have the decorator `shortens_tracebacks`: of each row of jstep's frames between the user's frames, only the first
-one, which the user called, and the last one, which called the user's function, remain.
-
-JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, and `remove_frames` leaves the causes
-of an error unchanged.
+Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames between the user's
+frames, only the first one, which the user called, and the last one, which called the user's function, remain. JAX's
+setting `jax_traceback_filtering` applies to both: `off` keeps all frames, and `remove_frames` leaves the causes of an
+error unchanged.
 """
 
 import concurrent.futures

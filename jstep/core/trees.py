@@ -23,7 +23,7 @@ from jstep.core.recorded_calls import RecordedCall, as_typed
 
 Array: TypeAlias = jax.Array
 Tree: TypeAlias = Any
-"""A pytree whose structure is the caller's: parameters, gradients, batches, results of user-defined functions."""
+"""A pytree whose structure is the caller's."""
 Params: TypeAlias = Any
 """Any pytree of arrays; None and integer leaves are passed through unchanged."""
 Updates: TypeAlias = Any
@@ -31,7 +31,7 @@ Updates: TypeAlias = Any
 Slots: TypeAlias = dict[str, Any]
 """Slot name → tree with the structure of the parameters, or a scalar."""
 Step: TypeAlias = int | np.integer[Any] | Array
-"""A number of training steps completed: a Python or NumPy integer, or an integer scalar array."""
+"""A number of training steps completed: an integer or an integer scalar array."""
 Number: TypeAlias = float | int | np.number[Any] | Array
 
 
@@ -72,17 +72,16 @@ class Context(NamedTuple):
     """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
 
     `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
-    Wrappers adapt it to the inner optimizer: below a label of `partition`, `value_and_grad` accepts the parameters of
-    that label; below `master_weights` it is evaluated at the rounded master weights.
+    Below a label of `partition`, `value_and_grad` accepts the parameters of that label; below `master_weights` it is
+    evaluated at the rounded master weights.
 
     Attributes:
         loss: The loss of this step, a scalar; not multiplied by a loss scale.
         value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
-            PRNG key, at other parameters. The gradients are like those passed to `update`: a leaf may be None or an
-            `IndexedSlices`. The evaluation has no side effects: model_state, aux and summaries are dropped.
+            PRNG key, at other parameters. A leaf of the gradients may be None or an `IndexedSlices`. model_state, aux
+            and summaries are dropped.
         key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
-        noise: The gradient noise estimated from the microbatches of this step, for `with_noise_scale`; only with
-            `metrics=("noise_scale",)`.
+        noise: The gradient noise of this step, for `with_noise_scale`; only with `metrics=("noise_scale",)`.
 
     Example:
         Polyak's step size, which depends on the loss:
@@ -108,17 +107,15 @@ EMPTY_CONTEXT = Context()
 
 
 UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
-"""`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
-previous element of a chain) to updates to add, and to new slots. With `takes_context` it accepts a `Context` as its
-fifth argument."""
+"""`update(updates, slots, params, step) -> (updates, slots)`, a pure function: see `Optimizer`."""
 
 
 @explains_attributes
 class Optimizer(NamedTuple):
     """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 
-    Most custom optimizers are easier to write with `jstep.leafwise`, from a rule for a single leaf, which fulfills the
-    requirements below. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions by hand.
+    Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`, from a rule for a single
+    leaf. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions by hand.
 
     Arguments of `update`:
 
@@ -127,27 +124,23 @@ class Optimizer(NamedTuple):
     - slots: the slots created by `init`, by name; slots of other optimizers may be included.
     - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
       and arithmetic should be in float32.
-    - step: the number of training steps completed, an integer scalar, traced or not. A step is compiled: do not use
-      `if` on values, `float(step)`, or any state outside the arguments.
+    - step: the number of training steps completed, an integer scalar, traced or not: do not use `if` on values,
+      `float(step)`, or any state outside the arguments.
 
     Results of `update`:
 
     - updates: a tree like params, with None for no update. They are *added* to the parameters in float32 or wider; the
       optimizer applies the sign.
     - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree like params (None
-      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers, also if they are copies
-      of the parameters, because a compiled step donates each buffer once.
+      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers, because a compiled step
+      donates each buffer once.
 
     Attributes:
-        init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning, not even `start_step`
-            or `loss_scale`. An integer scalar slot that holds the global_step at which the slots were created (their
-            age is step + 1 − slot) is declared by an attribute of the function, `init.ages = ("start_step",)`. It is
-            then incremented by a skipped update, by one without any gradient and by `increment_global_step(state)`, and
-            decremented by an update that leaves the global step unchanged: the age counts applied updates.
-
-            A slot that starts as a copy of the parameters, in any dtype, is detected by tracing `init`; an `init` that
-            cannot be traced declares it, `init.copies = ("slow",)`. If `Saver.restore(…, partial=True)` restores the
-            parameters from a checkpoint without this slot, it is set to a copy of the restored ones.
+        init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning. An integer scalar slot
+            that holds the global_step at which the slots were created (their age is step + 1 − slot) is declared by an
+            attribute of the function, `init.ages = ("start_step",)`: then the age counts applied updates only. A copy
+            of the parameters is detected by tracing `init`; an `init` that cannot be traced declares it, `init.copies =
+            ("slow",)`. If a partial restore lacks this slot, it is set to a copy of the restored parameters.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it accepts a `Context`
             as its fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
@@ -158,30 +151,13 @@ class Optimizer(NamedTuple):
     arguments must be importable, except with cloudpickle.
 
     Example:
-        A custom sign-descent optimizer without slots:
-
         >>> import jax, jax.numpy as jnp, jstep
         >>> def update(updates, slots, params, step):
         ...     return jax.tree.map(lambda g: -0.5 * jnp.sign(g), updates), {}
         >>> sign = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
         >>> state = jstep.TrainState.create({"w": 1.0}, sign)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, sign).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": 3.0}, sign).params["w"])
         0.5
-
-        An optimizer that declares an age, so that skipped updates do not count:
-
-        >>> def init(params, global_step=0):
-        ...     return {"start_step": jnp.array(global_step, jnp.int32)}
-        >>> init.ages = ("start_step",)
-        >>> def update(updates, slots, params, step):
-        ...     age = jnp.float32(step + 1 - slots["start_step"])
-        ...     return jax.tree.map(lambda g: -g / age, updates), slots
-        >>> guarded = jstep.skip_nonfinite(jstep.Optimizer(init, update, lambda step: {}))
-        >>> state = jstep.TrainState.create({"w": 4.0}, guarded)
-        >>> for g in (1.0, jnp.nan, 1.0):
-        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(g)}, guarded)
-        >>> print(state.params["w"])
-        2.5
     """
 
     init: Callable[..., Slots]
@@ -234,7 +210,6 @@ def path_str(keys: Sequence[Any]) -> str:
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Call `jax.tree.flatten`, with a treedef of type Any."""
     return jax.tree.flatten(tree, is_leaf)
 
 
@@ -300,12 +275,12 @@ def is_floating(dtype: DTypeLike) -> bool:
 
 
 def is_array(x: object) -> bool:
-    """Whether x is an array, traced or not, or a NumPy scalar; a masked array is not one."""
+    """Whether x is an array, traced or not, or a NumPy scalar, and not masked."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
 
 
 def is_python_number(x: object) -> bool:
-    """Whether x is a Python number, which has no dtype; `np.float64`, a subclass of float, is an array."""
+    """Whether x is a Python number; `np.float64`, a subclass of float, is an array."""
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
@@ -376,7 +351,7 @@ def is_donated(tree: Tree) -> bool:
 def copy_numpy(tree: Tree, argument: str) -> Any:
     """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU.
 
-    This is needed wherever arrays enter a state: a loader, a simulator or a hook may reuse the memory.
+    A loader, a simulator or a hook may reuse the memory.
     """
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
@@ -545,7 +520,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
-    """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
+    """Invert `stack_trees`; rows are copies."""
     named = leaves_with_paths(tree)
     if len(sizes := {np.shape(leaf)[:1] for _, leaf in named}) != 1 or () in sizes:
         got = format_value(jax.tree.map(np.shape, tree))
