@@ -60,7 +60,6 @@ def format_items(title: str, items: Sequence[str], max_items: int = SHOWN) -> st
 
 
 def format_value(value: object, max_length: int = 100) -> str:
-    """Return a truncated repr; never raises."""
     try:
         text = repr(value)
     except Exception:
@@ -162,7 +161,6 @@ def as_number(
 def as_function(
     value: object, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None
 ) -> Any:
-    """Check a callable, and with `takes` the number of its positional arguments."""
     if optional and value is None:
         return value
     wanted = f"must be a function {form}".rstrip()

@@ -110,7 +110,6 @@ def _refuse_wide(leaf: object, path: str, argument: str) -> None:
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer that does not fit on a device, and the dtype there."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
@@ -187,7 +186,7 @@ _DEFERRED: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.Co
 
 
 def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
-    """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots."""
+    """Defer `check(path, leaf, *args)` while a compiled function creates slots from traced parameters."""
     deferred = _DEFERRED.get()
     if deferred is not None:
         deferred.append((path, check, args))

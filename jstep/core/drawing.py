@@ -198,7 +198,6 @@ def _axis(values: Numbers) -> _Axis:
 
 
 def _round_ticks(low: Decimal, high: Decimal, most: int) -> list[Decimal]:
-    """Return multiples of 1, 2 or 5 times a power of ten that enclose a range."""
     with decimal.localcontext(prec=40):
         rough = (high - low or Decimal(1)) / most
         unit = Decimal(1).scaleb(rough.adjusted())
@@ -207,7 +206,6 @@ def _round_ticks(low: Decimal, high: Decimal, most: int) -> list[Decimal]:
 
 
 _SHORT = 4
-"""The maximum number of digits of labels with units."""
 
 
 def _labels(ticks: Sequence[Decimal]) -> list[str]:
@@ -243,7 +241,6 @@ def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
 
 
 def _path(x: Numbers, y: Numbers, digits: int) -> tuple[str, str, list[int]]:
-    """Return lines, isolated points and the positions of gaps."""
     lines, bad = list[dict[str, None]]([{}]), dict[int, None]()
     for at, height in zip(x.tolist(), y.tolist(), strict=True):
         if math.isnan(height):

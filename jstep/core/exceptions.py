@@ -31,7 +31,6 @@ def note(error: BaseException, text: str) -> None:
 
 
 def note_other(error: BaseException, other: BaseException) -> None:
-    """Note another error, with its notes."""
     if other is not error:
         notes = getattr(other, "__notes__", ())
         note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
@@ -86,7 +85,6 @@ _WAYS_OUT = (
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add the note of `_WAYS_OUT` that fits an error of JAX."""
     for kind, pattern, way_out in _WAYS_OUT:
         match = pattern.search(str(error)) if isinstance(error, kind) else None
         if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):

@@ -34,7 +34,6 @@ _OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_s
 """Kind of an operation → the parameters from which it can be rebuilt."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
-"""Names of the operation of `jax.checkpoint` in different versions of JAX."""
 
 # fmt: off
 MOVES = frozenset([
@@ -61,7 +60,6 @@ HARMLESS = MOVES.union([
 """Operations whose results are finite if their operands are finite."""
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
-"""Operations that set the sharding of an array."""
 
 # fmt: off
 ELEMENTWISE = frozenset([
@@ -139,7 +137,6 @@ def source_frames(eqn: Any) -> Sequence[Any]:
 
 
 def is_differentiated(eqn: object) -> bool:
-    """Whether an equation belongs to a gradient, forward or backward."""
     return "jvp" in name_stack(eqn)
 
 
@@ -152,7 +149,6 @@ def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
 
 
 def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield each equation, preceded by those that enclose it."""
     for eqn in getattr(program, "jaxpr", program).eqns:
         yield *within, eqn
         for inner in programs_in(eqn):
@@ -308,8 +304,6 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Evaluate an elementwise program on slices of its arrays, all of one shape."""
-
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
         if operation.kind == "call":

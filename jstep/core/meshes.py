@@ -40,7 +40,6 @@ special_settings = operator.attrgetter(*[f"jax_{name}" for name in (*_GUARDS, "d
 """The settings of `jax.config` that change how a step is called."""
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-"""The result of `internal_transfers` if the caller has set no guard."""
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
@@ -120,7 +119,6 @@ def current_mesh() -> Mesh | None:
 
 
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Set a mesh, unless it is None or already set."""
     if mesh is None:
         return contextlib.nullcontext()
     current = current_mesh()
@@ -220,7 +218,7 @@ def without_explicit_axes(
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], _R]:
-    """Wrap a function to run on its own axis types within `without_explicit_axes`."""
+    """Let a function run on its own axis types within `without_explicit_axes`."""
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
@@ -345,7 +343,6 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
 
 
 def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
-    """Compute `fn(*args)` redundantly on every device of an Auto mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return fn(*args)

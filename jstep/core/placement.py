@@ -25,7 +25,6 @@ def sharding_of(leaf: object) -> Any:
 
 
 def device_count(tree: trees.Tree) -> int:
-    """Return the number of devices, over all processes, of a program with these arguments."""
     counts = [len(sharding.device_set) for leaf in jax.tree.leaves(tree) if (sharding := sharding_of(leaf)) is not None]
     return max(counts, default=1)
 
@@ -45,7 +44,6 @@ LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_
 
 
 def layout_of(path: str) -> NamedSharding | None:
-    """Return the sharding of the leaf at a path, if it is known and on a mesh."""
     return (LAYOUTS.get() or {}).get(path)
 
 
@@ -54,7 +52,6 @@ def part_count(sharding: NamedSharding) -> int:
 
 
 def check_memory(kind: object, mesh: Mesh) -> str | None:
-    """Validate `slots_memory`; None stands for the default memory."""
     if kind is None or as_string(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
@@ -96,7 +93,6 @@ def on_devices(tree: trees.Tree) -> Any:
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-"""The shardings of a traced state, for `traced_shardings`."""
 
 
 def traced_shardings(tree: trees.Tree) -> list[Any] | None:
@@ -105,7 +101,6 @@ def traced_shardings(tree: trees.Tree) -> list[Any] | None:
 
 
 def may_run_on(*platforms: str) -> bool:
-    """Whether the program being traced may be compiled for one of these platforms."""
     shardings = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
     # A process without accelerators may compile for others.
     here = next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
@@ -223,7 +218,6 @@ ShardBounds = tuple[tuple[int, int], ...]
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
-    """Return the bounds of an index, which is None for a scalar."""
     ranges = (axis.indices(size) for axis, size in zip(index or (), shape, strict=True))
     return tuple((begin, max(begin, end)) for begin, end, _ in ranges)
 
@@ -270,7 +264,6 @@ def _without_alias(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def target_sharding(leaf: Any, path: str) -> Any:
-    """Return the sharding of a leaf of a target; None to leave the placement to JAX."""
     if isinstance(leaf, jax.Array):
         # None for uncommitted arrays, so that a compiled step treats a restored state like a newly created one.
         return leaf.sharding if leaf.committed else None

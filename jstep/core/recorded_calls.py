@@ -127,7 +127,6 @@ class ShownAsTyped:
 
 
 def as_typed(value: Any) -> str:
-    """Format an argument as one would type it, without reading device arrays."""
     if isinstance(value, Mapping):
         return f"{{{format_list([f'{key!r}: {as_typed(item)}' for key, item in value.items()], MAX_ITEMS)}}}"
     if type(value) in (list, tuple):

@@ -70,7 +70,6 @@ def select_leaves(
 
 
 def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf whether it is selected and can be trained."""
     trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
     chosen = _chosen(params, trainable, var_list, argument)
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]

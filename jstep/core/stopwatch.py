@@ -12,7 +12,6 @@ from jstep.core.interactive import is_interactive
 
 PHASES = ("before", "starting", "stepping", "waiting", "saving", "evaluating", "hooks")
 BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
-"""The phases of a run, to which all of its wall time is assigned."""
 
 _VISITS = 64
 """The number of latest durations that are kept for each phase or recorded key."""
@@ -66,7 +65,6 @@ class Stopwatch:
         self.lasted[activity].append(self.clock() - began)
 
     def reassign(self, phase: str, seconds: float) -> None:
-        """Assign the latest seconds of the current phase to another one."""
         self._totals[self.current] -= seconds
         self._totals[phase] += seconds
 
@@ -77,12 +75,10 @@ class Stopwatch:
             self.reassign(HOOKS, self.clock() - began)
 
     def started(self) -> None:
-        """End the phase `starting`, after the first step."""
         self.waiting = WAITING
         self.switch(STEPPING)
 
     def visits(self, phase: str) -> list[float]:
-        """Return the seconds of the latest visits of a phase."""
         pairs = itertools.pairwise(list(self._latest))
         return [end - begin for (entered, begin), (_, end) in pairs if entered == phase][-_VISITS:]
 
@@ -127,10 +123,8 @@ class Clocks(NamedTuple):
 
 
 CLOCKS = Clocks()
-"""The clocks of every run; replaced in tests."""
 
 
 def new_watch(called: float) -> Stopwatch:
-    """Create the stopwatch of a run that was called at this time."""
     before = CLOCKS.before() - (CLOCKS.seconds() - called)
     return Stopwatch(max(0.0, before), CLOCKS.seconds, called)

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
-"""The maximum line length of printed tables."""
 
 
 def printable(text: object) -> str:

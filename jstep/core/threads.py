@@ -21,7 +21,6 @@ import jax
 from jstep.core.meshes import current_mesh, read_settings
 
 _JOIN_SECS, _POLL_SECS = 0.005, 0.1
-"""The polling intervals of `join_thread` and `wait_until_done`."""
 _R = TypeVar("_R")
 
 
@@ -179,7 +178,6 @@ AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
 """A thread creates batches or programs for the loop, or waits until the loop takes its batch."""
 _activities: list[tuple[int, str]] = []
-"""The identifiers of threads, and what they are doing."""
 
 
 @contextlib.contextmanager
@@ -207,7 +205,6 @@ evaluation_batches_taken = SignsOfLife()
 
 
 def activities_of(ident: int) -> frozenset[str]:
-    """Return the activities of a thread; may be called from any thread."""
     return frozenset(activity for thread, activity in tuple(_activities) if thread == ident)
 
 

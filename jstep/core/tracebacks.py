@@ -31,7 +31,6 @@ _PASSED: tuple[str, ...] = (
     contextlib.__file__,
     functools.__file__,
 )
-"""The files through which jstep calls itself and the user's functions."""
 
 
 def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -72,7 +71,6 @@ def original_error(error: BaseException) -> BaseException:
 
 
 def shorten(error: BaseException) -> None:
-    """Omit frames of jstep in the tracebacks of an error, and of its causes or contexts."""
     mode: Any = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # created at run time
     seen, left = set[int](), None if mode == "off" else error
     while left is not None and id(left) not in seen:

@@ -184,8 +184,6 @@ class Optimizer(NamedTuple):
 
 
 class Transformation(Protocol):
-    """An Optax transformation."""
-
     @property
     def init(self) -> Callable[..., Any]:
         """Return `init(params) -> state`."""
@@ -247,12 +245,10 @@ def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def is_plain_tuple(x: object) -> bool:
-    """Whether a value is a tuple but not a NamedTuple."""
     return isinstance(x, tuple) and not hasattr(x, "_fields")
 
 
 def batch_to_args(batch: Tree) -> tuple[Any, ...]:
-    """Return the elements of a plain tuple, otherwise the batch itself."""
     return batch if is_plain_tuple(batch) else (batch,)
 
 
@@ -290,7 +286,6 @@ def is_weak(x: object) -> bool:
 
 
 def is_array_or_number(x: object) -> bool:
-    """Whether x can be a leaf of a compiled program."""
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind in "biufcV" and is_array(x)  # no strings, dates or objects
     return isinstance(x, jax.Array | bool | int | float | complex)
@@ -372,7 +367,6 @@ def native(leaf: object, path: str, argument: str) -> Any:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two leaves are bitwise identical; False if unknown."""
     if a is b:
         return True
     if not (is_array(a) and is_array(b)):
@@ -395,7 +389,6 @@ def compute_dtype(dtype: DTypeLike) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """Convert an array to at least float32, for arithmetic."""
     return x.astype(compute_dtype(x.dtype))
 
 
@@ -418,7 +411,6 @@ def partition_arrays(
 def merge_dicts(
     parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]
 ) -> dict[str, Any]:
-    """Merge named dicts; a name in two of them is the ValueError `refusal(name, first, second)`."""
     result: dict[str, Any] = {}
     owner: dict[str, str] = {}
     for part, values in parts:
@@ -530,8 +522,6 @@ def unstack_trees(tree: Tree, what: str) -> list[Any]:
 
 
 def no_rows(tree: Tree) -> Any:
-    """Stack no elements like `tree`, with shapes in place of JAX arrays."""
-
     def empty(leaf: Any) -> Any:
         kind: Any = jax.ShapeDtypeStruct if isinstance(leaf, jax.Array) else np.empty
         return kind((0, *np.shape(leaf)), getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)

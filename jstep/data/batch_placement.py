@@ -111,7 +111,6 @@ def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
 
 
 def is_axes(value: Any) -> bool:
-    """Whether a value is the name of a mesh axis, or a tuple of names."""
     names = value if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
     return bool(names) and all(isinstance(name, str) for name in names)
 
@@ -158,7 +157,6 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 
 
 def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item from `copy_batch`; None means the default device."""
     if sharding is None:
         return _place_on_default_device
 
@@ -207,7 +205,6 @@ def copy_batch(item: object, *, fresh: bool = False) -> Any:
 
 
 def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
-    """Return the leaves of the copy of a batch, and its structure."""
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(item)
     if not device_values.are_plain(leaves):
@@ -219,7 +216,6 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:
-    """Convert an array of another library to NumPy; reject other leaves."""
     if trees.is_array_or_number(leaf):
         return leaf
     array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
@@ -258,7 +254,6 @@ _ALIGNMENT = 64
 
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy an array, and align a large one: see `_ALIGNMENT`."""
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

@@ -48,7 +48,6 @@ class StepRange(NamedTuple):
         return self.last if (step - self.first) % self.period == self.period - 1 else self.size
 
     def first_other(self, steps: range, size: int) -> int | None:
-        """Return the first of `steps` whose batch has another size, or None."""
         if steps.step == 1:
             end_of_epoch = steps.start + (self.first - 1 - steps.start) % self.period
             candidates: Iterable[int] = (steps.start, steps.start + 1, end_of_epoch)
@@ -76,7 +75,6 @@ class Sizes(NamedTuple):
         )
 
     def split(self, steps: range) -> Iterator[tuple[range, StepRange]]:
-        """Split steps into ranges within one run each."""
         runs = self.runs.values
         for run in runs if steps.step > 0 else reversed(runs):
             inner = clamp_range(steps, run.first, run.stop)
@@ -112,7 +110,6 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 
 def check_process(index: object, count: object) -> tuple[int, int] | None:
-    """Validate `process_index` and `process_count`; None if both are None."""
     if index is None and count is None:
         return None
     if index is None or count is None:
@@ -169,7 +166,6 @@ class RowPlan(NamedTuple):
         return (rows,) if self.counts is None else self.counts.at(rows).counts(rows)
 
     def counts_of(self, steps: range) -> tuple[int, ...]:
-        """Return the number of rows of each source in some batches."""
         if self.counts is None and abs(steps.step) != 1:
             return (self.sizes.total(steps),)
         first = min(steps[0], steps[-1])
@@ -184,11 +180,9 @@ class RowPlan(NamedTuple):
 
 
 def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[int]:
-    """Yield the steps of a consecutive range whose batches contain a row of a source."""
     num_rows, seed = plan.streams[source]
 
     def positions(first: int, stop: int) -> Iterator[int]:
-        """Yield the positions of the row between two positions in the stream of the source's epochs."""
         for epoch in range(first // num_rows, -(-stop // num_rows)):
             at = epoch * num_rows + (position_in_epoch(num_rows, seed, epoch, row) if plan.shuffle else row)
             if first <= at < stop:

@@ -173,7 +173,6 @@ def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
 
 
 def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
-    """Return the sizes of all batches as runs of steps."""
     # A stage continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the next.
     runs: list[StepRange] = []
     epoch = before = 0
@@ -287,8 +286,6 @@ def _open(sources: Any) -> dict[str, Rows]:
 
 
 def _described(rows: Any) -> Any:
-    """Return a tree of dtypes and shapes; the lengths of strings may differ."""
-
     def text(leaf: Any) -> str:
         dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else leaf.dtype
         return f"{dtype}{list(leaf.shape[1:])}"

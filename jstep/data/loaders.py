@@ -63,11 +63,9 @@ class Source(NamedTuple):
 
     @property
     def seekable(self) -> bool:
-        """Whether it can resume at any step after a restart."""
         return self.by_step is not None or self.position is not None or self.is_of_state
 
     def next_change(self, step: int) -> int | None:
-        """Return the next step at which the shapes change, if known."""
         try:
             return self.by_step.next_change(step) if isinstance(self.by_step, BatchSequence) else None
         except IndexError:  # they end before the run does
@@ -153,7 +151,6 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
 
 
 def _warn_without_position(name: str, start: int, *, resumable: bool) -> None:
-    """Warn that batches do not resume where a run stopped."""
     if start:
         what = f"The run resumes at step {start}, but a {name} has no position to resume from: it starts where it is."
     elif resumable:
@@ -191,7 +188,7 @@ def _is_array(value: object) -> bool:
 
 
 def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
-    """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
+    """Set the position of an earlier run; return `Source.position` and `Source.begin`."""
     name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
@@ -231,7 +228,6 @@ def position_owner(batches: Tree) -> Any:
 
 
 def loader_position(owner: object) -> Any:
-    """The current position of a loader, copied for `as_json`; None if it is unknown yet."""
     # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
     # of a replay buffer takes much longer.
     position = _methods(owner)[0]()

@@ -58,7 +58,6 @@ def _width(n: int, height: int) -> int:
 
 
 def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
-    """Return the keys of permutation number `stream` of a seed: a pair for each round."""
     sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
     keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
     keys[::2] |= domain.dtype(1)  # multipliers are odd

@@ -24,7 +24,6 @@ from jstep.core.checks import as_mapping, as_number, format_value
 from jstep.data.steps import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
-"""The weight of each source; they sum to 1."""
 
 _HALF = Fraction(1, 2)
 _PRECISION = 2**128
@@ -86,7 +85,6 @@ class CountStage(NamedTuple):
 
 
 def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
-    """Return the stages of the counts, from the number of rows before each stage, and its weights."""
     stairs: list[CountStage] = []
     start, before = stages[0]
     counts = (0,) * len(before)
@@ -129,7 +127,6 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
 
 
 def as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
-    """Return the weights of each stage, normalized to sum to 1, in the order of `names`."""
     expected = set(names)
 
     def check(value: Any, argument: str) -> Weights:

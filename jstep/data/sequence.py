@@ -38,7 +38,6 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
-        """Return a function from step to batch for one iterator."""
         reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.single_source_rows, sources[0].take)
@@ -267,7 +266,6 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
-    """Merge a leaf of the rows of several sources; their indices together cover the batch."""
     with meshes.internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]

@@ -158,7 +158,7 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
 
 
 def _is_of_same_rows(cls: type) -> bool:
-    """Whether a class has a `__getitems__` that matches its `__getitem__`: no subclass overrides that alone."""
+    """Whether the `__getitems__` of a class matches its `__getitem__`: no subclass overrides that alone."""
     # In the class itself: a wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which
     # knows nothing of the wrapper's items.
     names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)

@@ -43,7 +43,6 @@ class Steps:
         return Steps([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
-        """Return the ranges of steps numbered `start` to `stop - 1`, each with its first number."""
         steps = self.sliced(slice(start, stop))
         return zip((start + first for first in steps.firsts), steps.parts, strict=True)
 
@@ -76,7 +75,7 @@ def clamp_range(numbers: range, low: int, high: int) -> range:
 
 
 class StepStage(NamedTuple, Generic[T]):
-    """A range of steps with the same value; the last stage has `stop` None."""
+    """A range of steps with the same value; the last one has no `stop`."""
 
     first: int
     stop: int | None
@@ -122,7 +121,6 @@ def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, s
 
 
 def as_staircase(value: object, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
-    """As `staircase`; any other value is constant."""
     if isinstance(value, Mapping):
         return staircase(value, argument, check)
     return Staircase((0,), (check(value, argument),))

@@ -169,7 +169,6 @@ def global_norm(tree: Tree) -> Array:
 
 
 def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
-    """Yield the keys of each leaf, and an array of the same norm."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue

@@ -57,13 +57,11 @@ class Lanes(NamedTuple):
         return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
 
     def alone(self) -> AbstractMesh:
-        """The mesh that a lane is traced on, without the rows' axes."""
         if not self.others:
             return AbstractMesh((), ())
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def spread(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-        """Return `fn` as a program that every device runs on its shards of the arguments."""
         if not self.manual:
             return fn
         return jax.shard_map(
@@ -71,7 +69,6 @@ class Lanes(NamedTuple):
         )
 
     def split(self, dim: int | None) -> PartitionSpec:
-        """The spec of an array that is split over the devices along `dim`."""
         return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
@@ -294,7 +291,6 @@ def _sum(stacked: Array) -> Array:
 
 
 def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
-    """Stack the arrays of all devices."""
     if not trees.is_floating(x.dtype):
         return jax.lax.all_gather(x, axes)
     # As integers: XLA may gather by adding zeros, which changes -0.0.

@@ -56,7 +56,6 @@ class Tables:
 
 
 TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
-"""The tables available for lookups; None outside of a loss."""
 
 
 @meshes.exempts_transfers

@@ -90,7 +90,6 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def _kind_of(dtype: DTypeLike) -> int:
-    """The index of a dtype in `_KINDS`; -1 for a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 

@@ -34,7 +34,6 @@ def merge_equal(closed: Any) -> Any:
     eqns: list[Any] = []
 
     def add(name: str, eqn: Any) -> list[Any]:
-        """Return the results of an operation, or of an earlier equal one."""
         key, results = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars)), None
         is_mergeable = not eqn.effects and name not in APART
         try:
@@ -100,8 +99,6 @@ def _identity(atom: Any) -> Any:
 
 
 def _with_merged(operation: Operation) -> dict[str, Any]:
-    """Return the parameters of an operation, whose inner programs are merged."""
-
     def merged(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(merged, value)) if any(isinstance(item, core.ClosedJaxpr) for item in value) else value

@@ -23,7 +23,6 @@ _log_once = functools.cache(logger.info)  # a step is traced several times
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpec | None]:
-    """Return the spec of each leaf of a batch, from its type or from `rows`; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
     shardings = jax.tree.leaves(rows, is_leaf=trees.is_none)
     shardings = shardings if len(shardings) == len(leaves) else [None] * len(leaves)
@@ -95,7 +94,6 @@ def _mesh_of(leaf: object) -> Any:
 
 
 def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
-    """Return the name of a leaf and the number of rows of all leaves."""
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
@@ -120,7 +118,6 @@ def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
 
 
 def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
-    """Return the number of devices that the rows are sharded over; 1 if unknown."""
     counts = [1]
     for leaf, spec in zip(leaves, specs, strict=True):
         mesh = None if leaf is None or spec is None or not meshes.dims_of(spec) else _mesh_of(leaf)
@@ -231,7 +228,6 @@ def accumulate(
 
 
 def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
-    """Convert a leaf of aux to the form in which microbatches are summed."""
     if is_inexact(leaf):
         return weigh(leaf, weight)
     if trees.is_key(leaf):
@@ -242,7 +238,6 @@ def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
 
 
 def is_inexact(leaf: Array) -> bool:
-    """Whether a leaf is averaged over microbatches, not summed."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -316,7 +311,6 @@ def reduce_once(
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
-    """Return zeros with the type of a gradient, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:

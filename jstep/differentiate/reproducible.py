@@ -32,7 +32,6 @@ SHARDS = "shards"
 SUM = "sum"
 """The sum of a whole array is computed over blocks, in the tree of the lanes."""
 WHOLE = "whole"
-"""Every device computes the operation on whole arrays."""
 APART = "apart"
 """The operation contains operations of the other kinds, or is in lanes already."""
 
@@ -79,7 +78,6 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         )
 
     def compute_together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
-        """Compute operations as one program, whose outputs are the values used by other operations."""
         outputs = dict.fromkeys(atom for op in some for atom in op.eqn.outvars)
         used = dict.fromkeys(atom for op in some for atom in jaxprs.variables(op.eqn.invars))
         inputs = [atom for atom in used if atom not in outputs and atom not in free]
@@ -124,7 +122,6 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
 
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
-    """Apply an operation; inline a call that cannot run on shards."""
     if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != SHARDS:
         return jaxprs.evaluate(operation.bodies[0], values, _inlined)
     return jaxprs.apply(operation, values)

@@ -352,8 +352,6 @@ class ReduceOnPlateau(MetricCallback):
 
 
 class Best(NamedTuple):
-    """The best checkpoint that a `KeepBest` keeps."""
-
     value: float
     step: int
     path: str
@@ -496,7 +494,6 @@ class KeepBest(MetricReader):
         return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
 
     def _warn_of_config(self, saver: Saver) -> None:
-        """Warn if the best value was measured with another config."""
         best = self._best_step()
         if best is None or self._config is None or jax.process_index() != 0:
             return

@@ -123,7 +123,6 @@ def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def _check(batches: Tree) -> None:
-    """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
             f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
@@ -198,7 +197,6 @@ def num_examples(args: Any) -> int | str:
 
 
 def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
-    """Map a function over the leaves of the arguments and their shardings, a prefix tree of the batch."""
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     of_leaves = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, of_leaves if batch is args else (of_leaves,)))
@@ -251,7 +249,6 @@ def _number_of_rows(args: tuple[Any, ...]) -> int:
 
 
 def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.Array:
-    """Return one array with the rows of all processes; process i has `counts[i]` rows."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
     whole = rows = np.asarray(rows)

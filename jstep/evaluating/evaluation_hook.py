@@ -217,7 +217,6 @@ class EvaluationHook(RunHook):
         self._call_each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
-        """Return whether an evaluation is due at this step, or was due when it was interrupted."""
         is_due = self.cadence is not None and self.cadence.has_multiple(step)
         return is_due or self._owes(step, was_due=True)
 
@@ -294,7 +293,6 @@ class EvaluationHook(RunHook):
 
 
 def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of process 0, so that all processes decide alike."""
     numbers = {name: repr(float(value)) for name, value in read_values(as_numbers(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

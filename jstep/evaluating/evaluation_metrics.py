@@ -163,8 +163,6 @@ def _is_object(name: str, value: object) -> bool:
 
 
 def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objects of one more batch into the totals; for use in a compiled program."""
-
     def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
 
@@ -192,7 +190,6 @@ def _require_like(value: object, total: object, what: str, must: str) -> None:
 
 
 def _numbers_of(name: str, total: object) -> dict[str, float]:
-    """Return the numbers of a metric's total by result name, `name` or `name/key`."""
     try:
         computed = _mean(total) if isinstance(total, list) else jax.tree.map(local_copy, total).compute()
     except Exception as error:

@@ -185,7 +185,6 @@ class Evaluator:
             return [metric.name for metric in jax.eval_shape(self.compute, params, args)[0]]
 
     def _evaluated(self, state: TrainState) -> "Evaluated":
-        """The arguments of metric_fn that the state has, by the prefix of the names of their metrics."""
         arguments = {}
         for prefix, averages in _parameters_of(self.use_averages).items():
             model_state = _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
@@ -203,7 +202,6 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _explained(self, state: TrainState, args: tuple[Any, ...]) -> Iterator[None]:
-        """Add a hint to an error of the metric function."""
         try:
             yield
         except Exception as error:
@@ -253,8 +251,6 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, 
 
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `fn` so that its results are available on every process."""
-
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:  # one for each evaluator, because JAX confuses classes with the same fields
         return fn(*args)
@@ -277,7 +273,6 @@ BOTH = "both"
 
 
 def _parameters_of(use_averages: bool | str | Sequence[str]) -> dict[str, bool | str | Sequence[str]]:
-    """Return by prefix which averages are evaluated."""
     if isinstance(use_averages, str) and use_averages == BOTH:
         return {"": False, "averaged/": True}
     as_average_names(use_averages)

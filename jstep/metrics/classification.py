@@ -242,12 +242,10 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
 
 
 def count_flagged(flags: Array, weight: Array | None) -> Array:
-    """The number of examples of weight above 0 that have a flag."""
     return sum_where(flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype)))
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:
-    """A mask of the labels in 0 … num_classes − 1."""
     with jax.numpy_dtype_promotion("standard"):
         return (labels >= 0) & (labels < num_classes)
 
@@ -258,7 +256,6 @@ _FINER = 32
 """Multiplier of the requested number of thresholds, which costs almost nothing."""
 _MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
-"""The sum of the sizes of all bins."""
 
 
 class Thresholds(NamedTuple):
@@ -440,7 +437,6 @@ def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array
 
 
 def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    """Return logits `[examples, classes]` in float32 or wider, and labels `[examples]`."""
     array, truth = _numbers(logits, "logits"), indices(labels, "labels")
     if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
@@ -472,7 +468,6 @@ def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Ar
 
 
 def indices(value: object, argument: str) -> Array:
-    """Convert to an array of class indices, wide enough for any number of classes."""
     array = _numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{argument}: must be integers, the indices of classes, got {describe_type(array)}")

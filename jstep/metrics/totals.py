@@ -20,7 +20,6 @@ def per_element(condition: Array, weights: Array | None) -> Array:
 
 
 def sum_where(condition: Array, weights: Array | None = None) -> Array:
-    """The number of true elements, or the sum of their weights."""
     totals = per_element(condition, weights)
     return jnp.sum(totals, dtype=totals.dtype)
 

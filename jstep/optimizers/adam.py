@@ -159,7 +159,6 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def corrections(h: Values) -> dict[str, Any]:
-    """The bias corrections, and both combined for `unbiased_direction`, with its ε."""
     first, second = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(second)
     return {"unbias1": 1 / first, "unbias2": 1 / second, "unbias": root / first, "epsilon_hat": root * h.epsilon}

@@ -27,7 +27,7 @@ SLICE = 2**19
 """The maximum number of elements of a slice, if the axes of the leaf allow it."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
-"""Whole tiles of a TPU's memory, for every dtype: elements by the dimensions of a leaf, and rows of its last two."""
+"""Whole tiles of a TPU's memory: elements by the dimensions of a leaf, and rows of its last two."""
 
 Shape = tuple[int, ...]
 
@@ -70,7 +70,6 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
 
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute some variables of a program, by only the operations that they depend on."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
@@ -113,7 +112,7 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
-        """A view with separate axes for the position of a slice, which XLA slices without changing the layout."""
+        """A view with separate axes for the position of a slice, which XLA slices without a new layout."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 

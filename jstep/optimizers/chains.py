@@ -326,7 +326,6 @@ class _Partition:
 
     @property
     def named(self) -> dict[str, Optimizer]:
-        """The optimizers by their names in errors."""
         return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
@@ -416,7 +415,6 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
 
 
 def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> Slots:
-    """The slots of one label, by its roles or, if these are incomplete, by its prefix."""
     if roles_by_label[label].complete:
         return {name: slots[name] for name in roles_by_label[label] if name in slots}
     others = {name for other, roles in roles_by_label.items() if other != label for name in roles}

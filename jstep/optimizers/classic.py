@@ -162,7 +162,6 @@ def sgd(
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
-    """The weight of the gradient in the buffer, 1 at the first update."""
     return {"share": jnp.where(h.age == 1, 1.0, 1 - h.dampening)}
 
 

@@ -183,7 +183,6 @@ def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Block
 REMAINDER = "remainder"
 TPU, GPU = "tpu", "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
-"""`inner(updates, slots, params)`, the update of the inner optimizer, of float32 values."""
 Row: TypeAlias = dict[str, Any]
 
 
@@ -260,8 +259,6 @@ def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[
 
 
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
-    """The `update` of a traced program that also returns its conditions; each trace replaces the list `conditions`."""
-
     def traced(*others: object) -> Any:
         conditions.clear()
         with setting(CONDITIONS, (conditions,)):
@@ -321,7 +318,6 @@ def _encode_slots(
     halves: Mapping[str, str],
     flat: bool = False,
 ) -> tuple[Any, Row]:
-    """The stored value of a parameter, None without an update, and its stored slots."""
     stored = dict(row)
     for name, x in new.items():
         half = halves.get(name, "")

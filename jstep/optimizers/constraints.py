@@ -80,7 +80,6 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
 
 
 def _projected_leaves(params: Params, projected: object) -> list[Any]:
-    """The leaves of projected parameters; the caller ignores leaves that are not trainable."""
     leaves = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
     for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), leaves, strict=True)):
         if not trees.is_trainable(leaf):

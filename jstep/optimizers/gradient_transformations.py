@@ -366,7 +366,6 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
 
 
 def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters ≥ 0, named `prefix/glob`, from a mapping of paths or globs to numbers."""
     checked = {glob: check_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
     return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
@@ -491,7 +490,6 @@ def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, 
 
 
 def leaf_decay(h: Values) -> Any:
-    """The decay of this leaf; None if tracing shows that it does not decay."""
     if h.decay is None:
         return None
     name, factor = h.decay
@@ -499,7 +497,6 @@ def leaf_decay(h: Values) -> Any:
 
 
 def _factors(mask: VarList) -> dict[str, float] | None:
-    """Return path or glob → factor, or None for another form of mask."""
     if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):

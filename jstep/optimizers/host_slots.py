@@ -29,7 +29,7 @@ PARTS = 16
 """At most 1/PARTS of the offloaded bytes should be on the devices at a time."""
 
 ROWS = {1: 4096, 2: 32}
-"""Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
+"""Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory."""
 
 _Update = TypeVar("_Update", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("js
 
 
 def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
-    """A context in which slots in host memory are transferred and updated only if a condition holds."""
+    """A context in which slots in host memory are updated only if a condition holds."""
     transfers = TRANSFERS.get()
     if transfers is not None:
         transfers = Transfers(transfers.limit, jnp.where(condition, transfers.turns, 0), is_certain=False)
@@ -94,7 +94,6 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
 
 
 def loads_slots(update: _Update) -> _Update:
-    """Mark the `update` of an optimizer that accepts slots and parameters in host memory."""
     update.loads_slots = True  # type: ignore[attr-defined]
     return update
 

@@ -63,7 +63,6 @@ def check_prefix(argument: str, name: str) -> None:
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
-    """Return the roles of held hyperparameters' slots, and the arguments they were passed for."""
     arguments: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
@@ -91,7 +90,6 @@ def display_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
-    """The held hyperparameters among some slots, by name (`embed/learning_rate`)."""
     named = ((display_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
@@ -156,7 +154,6 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
 
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Check that a value can be held: finite, and of the given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"value={value!r}: must be a number or a scalar array, got {describe_type(value)}")
     if np.ndim(value) and np.shape(value) != shape:
@@ -190,7 +187,6 @@ LEARNING_RATE = "learning_rate"
 
 
 def is_learning_rate(name: str) -> bool:
-    """Whether a hyperparameter is a learning rate, under any prefixes of scopes and labels."""
     return name.rsplit("/", 1)[-1] == LEARNING_RATE
 
 
@@ -279,7 +275,6 @@ def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, boo
 
 
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
-    """Convert numbers to scalar arrays, of NumPy under a trace; see `report`."""
     make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float | np.generic)}
     return {**values, **{name: make(number, trees.default_float()) for name, number in numbers.items()}}

@@ -16,7 +16,7 @@ from jstep.core.selection import VarList, check_form, flags, is_named, leaf_name
 from jstep.core.trees import Params
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
-"""Maps params to one hashable value per leaf, in order."""
+"""Params → one hashable value per leaf, in order."""
 
 
 def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
@@ -98,7 +98,6 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 
 def leaf_numbers(params: Params) -> list[int]:
-    """The index of each leaf among all parameters, even inside `partition`, for PRNG keys."""
     return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
 
 

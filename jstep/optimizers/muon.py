@@ -83,7 +83,6 @@ def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Call
 
 
 def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
-    """The successive layouts of a stack, from its own to one that splits only between matrices."""
     mesh, batch, rows, columns = layout
     sizes, used = mesh.shape, {*batch, *rows, *columns}
     free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
@@ -247,7 +246,6 @@ newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
 def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Array]]:
-    """Reshape an array to matrices [batch..., in, out]; also return the inverse function."""
     rows, columns = axes
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
     order = (*batch, *rows, *columns)
@@ -333,7 +331,6 @@ def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
 SMALLEST = 1e-10
-"""The lower bound of norms in divisors."""
 
 
 @makes_optimizer()

@@ -39,8 +39,6 @@ class StepInputs(NamedTuple):
 
 
 def with_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True) -> Callable[..., Any]:
-    """The `update` of an optimizer from `update(updates, slots, at)`; `loads` marks it with `loads_slots`."""
-
     def optimizer_update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
@@ -211,7 +209,7 @@ def call_update(
 def inner_context(
     context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
 ) -> Context:
-    """The context for an optimizer of other parameters: `outwards` maps parameters, `inwards` gradients."""
+    """The context for other parameters: `outwards` maps parameters, `inwards` gradients."""
     outer = context.value_and_grad
     if outer is None:
         return context
@@ -261,7 +259,6 @@ def wrap_init(
     guarded: bool | None = None,
     labels: Callable[[Params], Labels | None] | None = None,
 ) -> Init:
-    """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
     is_finished, needs_all = makes_finished_updates(optimizer), needs_all_params(optimizer)
@@ -269,7 +266,6 @@ def wrap_init(
 
 
 NamedOptimizers = Mapping[str, Optimizer]
-"""Name in errors → the optimizer."""
 
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
@@ -299,7 +295,6 @@ def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, 
 
 
 def check_names(named: NamedOptimizers) -> None:
-    """Raise for colliding names when optimizers are combined, not only when they are first used."""
     # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
     merge_roles(named, {})
     # The names of a schedule that needs a concrete step are checked at first use.

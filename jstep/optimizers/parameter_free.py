@@ -272,7 +272,6 @@ def _scalars(beta1: float) -> dict[str, Any]:
 
 
 def weights(h: Values) -> dict[str, Any]:
-    """The weight c by which x moves towards z, and the weight of u in y."""
     lr, age = h.learning_rate, h.age.astype(h.lr_max.dtype)
     highest = jnp.maximum(h.lr_max, lr)
     weight = jnp.power(age, h.r) * jnp.power(highest, h.weight_lr_power)

@@ -261,7 +261,6 @@ def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
 
 
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
-    """Let `init` also call `check(params)`, which may raise."""
     init = optimizer.init
     assert isinstance(init, Init)
 
@@ -346,7 +345,6 @@ SLOW = Slot(holds="slow")
 SQUARE = Slot(holds="square")
 COPY = Slot("copy", holds="weight")
 MEAN_IN_ORDER = Slot(holds="mean", in_order=True)
-"""Slots by their contents: see `Slot`."""
 
 
 @makes_optimizer(1)
@@ -608,7 +606,6 @@ def slot_age(step: Step, start_step: Array) -> Array:
 
 
 def slot_leaves(slots: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
-    """Return the leaves of a slot, None for a parameter without one; raise if they do not fit params."""
     leaves = trees.flatten_like(params, require_slots([name], slots)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):

@@ -91,7 +91,7 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
 
 
 def _is_sum(leaf: object, update: object) -> bool:
-    """Whether `add` is one operation, which compiles faster than a call of a function."""
+    """Whether `add` is one operation."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
     old, new = jax.typeof(leaf), jax.typeof(update)
@@ -116,7 +116,6 @@ def add(leaf: Array, update: Any) -> Array:
 
 
 def moves(params: Params, updates: Updates) -> Updates:
-    """The updates, with the difference from the parameter for each `Replacement`."""
     if not any(isinstance(u, Replacement) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
 
@@ -132,7 +131,6 @@ def moves(params: Params, updates: Updates) -> Updates:
 def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
-    """Map `fn(update, *others)` over leaves that have an update, perhaps `IndexedSlices`; the others stay None."""
     rows = zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
 

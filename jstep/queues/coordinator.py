@@ -209,7 +209,6 @@ class Coordinator:
 
 
 def _as_exc_info(ex: object) -> ExcInfo | None:
-    """Convert an exception, or its `sys.exc_info()`, to the latter form; None stays None."""
     if ex is None:
         return None
     if isinstance(ex, BaseException):

@@ -79,7 +79,6 @@ _POLL_SECS = 0.25
 
 
 def _empty_batch_of(element: object) -> tuple[Any, ...]:
-    """An empty batch of elements like this one, in a tuple; () if they cannot be stacked."""
     try:
         return (no_rows(element),)
     except Exception:
@@ -341,7 +340,6 @@ class BoundedQueue:
             self._wake()
 
     def _has_ended(self) -> bool:
-        """Whether no further element can arrive."""
         return self._closed and (self._cancelled or not self._pending)
 
     def _refuse(self, n: int) -> NoReturn:

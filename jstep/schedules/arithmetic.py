@@ -123,7 +123,6 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
 
 
 def numbers(**values: Any) -> list[Any]:
-    """Validate numbers (infinite ones, too) and arrays, by name."""
     return [as_float_or_array(name, value) for name, value in values.items()]
 
 
@@ -157,7 +156,6 @@ def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]
 
 
 def between(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
-    """Interpolate from `first` to `last` by their weights; both ends are exact."""
     early, late = weights
     # Values near a small end keep full precision.
     inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
@@ -217,7 +215,6 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
 
 
 def power(base: Any, periods: Periods, *, staircase: bool) -> Array:
-    """base^passed; the logarithm of a number is computed in double precision."""
     exponent = periods.passed(staircase=staircase)
     if isinstance(base, float) and 0 < base < math.inf:
         return jnp.exp(exponent * jnp.asarray(math.log(base), exponent.dtype))

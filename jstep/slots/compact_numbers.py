@@ -52,7 +52,6 @@ def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
 
 
 def in_blocks(x: Array, blocks: Blocks) -> Array:
-    """A view in which the elements of a block have a separate axis."""
     return x.reshape(_split(x.shape, blocks))
 
 
@@ -94,7 +93,6 @@ def block_scales(x: Array, blocks: Blocks) -> Array:
 
 
 def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
-    """The codes of an array with known scales; see `encode` and `decode`."""
     if flat:
         share = x / _expand_over_elements(scales, blocks, x.shape)
     else:
@@ -165,7 +163,6 @@ def join_halves(top: Array, low: Array) -> Array:
 
 
 def decode_leaf(stored: Any, half: Any, flat: bool = False) -> Any:
-    """The values of a leaf; `half` is None if the leaf is not compact."""
     if half is None:
         return stored
     return join_halves(stored, half) if stored.dtype == jnp.bfloat16 else decode(stored, half, flat)

@@ -67,7 +67,6 @@ class RowsInOrder(IndexedSlices):
 
     @property
     def named(self) -> Array:
-        """Whether each row is named, a mask that broadcasts over values."""
         return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
 
     def to_dense(self) -> Array:
@@ -75,7 +74,6 @@ class RowsInOrder(IndexedSlices):
 
 
 def rows_in_order(values: Array, named: Array) -> IndexedSlices:
-    """Slices of a table that name the rows of a mask."""
     rows = values.shape[0]
     mask = concrete(named)
     if not rows or (mask is not None and not mask.any()):

@@ -202,8 +202,6 @@ def _without(treedef: Any, absent: list[bool], tree: Tree) -> Any:
 
 
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
-    """The new slot in the old dtypes; leaves without a gradient keep their old value."""
-
     def like(before: object, after: object) -> Any:
         return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
 
@@ -264,7 +262,6 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
 
 
 def dense(gradient: Tree, leaf: Any) -> Any:
-    """A gradient as Optax sees it: an array, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     if gradient is None:
         return jnp.zeros_like(leaf, dtype=dtype)

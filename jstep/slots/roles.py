@@ -310,5 +310,4 @@ def _shape(leaf: object) -> Any:
 
 
 def abstractly(fn: Callable[[Step], None]) -> None:
-    """Call `fn` with an abstract step. Uses no device."""
     jax.eval_shape(fn, jax.ShapeDtypeStruct((), default_int()))

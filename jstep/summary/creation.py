@@ -159,7 +159,6 @@ def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) ->
 
 
 CHANNELS = (1, 3, 4)
-"""Grayscale, RGB and RGBA."""
 
 
 @shortens_tracebacks
@@ -368,7 +367,6 @@ def _sum(x: Array) -> Array:
 
 
 def _bucket(x: Array) -> Array:
-    """Return the number of limits ≤ x, elementwise."""
     limits = jnp.asarray(_limits_as(x.dtype))
     last = bucket_limits().size - 1
     if jnp.issubdtype(x.dtype, jnp.integer):

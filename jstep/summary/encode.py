@@ -20,7 +20,6 @@ Values: TypeAlias = list[Any]
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """Encode a job of the thread: a summary, the fields of an event, or a serialized event."""
     if isinstance(what, bytes):
         return [what], []
     host_step = None if step is None else int(step)
@@ -79,7 +78,6 @@ def event_bytes(step: int, wall_time: float, **fields: object) -> bytes:
 
 
 def _stacked(x: object, rank: int, tag: str) -> NumPyArray:
-    """Return `x` on the host, reshaped to one leading axis, the steps."""
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(

@@ -38,7 +38,6 @@ class _Graph:
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`."""
     staged = _staged(graph, args, kwargs)
     if isinstance(staged, jax.stages.Traced):
         return _graph_of_traced(staged)
@@ -123,7 +122,6 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
 
 
 def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A Traced, a Lowered or a GraphDef."""
     is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
     if is_graph_def or isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
         if args or kwargs:

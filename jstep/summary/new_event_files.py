@@ -21,8 +21,6 @@ from jstep.summary.encode import event_bytes
 
 
 class LocalFile(GrowingFile):
-    """A local event file; its directory is created if necessary."""
-
     def __init__(self, logdir: str, suffix: str = "") -> None:
         self._logdir = logdir
         self._suffix = suffix
@@ -72,7 +70,6 @@ _counter = itertools.count()
 
 
 def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
-    """Create a file in `logdir`, or an object below it, with its first event."""
     if is_url(logdir):
         objects = Objects(logdir)
         with objects.within(START_TIMEOUT_SECS):

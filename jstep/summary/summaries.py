@@ -204,7 +204,6 @@ def _collection_names(collections: object) -> Sequence[str]:
 
 
 def _caller() -> str:
-    """Return file and line of the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jstep.summary"):
         frame = frame.f_back
@@ -305,7 +304,6 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
 
 def _unreturned(collector: Collector, result: object) -> Summary | None:
-    """Return the summaries that the loss of a training step created and did not return."""
     tags = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
     _refuse_lost(collector, tags)
     parts = [part for part in collector.parts if not tags.issuperset(part.tags)]
@@ -322,7 +320,6 @@ def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str
 
 
 def _returned(result: object, collector: Collector) -> list[Part]:
-    """Return the parts in `result` that were created under nested transformations."""
     kept = {tag for part in collector.parts for tag in part.tags}
     new = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
     _refuse_lost(collector, kept.union(*(part.tags for part in new)))

@@ -82,7 +82,6 @@ class Worker:
             raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
 
     def take_error(self) -> Exception | None:
-        """Return and clear the error that `check` has not raised yet."""
         if (error := self._error) is not None:
             self._error = None
         return error
@@ -122,8 +121,6 @@ class Worker:
             pass
 
     def request_flush(self) -> None:
-        """Let the thread flush the queued jobs to the disk, without waiting."""
-
         def flush_buffer() -> None:
             self._flush()
             self.sync()
@@ -140,7 +137,6 @@ class Worker:
                 self._keep(error)
 
     def request_close(self) -> None:
-        """Let the thread end after the queued jobs."""
         self._request(self._end)
 
     def close(self) -> None:
@@ -167,7 +163,6 @@ class Worker:
             self._write_if_due()
 
     def _wait(self) -> int:
-        """Wait for work; return the number of queued jobs."""
         with self._changed:
             due = min(self._due if self._buffer else math.inf, self._sink.due())
             wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
@@ -230,7 +225,6 @@ class Worker:
 
 @atexit.register
 def _close_all() -> None:
-    """Close the open writers when the interpreter exits."""
     for worker in list(_running):
         worker.close()
         if (error := worker.take_error()) is not None:
@@ -469,7 +463,6 @@ class SummaryWriter:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
 
     def _check_ready(self) -> None:
-        """Reject calls on a closed writer; raise pending errors."""
         if self._closed:
             raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
         if self._worker is not None:

@@ -124,7 +124,6 @@ def match_tensors(
 
 
 def _with_full_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
-    """Return the rules with names in which `params/` is not omitted."""
     names = [rule.name for rule in rules if rule.name is not None]
     # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
     everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)
@@ -137,7 +136,6 @@ def _in_params(name: str) -> str:
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the prefixes of names that are to be loaded completely; the empty string for all."""
     roots = {name.partition("/")[0] for name in used.values()}
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)
@@ -146,7 +144,6 @@ def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
-    """Return a transform's result for ones, without memory."""
     with np.errstate(all="ignore"):
         return call_transform(transform, np.broadcast_to(np.ones((), dtype), tuple(shape)), path)
 

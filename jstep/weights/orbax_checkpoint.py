@@ -16,7 +16,6 @@ from jstep.weights.tensors import Read, Tensor
 
 
 def open_checkpoint(directory: str) -> tuple[dict[str, Tensor], Read]:
-    """Return the arrays of a checkpoint, from its metadata, and a function that reads them."""
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree

@@ -65,7 +65,6 @@ class NewFiles:
         self.path = path + INDEX if shards > 1 else path
 
     def check(self) -> None:
-        """Raise if a file to be replaced is not a regular file."""
         for file in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", file)
@@ -80,7 +79,6 @@ class NewFiles:
             yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
-        """Rename the files to their final names, and remove the files of an older save."""
         # Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
         # change that a later one relies on is flushed to disk first.
         for name in self.names:
@@ -148,7 +146,6 @@ class NewFiles:
                 os.remove(self._temporary(name))
 
     def _is_own(self, name: str) -> bool:
-        """Whether a file may come from a save under this path."""
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
@@ -298,7 +295,6 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
 
 
 def _as_saved(leaf: object, path: str) -> Any:
-    """Return a leaf that can be saved, a number as an array."""
     what = f"params: {trees.quote_path(path)}"
     require_value(leaf, what)
     if trees.is_python_number(leaf):

@@ -15,7 +15,6 @@ from jstep.weights.tensors import LARGEST, Tensor, read_header
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
-"""The names that `transformers` writes and reads."""
 
 
 def local_path(path: object) -> str:
@@ -44,7 +43,6 @@ def weights_file(path: str) -> str | None:
 
 
 def _files_in(directory: str) -> list[str]:
-    """Return the loadable files and indexes in a directory: the names of `transformers`, or all."""
     # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
     names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     if defaults := [name for name in names if name in _DEFAULTS]:

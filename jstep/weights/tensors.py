@@ -80,7 +80,6 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def read_header(path: str) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, in the order of their bytes."""
     with open_regular(path) as file:
         check_file(path)
         size = int.from_bytes(file.read(8), "little")
