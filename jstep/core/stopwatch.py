@@ -24,7 +24,7 @@ class Stopwatch:
     A read during a switch may lack the seconds of the phase that ends.
 
     Args:
-        before: Seconds of the phase `before`, which precedes the others.
+        before: Seconds of the phase `before`.
         since: The time of the clock at which `starting` began; None for now.
 
     Attributes:

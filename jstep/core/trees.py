@@ -115,7 +115,7 @@ class Optimizer(NamedTuple):
     """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 
     Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`, from a rule for a single
-    leaf. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions by hand.
+    leaf. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions.
 
     Arguments of `update`:
 
@@ -139,13 +139,13 @@ class Optimizer(NamedTuple):
         init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning. An integer scalar slot
             that holds the global_step at which the slots were created (their age is step + 1 − slot) is declared by an
             attribute of the function, `init.ages = ("start_step",)`: then the age counts applied updates only. A copy
-            of the parameters is detected by tracing `init`; an `init` that cannot be traced declares it, `init.copies =
-            ("slow",)`. If a partial restore lacks this slot, it is set to a copy of the restored parameters.
-        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it accepts a `Context`
-            as its fifth argument.
+            of the parameters, which a partial restore without it copies anew, is detected by tracing `init`, or
+            declared by `init.copies = ("slow",)`.
+        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a `Context` is its
+            fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
             The name `learning_rate` indicates that the updates are final.
-        takes_context: Whether `update` accepts a `Context`: the loss, its gradients at other parameters, a PRNG key.
+        takes_context: Whether `update` accepts a `Context`.
 
     An optimizer is pickled as the call that made it, and so are schedules, steps and evaluators. Functions among the
     arguments must be importable, except with cloudpickle.

@@ -54,15 +54,14 @@ def batches(
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
-    The permutation is evaluated on demand and never stored: the cost of a batch depends neither on N nor on the number
-    of rows. On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global batch, which
-    does not depend on p.
+    The cost of a batch depends neither on N nor on the number of rows. On p processes, process r gets rows
+    r·batch_size/p up to (r + 1)·batch_size/p of the global batch, which does not depend on p.
 
     Args:
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
-            (possibly memory-mapped), or an object with `__len__` and `__getitem__` whose items are trees of arrays and
-            numbers; the items are stacked. A list is one source of examples. Only `__getitems__` and datasets of h5py,
-            zarr and PyTorch's tensors get a list of indices, once per batch.
+            (possibly memory-mapped), or an object with `__len__` and `__getitem__` whose items, trees of arrays and
+            numbers, are stacked; a list is one source. `__getitems__` and datasets of h5py, zarr and PyTorch's tensors
+            get a list of indices, once per batch.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule: `{0: 64, 1000:
             128}` uses 128 from step 1000. A new size takes effect within the current epoch: its remaining rows form
             batches of the new size.
@@ -70,15 +69,13 @@ def batches(
         shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
-            batch of each epoch is smaller (and the shares of several processes may differ in size), and a batch size
-            above the number of rows gives all rows.
+            batch is smaller, and the shares of several processes may differ in size.
         process_index: The index of this process; by default `jax.process_index()`, called when the first batch is read.
         process_count: The number of processes; by default `jax.process_count()`, likewise.
 
     Returns:
-        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. Each batch has the
-        structure of `arrays`. Its leaves are new NumPy arrays with a leading axis of size batch_size, which the caller
-        may modify.
+        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. A batch has the structure
+        of `arrays`; its leaves are new NumPy arrays with a leading axis of size batch_size.
 
     Raises:
         ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers
@@ -217,9 +214,8 @@ def mixture(
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
     where the ideal of s is the sum over these rows of (weight of s / sum of weights). Changing the weights or sizes
-    from step M on leaves all batches before M bitwise unchanged. The epochs and permutations of a source depend only on
-    the seed and its name, so adding or removing other sources does not change them. The rows of a batch are shuffled,
-    so the share of each process is a sample of the mixture.
+    from step M on leaves all batches before M unchanged. The epochs and permutations of a source depend only on the
+    seed and its name. The rows of a batch are shuffled.
 
     Args:
         sources: Name → a source as in `batches`. The rows of all sources must have the same structure, dtypes and
@@ -227,7 +223,7 @@ def mixture(
         batch_size: Global batch size, over all processes: a number, or a mapping from step to number, such as `{0: 64,
             1000: 128}`.
         weights: Name of each source → its weight, or step → such mappings. Weights need not sum to 1. A source of
-            weight 0 gives no rows. Hundreds of sources with changing weights take seconds to set up.
+            weight 0 gives no rows.
         seed: Determines all orders; must not be negative.
         shuffle: Whether to shuffle the rows of each source; otherwise they keep their order, but batches are still
             mixed.

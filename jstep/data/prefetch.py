@@ -31,16 +31,15 @@ def prefetch_to_device(
 
     The order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of its item. The
     thread starts immediately and ends when `iterator` is exhausted, when `close` is called, or when the result is
-    garbage-collected, for example after a `break`. It runs in a copy of the caller's context: context variables and JAX
-    settings (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but
-    not to the transfer itself. The source may reuse its buffers for the next item: items are copied before the
-    transfer.
+    garbage-collected, for example after a `break`. It has the context variables and JAX settings of the caller
+    (`jax.enable_x64`, `jax.set_mesh`, …); a transfer guard applies to the source, but not to the transfer itself. Items
+    are copied before the transfer, so the source may reuse its buffers.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
             a pytree of numbers and arrays, also of other libraries (PyTorch tensors) if they have `numpy()`,
             `__dlpack__` or `__array__`.
-        size: The maximum number of items held ahead of the loop, in device memory; at least 1.
+        size: The maximum number of items ahead of the loop, in device memory; at least 1.
         sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
             that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
             processes, the rows of each process become its part of one global array.
@@ -59,10 +58,10 @@ def prefetch_to_device(
         >>> import numpy as np, jstep
         >>> host = ({"x": np.full(2, i)} for i in range(3))
         >>> for batch in jstep.prefetch_to_device(host):
-        ...     print(type(batch["x"]).__name__, batch["x"])
-        ArrayImpl [0 0]
-        ArrayImpl [1 1]
-        ArrayImpl [2 2]
+        ...     print(batch["x"])
+        [0 0]
+        [1 1]
+        [2 2]
     """
     try:
         source = iter(iterator)

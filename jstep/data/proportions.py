@@ -5,12 +5,11 @@ c and ideals I, and whose weights w sum to 1. A fluid flows into the sources at 
 the sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the
 weights:
 
-    F_s(t) = max(c_s, I_s + w_s·t + level(t)),   sum of F_s(t) = sum of c_s + t
+    F_s(t) = max(c_s, I_s + w_s·t + level(t)), sum of F_s(t) = sum of c_s + t
 
-Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. Counts therefore
-never decrease and do not depend on later stages. The level never falls within a stage, because a waiting source is
-ahead of its ideal. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2, for any weights
-and stages: a single source is never further than (n - 1)/2 from its ideal.
+Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. The level never
+falls within a stage, because a waiting source is ahead of its ideal. It follows that the errors c - I of any k of n
+sources sum to at most k·(n - k)/2: a single source is never further than (n - 1)/2 from its ideal.
 """
 
 import bisect

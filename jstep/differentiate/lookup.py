@@ -64,7 +64,7 @@ def lookup(table: object, ids: object) -> Array:
 
     In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of
     the table. The gradient is dense if the loss also uses the table in another way, or looks it up inside scan, vmap,
-    cond, remat or a nested jit. Elsewhere, such as under `jax.grad`, lookup is plain indexing.
+    cond, remat or a nested jit, and under `jax.grad`.
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).

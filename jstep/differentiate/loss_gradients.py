@@ -83,9 +83,8 @@ def compute_gradients(
         num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i of n has the rows
             i, i + n, i + 2n, … of every arg, so no row moves between devices, and microbatches do not depend on the
             number of devices. Gradients, loss and inexact leaves of aux are means in at least float32; integers and
-            bools of aux are sums in at least int32. They equal the results for the whole batch if the loss is a mean
-            over rows; for a loss that compares rows with each other (contrastive losses, BatchNorm), see the recipe
-            "Contrastive losses in parts".
+            bools of aux are sums in at least int32. They equal the results for the whole batch only if the loss is a
+            mean over rows; see the recipe "Contrastive losses in parts" for others.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It never
             affects values.
@@ -95,8 +94,8 @@ def compute_gradients(
             batch and key; loss and aux are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
         lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical on any number of
-            devices that divides it. Sums that a custom step computes elsewhere are not covered. Inside your own
-            `jax.jit`, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of its devices.
+            devices that divides it. Inside your own `jax.jit`, set the mesh (`jax.set_mesh`), over which rows of
+            unknown sharding are spread. Sums that a custom step computes elsewhere are not covered.
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to

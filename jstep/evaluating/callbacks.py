@@ -165,14 +165,14 @@ class EarlyStopping(MetricCallback):
 
     An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
     The state is saved in checkpoints, so a stopped run stays stopped when it is started again. To continue it, pass
-    `EarlyStopping(…, reset=True)` or a larger patience. A branch of a run (`train(start_from=…)`) begins with its best
-    value, and counts from 0.
+    `reset=True` or a larger patience. A branch of a run (`train(start_from=…)`) begins with its best value, and counts
+    from 0.
 
     Args:
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
         patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
-        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
-            loss, error or perplexity, and is an error for others.
+        mode: `"min"` if lower values are better, `"max"` if higher values are; None for `"min"` if the name ends in
+            loss, error or perplexity, otherwise an error.
         min_delta: The change must exceed this to count as an improvement, ≥ 0.
         reset: Whether to ignore the state in the checkpoint each time a run is started again.
         key: The name of its state in checkpoints; None for its class and metric.
@@ -381,11 +381,11 @@ class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
-    evaluator measured it with averages of the parameters. So a resumed run knows the best ones from the directory, and
-    warns if the best value was measured with another config, or on other data. Every run competes with the checkpoints
-    in that directory; one that does not resume from a checkpoint logs a warning. On a tie the earlier checkpoint is
-    kept. A value that is not finite is never kept, nor are parameters with NaN. `jstep.Saver(directory,
-    prefix="best").restore(state)` restores the newest checkpoint that is kept, which with keep=1 is the best.
+    evaluator measured it with averages of the parameters. Every run competes with the checkpoints in that directory; a
+    warning is logged if it does not resume from a checkpoint, or if the best value was measured with another config, or
+    on other data. On a tie the earlier checkpoint is kept. A value that is not finite is never kept, nor are parameters
+    with NaN. `jstep.Saver(directory, prefix="best").restore(state)` restores the newest checkpoint that is kept, which
+    with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.

@@ -36,13 +36,11 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
-    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook.
-
-    The evaluation at the end of a run, if none is due at that step, is logged and passed to `KeepBest` and to custom
-    callbacks, but not to callbacks with a true attribute `on_cadence_only`, such as `EarlyStopping` and
-    `ReduceOnPlateau`: a run in two parts makes the same decisions as a single run. If a `jstep.evaluator` cannot
-    evaluate the state, this is an error before the first step. If a signal arrives during its evaluation, the run saves
-    and exits, and the evaluation is repeated when the run is restarted.
+    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook. An
+    evaluation at the end of a run that is not due is not passed to callbacks with a true attribute `on_cadence_only`,
+    such as `EarlyStopping` and `ReduceOnPlateau`. If a `jstep.evaluator` cannot evaluate the state, this is an error
+    before the first step, unless its batches are an iterator, a loader, or on several processes. If a signal arrives
+    during its evaluation, the run saves and exits, and the evaluation is repeated when the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
@@ -50,11 +48,10 @@ class EvaluationHook(RunHook):
         every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
-            to continue with, which later callbacks see.
-        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`. None
-            for the writer that `train` opens in its `logdir`, if any.
-        prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
-        key: The name under which checkpoints store the state of the hook; None for its class and prefix.
+            to continue with.
+        summary_writer: Any object with `add_summary(summary, global_step)`; None for the writer of `train`'s `logdir`.
+        prefix: Prefix of the names in the log and in the summaries, different for each hook of a run.
+        key: The name of its state in checkpoints; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
         at_start: Whether to evaluate the state before the first step of a fresh run, too.
 

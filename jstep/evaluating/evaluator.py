@@ -69,34 +69,30 @@ def evaluator(
 ) -> Callable[[TrainState], dict[str, float]]:
     """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
 
-    Every example has the same weight, whatever the size of the last batch, even if it does not divide over a mesh, and
-    on any number of processes. Totals are kept on the host, in float64 and integers.
+    Every example has the same weight, whatever the size of the last batch and the number of devices and processes.
+    Totals are float64 and integers, on the host.
 
     Args:
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
-            `*args`, any other batch, including a NamedTuple, as one argument. A metric is a vector with a value for
-            each example; a scalar, the mean over the batch, weighted by the number of examples (the leading axis of the
-            arrays in args); a pair of scalars `(sum, count)`; or a pytree object with `merge(other)` and `compute()`,
-            from `jstep.metrics`, from CLU, or a custom one. `compute()` returns a number, or a dict of numbers, which
-            are named `name/key`.
+            `*args`, any other batch, also a NamedTuple, as one argument. A metric is a vector with a value for each
+            example; a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`; or a
+            pytree object with `merge(other)` and `compute()`, as in `jstep.metrics` and CLU, where `compute()` returns
+            a number, or a dict of numbers named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
-            drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
-            reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
+            drop_remainder=False)`, or a loader. An iterator that cannot be reset can be used only once. Rows that
+            `jstep.batches` drops are a warning.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
-            these; a string is the name of the slot of averages, a list names several, of different leaves. "both"
-            evaluates the parameters and their averages in one pass: `loss` and `averaged/loss`.
+            these; or the name of the slot of averages, or several names. "both" evaluates the parameters and their
+            averages in one pass: `loss` and `averaged/loss`.
         has_model_state: Whether metric_fn accepts the model state; with averages `averaged_model_state(state)` if there
             is one, else the raw one with a warning.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
         lanes: Number of lanes, a power of two, as in `minimize`: the results have the same bits on any number of
-            devices, so that callbacks that use them decide alike. Every device computes the whole of a batch that
-            `lanes` does not divide.
+            devices. Every device computes the whole of a batch that `lanes` does not divide.
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
-        `EvaluationHook` checks it before the first step, by tracing metric_fn with the shapes of the first batch,
-        unless reading that would use up an iterator or move a loader, and not on several processes.
 
     Raises:
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another

@@ -55,7 +55,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
 
     Slots become codes with a scale for each block: averages and squares in 8 bits, slow averages and sums in 16, copies
     of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in float32;
-    stored values are rounded up or down by a fixed sequence, so that errors cancel over the steps.
+    stored values are rounded up or down by a fixed sequence.
 
     Args:
         optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
@@ -71,8 +71,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
         parameters have the slot `remainder`: each is its master, rounded half up; if you change it, the master follows,
         to half a unit in the last place. `get_slot` and other functions of a state return float32 values. Slots without
-        a declared content (`Slot(holds=…)`), of other shapes, of float64 parameters, ages, scalars and held values stay
-        as they are.
+        a declared content (`Slot(holds=…)`) or of other shapes, and those of float64 parameters, stay as they are.
 
     Raises:
         TypeError: An argument is of the wrong type.

@@ -45,10 +45,10 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         ValueError: In a step, `fn` returns another structure, shape or dtype.
 
     Example:
-        >>> import jax, jax.numpy as jnp, jstep
-        >>> def clip(params):
-        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.25, 0.25), params)
-        >>> optimizer = jstep.with_projection(jstep.gradient_descent(0.125), clip)
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.with_projection(
+        ...     jstep.gradient_descent(0.125), lambda params: jstep.clip_by_value(params, -0.25, 0.25)
+        ... )
         >>> state = jstep.TrainState.create({"w": jnp.array([0.0, 3.0])}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.array([-1.0, -1.0])}, optimizer)
         >>> print(state.params["w"])

@@ -22,12 +22,10 @@ def from_optax(
     Wherever jstep accepts an optimizer, it accepts a transformation, as `from_optax(transformation)`. Call the function
     to report hyperparameters or to name the slots.
 
-    State with the structure of the parameters, such as moments, becomes slots that are sharded like them and float32
-    for low-precision parameters; other state, such as counts, becomes separate slots. Copies of the parameters are
-    copies of the restored ones after a partial restore without them. The transformation works in at least float32 and
-    sees trainable leaves only. A leaf whose gradient is None is a constant for it: neither the leaf nor its state
-    changes. A transformation that needs all leaves, such as one whose mask is a tree, gets zeros for it.
-    `IndexedSlices` become dense arrays.
+    The state becomes slots; state with the structure of the parameters, such as moments, is sharded like them. The
+    transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None is a constant
+    for it: neither the leaf nor its state changes. A transformation that needs all leaves, such as one whose mask is a
+    tree, gets zeros for it. `IndexedSlices` become dense arrays.
 
     A training step of `minimize` passes extra arguments such as those of `optax.lbfgs()`, `optax.polyak_sgd` or
     `optax.contrib.reduce_on_plateau`: `value`, `grad` (the gradients passed to the transformation) and `value_fn` (the

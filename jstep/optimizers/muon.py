@@ -338,10 +338,10 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
     Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
-    weight decay would have no effect. AdamH, MuonH and NorMuonH are chains that end with it. Use it for linear layers;
-    train embeddings, biases, gains, routers and gates with Adam. Do not change the updates after it (`cautious`,
-    `decay_weights`, `scale_updates`), because that changes the norm. An average of the parameters has a smaller norm.
-    In bfloat16 small steps are lost: wrap the whole optimizer in `master_weights`.
+    weight decay would have no effect. Use it for linear layers; train embeddings, biases, gains, routers and gates with
+    Adam. Do not change the updates after it (`cautious`, `decay_weights`, `scale_updates`). An average of the
+    parameters has a smaller norm. In bfloat16, wrap the whole optimizer in `master_weights`: small steps are lost
+    otherwise.
 
     Args:
         learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
@@ -359,21 +359,15 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
             would stay zero.
 
     Example:
-        AdamH, with Adam for leaves that are not matrices:
-
         >>> import jax.numpy as jnp, jstep
         >>> adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))
-        >>> optimizer = jstep.partition(
-        ...     {"ball": adamh, "adam": jstep.adam(1e-3)}, lambda path, leaf: "ball" if leaf.ndim == 2 else "adam"
-        ... )
-        >>> state = jstep.TrainState.create({"w": jnp.array([[3.0], [4.0]]), "b": jnp.zeros(1)}, optimizer)
-        >>> grads = {"w": jnp.array([[1.0], [-1.0]]), "b": jnp.ones(1)}
-        >>> w = jstep.apply_gradients(state, grads, optimizer).params["w"]
+        >>> state = jstep.TrainState.create({"w": jnp.array([[3.0], [4.0]])}, adamh)
+        >>> w = jstep.apply_gradients(state, {"w": jnp.array([[1.0], [-1.0]])}, adamh).params["w"]
         >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
         2.9205 4.0584 5.0000
 
-    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026), and
-    its AdamH and MuonH in Levanter, which also use the norm at the current step.
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II" (2026), and its AdamH and MuonH in
+    Levanter.
     """
     matrix = matrix_axes(axes, "to keep its norm")
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
@@ -499,9 +493,9 @@ def muon(
         >>> jstep.get_slot_names(jstep.TrainState.create(params, optimizer))
         ['adamw/m', 'adamw/v', 'muon/momentum']
 
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
-    Scalable for LLM Training" (2025), for scale "rms". The results match `torch.optim.Muon` with
-    adjust_lr_fn="match_rms_adamw" and products in float32; Optax's also corrects the bias.
+    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), for scale "rms". The
+    results match `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" and products in float32; Optax's also corrects
+    the bias.
     """
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 

@@ -56,7 +56,7 @@ def prodigy(
         d0: The initial estimate, > 0.
         d_coef: A factor on the estimate, > 0.
         growth_rate: The largest factor by which the estimate grows in one step, ≥ 1.
-        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t), where t is the age of the slots.
+        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t); t is the age of the slots.
         safeguard_warmup: Whether to omit lr from s, for a learning rate with warmup.
         weight_decay: Decoupled weight decay, multiplied by d·lr; ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.

@@ -366,8 +366,7 @@ def leafwise(
 
     The update is added to the parameter, so it includes the sign and the learning rate; `from_direction` adds both, and
     weight decay. The slots s and the hyperparameters h are attributes; h also has the scalar slots, `step`, the leaf's
-    `dtype`, `age` if aged, and the values returned by `prepare`, `measure` and `conclude`. None and integer leaves,
-    None gradients, `IndexedSlices`, dtypes and names are handled.
+    `dtype`, `age` if aged, and the values returned by `prepare`, `measure` and `conclude`.
 
     Args:
         rule: The update of one leaf.

@@ -25,9 +25,7 @@ class QueueRunner:
     With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when the coordinator
     stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in
     `exceptions_raised`. In both cases the error is the cause of the OutOfRangeError that the consumer gets at the end.
-
-    Each thread has the context variables and JAX settings (`jax.enable_x64`, `jax.set_mesh`, …) of the thread that
-    starts it. When the main thread ends, an op that waits on a queue is cancelled, also with `daemon=False`.
+    Each thread has the context variables and JAX settings of the thread that starts it.
 
     Args:
         queue: The queue that the ops feed.

@@ -559,8 +559,7 @@ def warmup_stable_decay(
     """Warmup-stable-decay (WSD): peak · min(1, (step + 1) / warmup_steps), then peak, then a decay to end_value.
 
     With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x), s(x)
-    = 1 − x, (1 + cos πx) / 2 or 1 − √x. To start the decay from any checkpoint of the plateau, change `stable_steps`:
-    all earlier values stay the same.
+    = 1 − x, (1 + cos πx) / 2 or 1 − √x. Changing `stable_steps` changes no earlier value.
 
     Args:
         peak: The value of the plateau.
@@ -584,7 +583,7 @@ def warmup_stable_decay(
         [0.25, 1.0, 1.0, 0.5, 0.0]
 
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-    Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
+    Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, with another warmup.
     """
     top, end = arithmetic.numbers(peak=peak, end_value=end_value)
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
@@ -615,8 +614,8 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
         >>> print([round(float(schedule(n)), 3) for n in (0, 99, 100, 400, 10_000)])
         [0.01, 1.0, 1.0, 0.5, 0.1]
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
-    warmup is step / w.
+    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, with
+    another warmup.
     """
     top = arithmetic.as_float_or_array("peak", peak)
     length = arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay)

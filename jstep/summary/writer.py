@@ -245,8 +245,8 @@ class SummaryWriter:
     Args:
         logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In an object store
             (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush` and `close`, and at most every 10
-            seconds or `flush_secs`, whichever is longer. `close` raises if uploads keep failing. A process that is
-            killed loses the events that it has not uploaded.
+            seconds or `flush_secs`, whichever is longer. `close` raises if uploads keep failing; a process that is
+            killed loses what it has not uploaded.
         graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file.
         flush_secs: Maximum time in seconds that an event is buffered.

@@ -46,8 +46,8 @@ def load_weights(
 
     A checkpoint is a directory that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
     `CheckpointManager`), or a checkpoint of jstep, whose checksums are verified. The names of its tensors are their
-    paths, such as `params/dense/kernel`, where `params/` may be omitted. Groups next to `params` (`opt_state`, `slots`)
-    do not count as unused; if `names` only puts a group before all paths, nothing outside of this group does.
+    paths, such as `params/dense/kernel`, where `params/` may be omitted. Groups from which nothing is loaded, such as
+    `opt_state` or `slots`, do not count as unused.
 
     Args:
         path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or checkpoint.
@@ -76,13 +76,12 @@ def load_weights(
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jstep
-        >>> params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
-        >>> names = {"dense/kernel": ("dense.weight", jnp.transpose), "dense/bias": "dense.bias"}
+        >>> params, names = {"kernel": jnp.ones((2, 3))}, {"kernel": ("dense.weight", jnp.transpose)}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = jstep.save_weights(f"{directory}/model.safetensors", params, names)
         ...     loaded = jstep.load_weights(path, jax.eval_shape(lambda: params), names, dtype=jnp.bfloat16)
         >>> jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", loaded)
-        {'dense': {'bias': 'bfloat16(3,)', 'kernel': 'bfloat16(2, 3)'}}
+        {'kernel': 'bfloat16(2, 3)'}
 
     Source: https://huggingface.co/docs/safetensors
     """
