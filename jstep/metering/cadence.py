@@ -32,13 +32,13 @@ def next_multiple(step: int, interval: int) -> int:
 class Cadence:
     """A cadence in steps, in seconds of a clock, or both, whichever comes first.
 
-    Steps are due at multiples counted from 0, so that a resumed run keeps its cadence. Seconds count from the end of
-    the hook's last call, because a slow hook would otherwise always be due.
+    Steps are due at multiples counted from 0. Seconds count from the end of the hook's last call: a slow hook would
+    otherwise always be due.
 
     Attributes:
         steps: The interval in steps.
         secs: Seconds, or a function that returns them at the start of each interval.
-        clock: A function that returns the time in seconds.
+        clock: Returns the time in seconds.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples; if not, the first call that reaches one counts.
         at_last: Whether the hook is also due at the last step.
@@ -99,7 +99,7 @@ def hook_cadence(hook: object) -> Cadence | None:
 def next_call(hook: object, step: int) -> tuple[int, int]:
     """Return when a hook is due next, and the step at which a call of several steps must end for it.
 
-    Hooks that name no steps are due after every call, which may run past any step. Clocks are ignored.
+    Hooks that name no steps are due after every call, which may run past any step.
     """
     cadence, named = hook_cadence(hook), None
     if hasattr(hook, "next_due") and (answer := hook.next_due(step)) is not None:
@@ -122,7 +122,7 @@ class HookSchedule:
     """The schedule of a hook in a run.
 
     Attributes:
-        next: The next step at which the hook is due by steps; `is_due` is called from this step or the deadline on.
+        next: The next step at which the hook is due by steps; `is_due` is called from then, or from the deadline on.
         called: The last step at which the hook was called, or the first step of the run.
     """
 

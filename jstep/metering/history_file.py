@@ -15,7 +15,6 @@ from jstep.stores.line_logs import BEGINNING, LineFile, split_lines
 from jstep.stores.urls import is_url, location
 
 Row = dict[str, float]
-"""Name → value."""
 Rows = dict[int, Row]
 """Step → its row, in the order of steps."""
 
@@ -74,7 +73,7 @@ def _line(step: int, row: Row) -> bytes:
 class HistoryFile:
     """A file of rows that a run writes; a row that changes is written again, with those after it.
 
-    A run that resumes keeps the rows up to its step. If any other run finds rows, the file is renamed.
+    A run that resumes keeps the rows up to its step. Another run that finds rows renames the file.
     """
 
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:

@@ -15,20 +15,18 @@ from jstep.core.meshes import internal_transfers
 from jstep.training.metrics import LOSS
 
 _SECONDS, _MIN_CALLS = 1.0, 2
-"""The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_DROPPED = 8
-"""The number of calls from which on finished ones are dropped: a check costs a twentieth of a small step."""
+"""The number of calls from which on finished ones are dropped: a check takes a twentieth of a small step."""
 _LATEST = 64
-"""The number of latest durations that are kept."""
 
 
 class InFlight:
     """The calls that the device has not finished.
 
-    At most max(2, calls that take one second) may be unfinished, so that a stop need not wait for more, and few batches
-    occupy the device. JAX itself dispatches dozens. One thread adds calls; any thread may query the `unfinished` one.
+    At most max(2, calls that take one second) may be unfinished: JAX itself dispatches dozens, for which a stop would
+    have to wait. One thread adds calls; any thread may query the `unfinished` one.
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
@@ -58,7 +56,6 @@ class InFlight:
         self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
-        """Drop the finished calls, without waiting."""
         done = steps = 0
         while self._calls:
             result, first, step = self._calls[0]
@@ -103,7 +100,7 @@ class InFlight:
         self.drop_finished()
 
     def unfinished(self) -> tuple[int, int] | None:
-        """Return the steps before and after the first call that is not finished; may be called in any thread."""
+        """Return the steps before and after the first call that is not finished."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
             if result.is_deleted():
                 continue

@@ -56,8 +56,8 @@ class BadStep(NamedTuple):
 class HostSums(NamedTuple):
     """The sums over some steps, on the host.
 
-    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `over` is
-    the step that reached the limit of consecutive skipped updates.
+    `bad` and `gradient` are the first steps that applied a nonfinite loss, or gradient norm. `over` is the step that
+    reached the limit of consecutive skipped updates.
     """
 
     last: int
@@ -146,8 +146,8 @@ class MetricSums:
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
 
-    A program of several steps accumulates by itself, between `begin` and `ran`. Calls of one step are added by a
-    separate program, many in one dispatch.
+    A program of several steps accumulates by itself, between `begin` and `ran`. A separate program adds calls of one
+    step, many in one dispatch.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -178,7 +178,7 @@ class MetricSums:
         return len(self._intervals) - 1
 
     def begin_skipped(self, steps: int) -> None:
-        """Begin after so many skipped steps in a row, those of an earlier start."""
+        """Begin after so many skipped steps in a row of an earlier start."""
         with internal_transfers():
             self._skips = jnp.asarray(np.int32(steps))
 
@@ -328,7 +328,6 @@ class MetricSums:
         return Grouping(columns, names, room, is_local)
 
     def _started(self, columns: "Columns", like: Tree) -> "DeviceSums":
-        """The sums to continue, initially with the number of skipped steps at the last cut."""
         if self._sums is None:
             empty, skips = self.empty(columns, like), self._skips
             if skips is not None and _sharding_of(skips) != (sharding := _sharding_of(like)):  # on other devices
@@ -364,9 +363,8 @@ class DeviceSums(NamedTuple):
 class Columns(NamedTuple):
     """The metrics of which the sums have a column, with the indices of those that are watched.
 
-    A step contributes a row: the numbers of these metrics, and its loss. In place of a loss that is an array, which has
-    no mean, the row has the sum of its nonfinite elements. `limit` is the number of consecutive skipped steps to
-    report, if any.
+    A step contributes a row: the numbers of these metrics, and its loss, or of a loss that is an array the sum of its
+    nonfinite elements. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
@@ -490,5 +488,4 @@ def find_skip_metric(train_step: object) -> str | None:
 
 
 def is_bad(finite: Any, skipped: Any) -> Any:
-    """Whether steps applied an update whose loss, or gradient, is not finite."""
     return ~(finite | skipped)

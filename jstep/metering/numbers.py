@@ -111,7 +111,7 @@ def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
 
 
 class TransferQueue:
-    """A queue of transfers to the host. The reporting hooks of a run share one, so that rows arrive in order.
+    """A queue of transfers to the host, shared by the reporting hooks of a run, so that rows arrive in order.
 
     Args:
         waiting: A context for waits for the device.
