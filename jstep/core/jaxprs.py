@@ -1,9 +1,8 @@
 """Traced programs: their operations, and the hash that identifies them.
 
-JAX documents equations with their variables, but neither the names of its operations nor their parameters, which other
-versions may change. Only this file and `differentiate/merging.py` read them, for lanes, loops over steps, optimizers
-from other libraries, and tools; a step called by hand needs none of it. `tests/core/test_jaxprs.py` lists every name
-that is read here, and fails with the name if the installed JAX lacks it.
+JAX does not document the names of its operations and their parameters, which other versions may change. Only this file
+and `differentiate/merging.py` read them, for lanes, loops over steps, optimizers from other libraries, and tools.
+`tests/core/test_jaxprs.py` lists every name that is read here, and fails with the name if the installed JAX lacks it.
 """
 
 import dataclasses

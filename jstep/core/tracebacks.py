@@ -2,8 +2,8 @@
 
 Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames between the user's
 frames, only the first one, which the user called, and the last one, which called the user's function, remain. JAX's
-setting `jax_traceback_filtering` applies to both: `off` keeps all frames, and `remove_frames` leaves the causes of an
-error unchanged.
+setting `jax_traceback_filtering` applies: `off` keeps all frames, and `remove_frames` leaves the causes of an error as
+they are.
 """
 
 import concurrent.futures

@@ -2,12 +2,11 @@
 
 `permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to their number. It
 is a Feistel network over the digits (left, right) of a number in base `width`, that is, over `height · width ≥ n`
-numbers. An output of n or above is fed back in until it is below n ("cycle walking": Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002, method 2 and their generalized Feistel network). The sides are chosen such that this is
-rarely needed.
+numbers. An output of n or above is fed back in until it is below n, which is rarely needed ("cycle walking": Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
 A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that round. It is not a
-cipher, but passes as a random permutation in the statistics of tests/data/test_permutation.py.
+cipher; `tests/data/test_permutation.py` has its statistics.
 """
 
 import functools

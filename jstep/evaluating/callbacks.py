@@ -268,13 +268,13 @@ class ReduceOnPlateau(MetricCallback):
     hyperparameter is part of the state.
 
     Args:
-        metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
+        metric: As in `EarlyStopping`.
         name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
-        factor: The factor to multiply it by, 0 < factor < 1.
+        factor: The factor, in (0, 1).
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
         mode: As in `EarlyStopping`.
         threshold: The required relative improvement over the best value, ≥ 0.
-        cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
+        cooldown: Number of evaluations, ≥ 0.
         min_value: Lower bound of the hyperparameter, ≥ 0.
         key: The name of its state in checkpoints; None for its class, metric and hyperparameter.
 
@@ -389,7 +389,7 @@ class KeepBest(MetricReader):
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
-        metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
+        metric: As in `EarlyStopping`.
         mode: As in `EarlyStopping`.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
         prefix: The prefix of their names, before the step.

@@ -2,8 +2,8 @@
 
 XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In the body of a loop over
 slices of rows it keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots
-from their codes. The update is traced as a whole. The last operations of each leaf run in the loop if they are
-elementwise; everything before them, such as a global norm, runs first.
+from their codes. The last operations of each leaf run in the loop if they are elementwise; everything before them, such
+as a global norm, runs first.
 """
 
 import functools

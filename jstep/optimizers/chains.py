@@ -180,9 +180,6 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
         name: The prefix, without a trailing slash.
         optimizer: The optimizer.
 
-    Returns:
-        An `Optimizer`.
-
     Raises:
         ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
 

@@ -47,7 +47,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The fraction of the old direction that is kept, in [0, 1].
+        momentum: The fraction of a that is kept, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
@@ -74,7 +74,7 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
     """Momentum: a = momentum·a + g; the direction is a, or with Nesterov g + momentum·a.
 
     Args:
-        momentum: The fraction of the old direction that is kept, in [0, 1].
+        momentum: The fraction of a that is kept, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
@@ -118,8 +118,8 @@ def sgd(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The fraction of the old direction that is kept, in [0, 1].
-        dampening: The fraction of the gradient that is left out of the direction, in [0, 1].
+        momentum: The fraction of a that is kept, in [0, 1].
+        dampening: The fraction of g that is left out of a, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum, which requires momentum and no dampening.
         weight_decay: Weight decay ≥ 0, added to the gradient as weight_decay·p.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
@@ -228,7 +228,7 @@ def rmsprop(
     Args:
         learning_rate: The step size lr ≥ 0.
         decay: The decay of the averages, in [0, 1].
-        momentum: The fraction of the old update that is kept, in [0, 1].
+        momentum: The fraction of mom that is kept, in [0, 1].
         epsilon: Added under the root, ≥ 0.
         centered: Whether to divide by the standard deviation.
 

@@ -41,9 +41,6 @@ def from_optax(
             the step that returns such a mapping. Pass the same values to the transformation.
         name: The prefix of the slots: `optax/0/mu`.
 
-    Returns:
-        An `Optimizer`.
-
     Raises:
         TypeError: `transformation` has no `init` and `update`. From `TrainState.create`: it contains `optax.lookahead`
             or `optax.contrib.differentially_private_aggregate` (`dpsgd`), which need other parameters and gradients

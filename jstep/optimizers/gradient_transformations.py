@@ -283,9 +283,6 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     Args:
         factor: A finite number, negative if the updates are to be added to parameters.
 
-    Returns:
-        An element of a chain without slots.
-
     Raises:
         ValueError: The factor is not finite.
 
@@ -307,9 +304,6 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
 
     Args:
         learning_rate: The step size lr ≥ 0.
-
-    Returns:
-        An element of a chain without slots.
 
     Raises:
         ValueError: The learning rate is negative.

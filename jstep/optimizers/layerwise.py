@@ -89,7 +89,7 @@ def lars(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The fraction of the old update that is kept, in [0, 1].
+        momentum: The fraction of a that is kept, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
         trust_coefficient: The step length at lr = 1, relative to the leaf's norm; ≥ 0.
         epsilon: Added to ‖g‖, ≥ 0.
@@ -144,7 +144,7 @@ def novograd(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The fraction of the old direction that is kept, in [0, 1).
+        beta1: The fraction of m that is kept, in [0, 1).
         beta2: The decay of the squared norm, in [0, 1).
         epsilon: Added to √v, ≥ 0.
         weight_decay: Weight decay ≥ 0, part of the direction.
@@ -185,9 +185,6 @@ def share_of_old(h: Values) -> dict[str, Any]:
 @makes_optimizer()
 def scale_by_trust_ratio() -> Optimizer:
     """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0; u is the update from the previous element.
-
-    Returns:
-        An element of a chain without slots.
 
     Example:
         >>> import jstep

@@ -276,8 +276,7 @@ def normalize_neurons(
     Args:
         beta2: The decay of the average v, in [0, 1).
         epsilon: Added to √v and ‖U‖, > 0.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
-            two. Other axes index a stack.
+        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`.
         over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in and
             out (in, if they are equal).
 
@@ -348,8 +347,8 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
             replaces.
         radius: The norm R: a number > 0, or `(path, leaf) -> number`, to which the first update scales each matrix;
             None for its current norm.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
-            two. Other axes index a stack of matrices, each with its own norm.
+        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`. Each matrix of a stack
+            has its own norm.
 
     Returns:
         An element of a chain without slots, used in place of `scale_by_learning_rate`.
@@ -543,9 +542,6 @@ def orthogonalize(
             fewer iterations suffice.
         distribute: Whether to distribute matrices of one shape over the devices of their mesh, each whole on one
             device.
-
-    Returns:
-        An element of a chain without slots.
 
     Raises:
         ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes.

@@ -174,9 +174,6 @@ def from_direction(
         by_rows: Whether a sparse gradient updates only its rows. Otherwise it is converted to a dense one.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
-    Returns:
-        An `Optimizer`.
-
     Raises:
         AttributeError: The direction, or `prepare`, reads a value that does not exist; the error lists all that do.
         TypeError: A hyperparameter is not a number, an array or a schedule; or the direction does not return two
@@ -384,9 +381,6 @@ def leafwise(
         sparse: Whether the rule may be applied to some rows of a table only, leaving the other rows unchanged.
             Otherwise sparse gradients are converted to dense ones.
         finished: Whether the updates include −learning_rate; by default, whether `hyper` has a learning_rate.
-
-    Returns:
-        An `Optimizer`.
 
     Raises:
         TypeError: A hyperparameter is not a number, an array or a schedule; or the rule does not return two values.

@@ -59,9 +59,6 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
         boundaries: Increasing steps.
         values: The values, one more than boundaries.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: A boundary or a value is not a number.
         ValueError: The boundaries do not increase, or the numbers of boundaries and values do not match.
@@ -114,9 +111,6 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
         schedule: The schedule or number to warm up to.
         warmup_steps: The number of warmup steps, ≥ 0; 0 leaves the schedule unchanged.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `warmup_steps` is not an integer.
         ValueError: `warmup_steps` is negative.
@@ -147,9 +141,6 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
         schedule: A schedule or a number.
         start_step: The step at which the schedule begins, an integer ≥ 0.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `start_step` is not an integer.
         ValueError: `start_step` is negative.
@@ -179,9 +170,6 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     Args:
         schedules: Schedules or numbers, one more than boundaries.
         boundaries: Increasing integers > 0: the steps at which the second and later schedules begin.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: `schedules` or `boundaries` is not a list, or a boundary is not an integer.
@@ -221,9 +209,6 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
 
     Args:
         schedules: Schedules or numbers, at least one.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: One of the schedules is neither a schedule nor a number.

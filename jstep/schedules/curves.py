@@ -32,9 +32,6 @@ def exponential_decay(
         decay_rate: The factor, ≥ 0.
         staircase: Whether to round step / decay_steps down.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
@@ -67,9 +64,6 @@ def natural_exp_decay(
         decay_rate: The rate of decay per unit of time.
         staircase: Whether to round step / decay_steps down.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0.
@@ -101,9 +95,6 @@ def inverse_time_decay(
         decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time, ≥ 0.
         staircase: Whether to round step / decay_steps down.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
@@ -153,9 +144,6 @@ def polynomial_decay(
         power: The exponent, ≥ 0; 1 is a linear decay.
         cycle: Whether to repeat the decay: decay_steps is extended to its smallest multiple ≥ step.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `cycle` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
@@ -197,9 +185,6 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         init_value: The value at step 0.
         end_value: The value at step `steps` and later.
         steps: The number of steps, > 0.
-
-    Returns:
-        A function of the step.
 
     Raises:
         ValueError: `steps` ≤ 0.
@@ -247,9 +232,6 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
         decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
         alpha: The value at the end, as a fraction of `learning_rate`; ≤ 1.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: `alpha` > 1, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0.
@@ -292,9 +274,6 @@ def cosine_decay_restarts(
         t_mul: The ratio of the length of each period to the previous one, ≥ 1.
         m_mul: The ratio of the initial value of each period to the previous one, in [0, 1].
         alpha: The value at the end of a period, as a fraction of `learning_rate`; ≤ 1.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: `alpha` or `m_mul` > 1, or the arguments are in TF's order, with the step.
@@ -374,9 +353,6 @@ def linear_cosine_decay(
         num_periods: The number of cosine periods in the decay.
         alpha: Added to the linear factor; ≤ 1.
         beta: Added to the product; ≤ 1.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: `alpha` or `beta` > 1, or the arguments are in TF's order, with the step.
@@ -469,9 +445,6 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
         step_size_up: The number of increasing steps, > 0.
         step_size_down: The number of decreasing steps, > 0; None for step_size_up.
 
-    Returns:
-        A function of the step.
-
     Raises:
         ValueError: A length is ≤ 0.
 
@@ -522,9 +495,6 @@ def warmup_cosine_decay(
             first rate above zero.
         end_value: The value from step `decay_steps`.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: A number of steps is not an integer.
         ValueError: `warmup_steps` < 0, or `decay_steps` ≤ `warmup_steps`.
@@ -569,9 +539,6 @@ def warmup_stable_decay(
         end_value: The value after the decay.
         shape: "linear", "cosine", or "sqrt" for 1 − √x.
 
-    Returns:
-        A function of the step.
-
     Raises:
         TypeError: A number of steps is not an integer.
         ValueError: A length is out of range, or `shape` is not one of the three.
@@ -600,9 +567,6 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     Args:
         peak: The highest value, at the updates number w and w + 1.
         warmup_steps: The number of warmup steps, and the time scale of the decay; > 0.
-
-    Returns:
-        A function of the step.
 
     Raises:
         TypeError: `warmup_steps` is not an integer.

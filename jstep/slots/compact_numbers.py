@@ -1,8 +1,7 @@
 """Compact numbers: integer codes with a scale for each block of an axis, and bfloat16 with an 8-bit remainder.
 
-Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root, so that
-small values of a block have a small error. Values between two codes are rounded up in some steps and down in others, by
-a sequence that depends on the step and the element only, so that the mean of the decoded values is exact.
+Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root. Values
+between two codes are rounded up in some steps and down in others, so that the mean of the decoded values is exact.
 """
 
 import functools

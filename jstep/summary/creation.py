@@ -140,7 +140,7 @@ def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) ->
     Args:
         tag: The tag.
         text: A string, or a list or table (rank 1 or 2) of strings.
-        collections: The collections to add the summary to; None for the default one, () for none.
+        collections: As in `scalar`.
 
     Returns:
         A `Summary` without leaves.
@@ -176,7 +176,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
         tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if `max_images` is 1.
         tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA) channels.
         max_images: Maximum number of images to take; None for 3.
-        collections: The collections to add the summary to; None for the default one, () for none.
+        collections: As in `scalar`.
 
     Returns:
         A `Summary` with uint8 pixels, which are compressed to PNG on the writer's thread.
@@ -269,7 +269,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     Args:
         tag: The tag.
         values: An array of real numbers of any shape. An eager call reads it before a later step can reuse its buffer.
-        collections: The collections to add the summary to; None for the default one, () for none.
+        collections: As in `scalar`.
 
     Returns:
         A `Summary`.

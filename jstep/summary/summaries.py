@@ -1,8 +1,8 @@
 """Summaries as pytrees, their named collections, and merging.
 
-Arrays are leaves and tags are part of the tree structure. Leading axes that a transformation adds to a leaf are steps,
-in order. Summaries created eagerly stay in their collections until `merge_all`. `collect` returns the summaries created
-inside a function, and so works under `jit`, where a side effect would leak a tracer.
+Arrays are leaves and tags are static. Leading axes that a transformation adds to a leaf are steps, in order. Summaries
+created eagerly stay in their collections until `merge_all`; `collect` returns those created inside a function, also
+under `jit`.
 """
 
 import dataclasses
