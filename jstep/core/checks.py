@@ -3,11 +3,11 @@
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
-from jax.core import Tracer
 
 # Formatting of numbers, sizes and lists.
 
@@ -90,6 +90,11 @@ def as_bool(value: object, argument: str) -> bool:
     return bool(value)
 
 
+def _is_traced(value: object) -> bool:
+    jax = sys.modules.get("jax")  # commands that read no arrays do not import it
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
 def as_int(
     value: Any,
     argument: str,
@@ -99,7 +104,7 @@ def as_int(
     if_traced: str = "call this outside of compiled functions",
 ) -> int:
     """Convert a Python, NumPy or concrete JAX integer; a bool is not one. `if_traced` is the advice for a tracer."""
-    if isinstance(value, Tracer):
+    if _is_traced(value):
         raise TypeError(f"{argument} is traced: must be an integer that is known before compilation; {if_traced}")
     try:
         if isinstance(value, bool | np.bool_):
@@ -127,7 +132,7 @@ def as_number(
 ) -> float:
     """Convert a real number: Python, NumPy or concrete JAX, not a bool."""
     hint = f"; {meaning}" if meaning else ""
-    if isinstance(value, Tracer):
+    if _is_traced(value):
         raise TypeError(f"{argument} is traced: must be {expected} that is known before compilation{hint}")
     try:
         if isinstance(value, bool | np.bool_ | str | bytes | complex | type) or np.ndim(value):

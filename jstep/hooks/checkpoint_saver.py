@@ -90,16 +90,17 @@ class CheckpointSaverHook(RunHook):
         """
         if not self.has_saved(step, state):
             require_alive(state)
-            checks = (self.run.before_save, *self._before_save)
+            run = self.run
+            checks = (run.before_save, *self._before_save)
             prevented = [bool(check(step)) for check in checks]  # a list: each must be called
             if any(prevented):
                 return False
             check_step(step, state)
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver, self._is_closed = Saver(self._directory), False
-            is_finite = self.run.require_finite(step, self.saver)
+            is_finite = run.require_finite(step, self.saver)
             extra = self._extra() if self._extra else None
-            self.saver.set_listener(self.run.background)
+            self.saver.set_listener(run.background)
             with internal_transfers(), self.saver.knowing(is_finite, self._temporary_secs):
                 self.saver.save(state, extra=extra)
             self.mark_saved(step, state)

@@ -67,10 +67,13 @@ class RunContext(RunInfo):
         origin: What the run begins from, once that is restored.
         closing: Closes what the run has opened.
         file: The record of this start, while it is open; any thread writes it.
+        new_name: Its name if no earlier start gave it one.
+        opened: What it has opened, once it is open.
     """
 
     background: BackgroundHooks
     saver: Saver | None = None
+    opened: Opened
 
     def __init__(
         self, options: Options, train_steps: TrainSteps, state: Any, times: StartTimes, *, has_body: bool
@@ -88,26 +91,16 @@ class RunContext(RunInfo):
         self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
         self.file: StartFile | None = None
-        self._new_name = secrets.token_hex(4)
-        self._opened: Opened | None = None
+        self.new_name = secrets.token_hex(4)
 
     @property
     def name(self) -> str:
         """The name that an earlier start gave the run, or a new one."""
-        return self.opening.lineage.name or self._new_name
+        return self.opening.lineage.name or self.new_name
 
     @property
     def is_open(self) -> bool:
-        return self._opened is not None
-
-    @property
-    def opened(self) -> Opened:
-        """What the run has opened; it must be open."""
-        assert self._opened is not None
-        return self._opened
-
-    def open(self, opened: Opened) -> None:
-        self._opened = opened
+        return hasattr(self, "opened")
 
     def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
         """Deliver a row of numbers to a hook; if that fails, the run ends once the checkpoint that is due is saved."""

@@ -10,7 +10,7 @@
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
-| `run` | the name of the run and of its event files | `_extra_of_run` | `Origin.name` |
+| `run` | the name of the run and of its event files | `_extra_of_run` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `origin.find_opening` |
 | others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
@@ -200,10 +200,10 @@ class RunSaverHook(CheckpointSaverHook):
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        feeder, source, saved = self.run.opened.feeder, self.run.opened.batches.source, self._saved_host_state
         if not super().has_saved(step, state):
             return False
-        is_same = True
+        opened, saved, is_same = self.run.opened, self._saved_host_state, True
+        feeder, source = opened.feeder, opened.batches.source
         # Only positions of batches made with the state can change after their step; all processes must compare them.
         if source.is_of_loop:
             is_same = feeder.iterations == self._saved_iterations
@@ -212,7 +212,8 @@ class RunSaverHook(CheckpointSaverHook):
         return self._hooks().is_same(saved.hooks) and is_same
 
     def _hooks(self) -> CheckpointExtra:
-        run, opened = self.run, self.run.opened
+        run = self.run
+        opened = run.opened
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
         by = run.course.stopped_by or (None if opened.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(opened.hooks)
@@ -225,7 +226,8 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _positions(self) -> CheckpointExtra:
         """Return the positions of the batches; must be called on all processes."""
-        run, feeder = self.run, self.run.opened.feeder
+        run = self.run
+        feeder = run.opened.feeder
         if not feeder.has_begun:  # the positions have not changed
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
@@ -237,6 +239,7 @@ class RunSaverHook(CheckpointSaverHook):
         `states` replaces the states of the hooks if their `get_state` must not be called.
         """
         run = self.run
+        step = run.step
         # A run that resumes from a checkpoint does not write earlier summaries again.
         if (writer := run.writer) is not None:
             try:
@@ -247,7 +250,7 @@ class RunSaverHook(CheckpointSaverHook):
         positions, hooks = self._host_state
         observed: dict[str, Any] = {}
         for observer in run.observers:
-            observed |= observer.about_to_save(run.step)
+            observed |= observer.about_to_save(step)
         held_values = {HELD_VALUES: dict(run.origin.held_values)} if run.origin.held_values else {}
         lineage = run.opening.lineage
         parent = {} if lineage.parent is None else {PARENT: lineage.parent}

@@ -66,7 +66,7 @@ def open_run(run: RunContext, batches: Tree) -> Opened:
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
     opened = Opened(dispatch, copies, feeder, hooks, runner, counter, writer, finiteness)
     run.closing.callback(_close_batches, run, opened)
-    run.open(opened)
+    run.opened = opened
     runner.use_run(run.closing)
     if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
         summaries = [] if writer is None else [writer.settle]
@@ -93,9 +93,9 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver, latest = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
-    opening = run.opening = find_opening(options, state, run.saver, latest)
+    run.opening = opening = find_opening(options, state, run.saver, latest)
     if opening.trunk is None:
-        lineage = lineage_of_copy(options, run.saver, opening, run.name)
+        lineage = lineage_of_copy(options, run.saver, opening, run.new_name)
         run.opening = dataclasses.replace(opening, lineage=lineage)
         return
     course.expect(opening.trunk.step, opening.trunk.step)

@@ -116,7 +116,9 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         """The elements, each for the leaves that are trained under a label, or for all if it needs them."""
         is_all = [True] * len(jax.tree.leaves(params))
         is_trained = is_all if (names := labels(params)) is None else [name is not None for name in names]
-        return [_PartOptimizer(params, is_all if needs_all_params(one) else is_trained, one) for one in elements]
+        return [
+            _PartOptimizer(params, is_all if needs_all_params(element) else is_trained, element) for element in elements
+        ]
 
     def init_elements(params: Params, step: Step) -> Slots:
         nonlocal has_warned
@@ -163,7 +165,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
 def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
     """Map optimizers to the bytes of their slots for leaves without a label, if there are any."""
     sizes: dict[str, int] = {}
-    for name, tree in ((name, tree) for name, own in slots.items() for tree in own.values()):
+    for name, tree in ((name, tree) for name, trees_of in slots.items() for tree in trees_of.values()):
         if labels is not None and trees.is_like(params, tree):
             leaves = zip(trees.structure(params).flatten_up_to(tree), labels, strict=True)
             frozen = [leaf for leaf, label in leaves if label is None and leaf is not None]

@@ -203,9 +203,13 @@ def _collection_names(collections: object) -> Sequence[str]:
     return names
 
 
+_OWN = ("jstep.summary", "jstep.core.tracebacks")
+"""The modules between a function that users call and the line that calls it."""
+
+
 def _caller() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jstep.summary"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -62,7 +62,7 @@ def blocks_of(page, section=None):
         code, command, result, shown = (_dedented(part, indent) for part in match.group(*_PARTS))
         if command:
             arguments = shlex.split(command.removeprefix("$ python -m jstep"))
-            code, shown = f"__import__('jstep.tools.cli').tools.cli.main({arguments})\n", result
+            code, shown = f"__import__('jstep.look.cli').look.cli.main({arguments})\n", result
         mark = BLOCK_NEEDS.search(before)
         needs = tuple(name.strip() for name in mark.group(1).split(",")) if mark else ()
         found.append(Block(before.count("\n") + 1, code, needs, shown))

@@ -9,8 +9,8 @@ import pytest
 import jstep
 from jstep.hooks.fingerprint_log import read_log
 from jstep.hooks.run_hook import RunHook
+from jstep.look.cli import main
 from jstep.stores import line_logs
-from jstep.tools.cli import main
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)

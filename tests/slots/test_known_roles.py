@@ -18,6 +18,7 @@ FULL = Roles(
     arguments={"v": "rate"},
     computing={"v"},
     in_order={"m"},
+    per_step={"v"},
 )
 
 
@@ -32,6 +33,8 @@ def test_roles_under_a_prefix_and_joined():
         "arguments": {"a/v": "rate"},
         "computing": {"a/v"},
         "in_order": {"a/m"},
+        "per_step": {"a/v"},
+        "frozen": set(),
     }
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
         assert vars(one.joined(other)) == vars(FULL)

@@ -6,22 +6,23 @@ import re
 from source_files import MODULES, nodes_of, text_of
 
 OPENS = {
-    "pictures.drawing": "a file of the package",
     "stores.files": "the functions that the others use",
+    "core.drawing": "a file of the package",
     "core.logs": "the two ends of a pipe",
     "core.public_names": "a file of the package",
     "core.stopwatch": "/proc",
+    "planning.topologies": "files of the package and of CUDA",
     "record.code": "files of the program",
+    "debug.replay": "a temporary folder of this process",
+    "debug.verify_resume": "a temporary folder of this process",
+    "look.cli": "/dev/null",
+    "look.report": "a file of the package",
     "loop.recorder": "/proc",
     "loop.utilization": "a file of the package",
     "optimizers.muon": "a file of the package",
     "record.starts": "a new file, and none if there is one",
     "stores.owners": "/proc",
     "summary.new_event_files": "a new file, and an error if there is one",
-    "tools.cli": "/dev/null",
-    "tools.replay": "a temporary folder of this process",
-    "tools.report": "a file of the package",
-    "tools.topologies": "files of the package and of CUDA",
     "weights.save": "a copy to a temporary file of its own",
 }
 """The modules that open files by themselves, and which."""
