@@ -96,13 +96,13 @@ Training loop and hooks
     hooks.at_steps: every ProfilerHook StopAtStepHook
     core.logs: log_every_n
     hooks.speed: StepCounterHook
-    loop.progress: ProgressHook
+    watching.progress: ProgressHook
     hooks.history: History
     hooks.checkpoint_saver: CheckpointSaverHook
     hooks.bits: FingerprintHook DivergenceError
     hooks.nan_loss: NanLossHook
     state.nonfinite: NanLossDuringTrainingError
-    loop.stalls: StallHook
+    watching.stalls: StallHook
 Evaluation
     evaluating.evaluator: evaluator
     evaluating.evaluation_hook: EvaluationHook

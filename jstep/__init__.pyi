@@ -70,10 +70,10 @@ from jstep.look.report import report as report
 from jstep.look.run_summary import RunSummary as RunSummary
 from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
-from jstep.loop.progress import ProgressHook as ProgressHook
+from jstep.watching.progress import ProgressHook as ProgressHook
 from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
-from jstep.loop.stalls import StallHook as StallHook
+from jstep.watching.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor

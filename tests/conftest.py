@@ -90,7 +90,7 @@ def git_is_asked_once():
 
     tests/loop/test_code.py, whose runs ask it, replaces this fixture.
     """
-    recorder = sys.modules.get("jstep.loop.recorder")
+    recorder = sys.modules.get("jstep.watching.recorder")
     if recorder is None:
         yield
         return

@@ -8,6 +8,7 @@ import collections
 import functools
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ LAYERS = [
     {"metering", "weights"},
     {"hooks"},
     {"evaluating"},
-    {"loop"},
+    {"loop", "watching"},
     {"look", "__main__"},
     {"debug", "planning"},
 ]
@@ -132,6 +133,24 @@ def test_imports_respect_layers() -> None:
     inner = ((module, other) for module, other in pairs() if other != "jstep")
     wrong = [f"{module} imports {other}" for module, other in inner if layer_of(other) > layer_of(module)]
     assert not wrong, "move the function to a lower layer, or hand the value on as an argument (CONTRIBUTING, Layout)"
+
+
+def test_the_loop_does_not_know_who_watches_it() -> None:
+    """`loop.run` lists the observers; the rest of the loop knows their interface."""
+    watched = {(module, other) for module, other in pairs() if package_of(module) == "loop"}
+    found = {(module, other) for module, other in watched if package_of(other) == "watching"}
+    assert {module for module, other in found if other != "watching.observer"} == {"loop.run"}
+
+
+def test_the_picture_of_the_rooms_is_the_current_one() -> None:
+    drawing = runpy.run_path(str(PACKAGE.parent / "dev" / "rooms.py"))
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"](), "python dev/rooms.py"
+
+
+def test_each_room_lists_its_files() -> None:
+    for room in set(map(package_of, MODULES)) - {"", "__main__", "__init__"}:
+        listed = re.findall(r"^- `(\w+)`: ", text_of(PACKAGE / room / "__init__.py"), re.MULTILINE)
+        assert sorted(listed) == sorted(path.stem for path in (PACKAGE / room).glob("[a-z]*.py")), room
 
 
 def test_imports_have_no_cycles() -> None:
@@ -361,17 +380,7 @@ def test_import_jstep_is_lightweight() -> None:
     all_names = "[getattr(jstep, name) for name in jstep.__all__]; "
     bare, complete = python("-c", f"import sys, jstep; jstep.__all__; {loaded}{all_names}{loaded}").splitlines()
     assert "jax" not in bare.split(), "names must be loaded lazily"
-    heavy = {
-        "orbax",
-        "tensorboard",
-        "tensorboardX",
-        "matplotlib",
-        "tensorflow",
-        "sklearn",
-        "tensorstore",
-        "pandas",
-        "safetensors",
-    }
+    heavy = {"orbax", "tensorboard", "tensorboardX", "matplotlib", "sklearn", "tensorstore", "pandas", "safetensors"}
     assert not set(complete.split()) & (heavy | FORBIDDEN)
 
 
@@ -382,7 +391,7 @@ def test_there_are_at_most_24_rooms() -> None:
     assert not [name for name in MODULES if name.count(".") > 1], "a room is flat"
 
 
-MOST_FILES = 26
+MOST_FILES = 22
 """The files of a room at most."""
 
 

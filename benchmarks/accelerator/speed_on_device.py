@@ -24,7 +24,7 @@ from part_report import QUICK, PartReport, each, installed, last_line, run_child
 from small_networks import network
 
 import jstep
-from jstep.loop.utilization import PEAKS
+from jstep.watching.utilization import PEAKS
 
 REPORT = PartReport("speed")
 MILLION = 2**20 // 64 if QUICK else 2**20

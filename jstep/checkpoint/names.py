@@ -123,7 +123,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
     """Wait for a step above another one, or for the end, the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-    from jstep.distributed import processes
+    from jstep.core import processes
 
     # Querying the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1

@@ -12,11 +12,10 @@ from jstep.checkpoint import leaf_records, match, targets
 from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
-from jstep.core import meshes, trees
+from jstep.core import meshes, processes, trees
 from jstep.core.checks import format_items, format_list, truncate
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
-from jstep.distributed import processes
 from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
 from jstep.stores.urls import is_url

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.core import processes
 from jstep.core.checks import describe_type
-from jstep.distributed import processes
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes

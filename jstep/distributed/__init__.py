@@ -1,7 +1,7 @@
-"""Multi-process training: initialization, and agreement between processes."""
+"""How do the processes of a run begin? Their agreement on values is `jstep.core.processes`."""
 
+from jstep.core.processes import initialize
 from jstep.core.public_names import set_public_module as _set_public_module
-from jstep.distributed.processes import initialize
 
 __all__ = ["initialize"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -34,7 +34,6 @@ from jstep.data.batch_placement import (
 )
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
-from jstep.distributed import processes
 from jstep.queues.queues import until_end
 
 MAX_BATCHES = 1_000_000

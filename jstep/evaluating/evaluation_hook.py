@@ -11,13 +11,12 @@ import numpy as np
 
 from jstep import summary
 from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set_states
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.distributed import processes
 from jstep.evaluating.callbacks import Best
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.hooks.hook import StopWith, check_hook_result

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
@@ -22,7 +22,6 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
-from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import (
     EvaluationBatches,
     batch_shardings,

@@ -7,10 +7,10 @@ import os
 import jax
 
 from jstep.checkpoint.claims import FileClaim, claim_file
+from jstep.core import processes
 from jstep.core.checks import as_bool, check_choice, format_list
 from jstep.core.exceptions import WrongStateError
 from jstep.core.logs import logger
-from jstep.distributed import processes
 from jstep.hooks import fingerprint_log
 from jstep.hooks.fingerprint_log import Entry
 from jstep.hooks.run_hook import RunHook

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import describe_type, format_value
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
@@ -20,7 +20,6 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
-from jstep.distributed import processes
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
+from jstep.core import processes
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.loop.course import Course

@@ -20,11 +20,10 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
-from jstep.distributed import processes
 from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_values

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, TypeAlias
 
 import jax
 
-from jstep.core import interactive, trees
+from jstep.core import interactive, processes, trees
 from jstep.core.annotations import P
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
@@ -34,27 +34,26 @@ from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
-from jstep.distributed import processes
 from jstep.hooks.hook import check_returned_state, check_step
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, cache_directory, check, takes_options
-from jstep.loop.batch_watch import BatchWatch
 from jstep.loop.course import AFTER_LOOP, BEGINNING, BETWEEN, BODY, ENDING, LEAVING, WITHIN
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
-from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk, as_stages
-from jstep.loop.progress import Progress
-from jstep.loop.recorder import Recorder
 from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.signals import StopWaiting
-from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
-from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
+from jstep.watching.batch_watch import BatchWatch
+from jstep.watching.observer import Observer
+from jstep.watching.progress import Progress
+from jstep.watching.recorder import Recorder
+from jstep.watching.stalls import StallWatch
+from jstep.watching.utilization import Meters
 
 OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
     Progress,

@@ -23,7 +23,6 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.observer import Observers
 from jstep.loop.origin import Branched, Fresh, Opening, Origin
 from jstep.loop.programs import TrainSteps
 from jstep.loop.signals import StopSignals
@@ -34,6 +33,7 @@ from jstep.record.starts import StartFile
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
+from jstep.watching.observer import Observers
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

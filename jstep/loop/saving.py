@@ -27,11 +27,11 @@ from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.names import checkpoint_name, open_store
 from jstep.checkpoint.saver import Saver
+from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere
-from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import about_start
 from jstep.loop.arguments import MAX_SECS, Options

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
-from jstep.distributed import processes
 
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
 """Signals that schedulers and terminals send; they stop a run only if they have their default action."""

@@ -17,7 +17,7 @@ import jax
 
 from jstep.checkpoint.hook_states import check_owners, get_states
 from jstep.checkpoint.saver import Saver
-from jstep.core import interactive
+from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
@@ -25,7 +25,6 @@ from jstep.data.loaders import Source, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
-from jstep.distributed import processes
 from jstep.hooks.reporting import LoggingHook
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import build_hooks
@@ -33,7 +32,6 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.observer import compiling_for
 from jstep.loop.origin import STOPPED, find_opening, lineage_of_copy, open_saver, read_trunk, restore
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
@@ -45,6 +43,7 @@ from jstep.record.starts import FOLDER
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
+from jstep.watching.observer import compiling_for
 
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 

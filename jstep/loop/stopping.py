@@ -32,11 +32,10 @@ import contextlib
 from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core import interactive, trees
+from jstep.core import interactive, processes, trees
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
-from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.course import HookCall
 from jstep.loop.hook_runner import HookErrors

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jstep.core import processes
 from jstep.core.checks import as_int, as_number, describe_type, hook_name
-from jstep.distributed import processes
 
 NEVER = 2**63
 """A step that is never reached."""

@@ -1,4 +1,8 @@
-"""Metrics for `jstep.evaluator` that are not means over examples: objects with `merge` and `compute`."""
+"""How good are predictions? Metrics for `jstep.evaluator` that are not means over examples.
+
+- `classification`: accuracy, F1 score, confusion matrix, perplexity, areas under curves.
+- `totals`: totals as arrays, exact for counts.
+"""
 
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity

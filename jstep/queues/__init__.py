@@ -1,1 +1,6 @@
-"""Input from threads: queues, QueueRunners that fill them, and a Coordinator that stops them together."""
+"""How do threads feed each other?
+
+- `coordinator`: the Coordinator, which stops threads together.
+- `queue_runner`: QueueRunner: threads that feed a queue, and named collections of runners.
+- `queues`: bounded queues with TensorFlow's semantics.
+"""

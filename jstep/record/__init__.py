@@ -1,1 +1,10 @@
-"""The record of runs: what each start was given and how it went, its files, and the comparison of two starts."""
+"""What was each start of a run given, and how did it go?
+
+- `code`: the commit of a program, and its edits.
+- `config`: what a run was given, as JSON without secrets.
+- `differences`: the differences of two starts.
+- `programs`: the printed programs of a start, kept beside its card.
+- `schema`: the schema of the files of a run, as types, and their only check.
+- `stall_files`: the files `stalls/PREFIX.PROCESS.json`.
+- `starts`: the files `starts/PREFIX.NNNNNN.json`.
+"""

@@ -1,4 +1,6 @@
-"""Schedules: functions from the global step to a scalar, exact at every representable step.
+"""What is a hyperparameter at a step? Schedules are exact at every representable step.
 
-Optimizers evaluate them in `jstep.optimizers.hyperparameters`, by `value_at`.
+- `arithmetic`: exact arithmetic of schedules, and the validation of their arguments.
+- `compose`: composition of schedules: constant, piecewise constant, warmup, join.
+- `curves`: schedules by name: decays, cosine, cycles, and schedules with a warmup.
 """

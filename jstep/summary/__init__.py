@@ -1,7 +1,14 @@
-"""TensorBoard event files without TensorFlow.
+"""What does TensorBoard show? Event files, without TensorFlow.
 
 Summaries are pytrees, which a compiled step may create and return. A `SummaryWriter` writes them on a background
 thread. The extra `summaries` (tensorboard's protos, google-crc32c) is required.
+
+- `creation`: creation of scalar, text, image and histogram summaries.
+- `encode`: encoding of summaries as events, on the writer's thread.
+- `graph`: the graph of a traced program for TensorBoard, and programs as text.
+- `new_event_files`: creation of event files, on a disk or below a URL.
+- `summaries`: summaries as pytrees, their named collections, and merging.
+- `writer`: `SummaryWriter`, and its thread.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module

@@ -14,12 +14,12 @@ from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
+from jstep.core.processes import AgreedShapes, is_single_process
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Tree
-from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, has_donated_step, refuse_what_crashes

@@ -18,8 +18,8 @@ from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.manifest import is_utf8
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
+from jstep.core.processes import on_all_processes
 from jstep.core.trees import Tree
-from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones

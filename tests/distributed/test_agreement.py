@@ -12,8 +12,8 @@ import pytest
 from doubles import raising
 from fellows import Fellows
 
-from jstep.distributed import processes
-from jstep.distributed.processes import AgreedClock
+from jstep.core import processes
+from jstep.core.processes import AgreedClock
 from jstep.loop import signals
 from jstep.loop.signals import StopSignals
 

@@ -6,7 +6,7 @@ import pytest
 from processes import printed, run
 
 SCRIPT = """
-from jstep.distributed import processes
+from jstep.core import processes
 
 state = jstep.TrainState.create(init, optimizer, mesh=mesh)
 step = jstep.minimize(loss_fn, optimizer, donate=False)

@@ -13,7 +13,7 @@ from source_files import MODULES, ROOT, text_of
 
 import jstep
 from jstep.look.cli import COMMANDS, DIFFERENT, OK, TROUBLE
-from jstep.loop.stalls import EXIT_CODE
+from jstep.watching.stalls import EXIT_CODE
 
 
 def name_of(page: pathlib.Path) -> str:

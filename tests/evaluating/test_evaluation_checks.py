@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.distributed import processes
+from jstep.core import processes
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)
 OWN = jstep.batches(X, 4, shuffle=False, num_epochs=1)

@@ -11,8 +11,8 @@ import pytest
 from hook_fakes import Writer
 
 import jstep
-from jstep.loop import utilization
-from jstep.loop.utilization import UtilizationMeter
+from jstep.watching import utilization
+from jstep.watching.utilization import UtilizationMeter
 
 SIDE = 16
 PEAK = 1e12
@@ -173,7 +173,7 @@ def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
 
 
 def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):
-    monkeypatch.setattr("jstep.loop.utilization.body_of", lambda traced: 1 / 0)
+    monkeypatch.setattr("jstep.watching.utilization.body_of", lambda traced: 1 / 0)
     hook = counter(peak_flops=PEAK)
     assert train(hook).global_step == 8
     assert hook.mfu is None

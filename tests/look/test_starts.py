@@ -17,8 +17,8 @@ from written_runs import TIME, start, starts_of, write_start
 import jstep
 from jstep.core import threads
 from jstep.look import cli, run_summary
-from jstep.loop import recorder
 from jstep.record.stall_files import exit_reason
+from jstep.watching import recorder
 
 optimizer, train_step = mean(0.25)
 

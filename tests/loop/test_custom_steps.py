@@ -9,8 +9,8 @@ import pytest
 from comparisons import same
 
 import jstep
-from jstep.loop import card
 from jstep.record.starts import read_starts, with_card
+from jstep.watching import card
 
 PARAMS = {"w": np.full((8, 8), 0.125, np.float32), "v": np.full((8, 1), 0.125, np.float32)}
 ROWS = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)

@@ -9,7 +9,7 @@ from children import end, read_until, start
 from loop_runs import train
 
 import jstep
-from jstep.loop.recorder import Recorder
+from jstep.watching.recorder import Recorder
 
 
 class Doubles(jstep.Hook):

@@ -13,7 +13,7 @@ from processes import python
 import jstep
 from jstep.core import stopwatch
 from jstep.loop import stopping
-from jstep.loop.stalls import EXIT_CODE
+from jstep.watching.stalls import EXIT_CODE
 
 HERE = Path(__file__).parent
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129, "stop_secs": 143, "SIGINT": None}

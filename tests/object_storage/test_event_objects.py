@@ -154,7 +154,7 @@ def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
         raise ConnectionError(f"s3://bucket/run: cannot list {names}: Could not resolve hostname")
 
     monkeypatch.setattr(Objects, "list", cannot)
-    monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
+    monkeypatch.setattr("jstep.watching.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)

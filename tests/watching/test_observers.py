@@ -13,12 +13,12 @@ from jstep.loop.run import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
-    "loop/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
-    "loop/batch_watch": {"batches"},
-    "loop/stalls": {"stalls"},
-    "loop/utilization": {"utilization"},
-    "loop/progress": {"progress"},
-    "tools/goodput": {"goodput"},
+    "watching/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
+    "watching/batch_watch": {"batches"},
+    "watching/stalls": {"stalls"},
+    "watching/utilization": {"utilization"},
+    "watching/progress": {"progress"},
+    "look/goodput": {"goodput"},
 }
 """File → what is gone without it."""
 PROGRAM = """

@@ -10,10 +10,10 @@ import jstep
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop import stalls
 from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, HookCall
-from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
+from jstep.watching import stalls
+from jstep.watching.stalls import StallWatch, Wait
 
 
 def run_of(*, loop: Any = None, feeder: Any = None, dispatch: Any = None, runner: Any = None, **more: Any) -> Any:

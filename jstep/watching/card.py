@@ -133,7 +133,7 @@ def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any
     parts = None if closed is None else _attempt(lambda: _hashes_of_parts(closed))
     pure_step = step_function(step)
     leaves = [(path, leaf, getattr(leaf, "weak_type", False)) for path, leaf in trees.leaves_with_paths(args)]
-    shapes = [f"{path or 'batch'}: {type_text(leaf)}{' weak' * is_weak}" for path, leaf, is_weak in leaves]
+    shapes = [f"{path or 'batch'}: {type_text(leaf)}{' weak' if is_weak else ''}" for path, leaf, is_weak in leaves]
     return {
         "stage": stage,
         "batch": shortened(shapes),

@@ -6,9 +6,9 @@ import pytest
 from jax.experimental import pallas
 
 from jstep.core.jaxprs import Product, body_of
-from jstep.loop.utilization import PEAKS, peak_rate
 from jstep.metering.work import Work, work_of
 from jstep.planning.topologies import GPUS, TPUS
+from jstep.watching.utilization import PEAKS, peak_rate
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
 

@@ -28,10 +28,10 @@ from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING
-from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
+from jstep.watching.observer import Observer
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
@@ -188,7 +188,7 @@ class StallWatch(Observer):
         files.exchange(lambda: self._fields(wait), read=wait.age >= due, at_once=wait.age >= due)
         self._wait = wait._replace(due=due)
         # Others, which have stalled for as long, need a moment to write their files.
-        if wait.age >= due + 3 * self._every * self._is_shared:
+        if wait.age >= due + (3 * self._every if self._is_shared else 0):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
             if (writer := self.run.writer if self.run.is_open else None) is not None:  # a stalled run may be killed
@@ -315,7 +315,7 @@ class StallWatch(Observer):
         missing = silent([{"process": self._index}, *others], self._count) if self._is_shared else []
         # Those that live have had the time to write and to be read.
         if missing and shown is not None and time.monotonic() - shown >= 2.5 * self._files.period:
-            yield f"no sign of life from process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            yield f"no sign of life from process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
         """Return the innermost line outside jstep and all libraries, or else outside jstep, or else in jstep."""

@@ -13,11 +13,11 @@ from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
 from jstep.core.trees import Tree
-from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
+from jstep.watching.observer import Observer
 
 # Peak operations per second of a device, by the format of its matrix products.
 #
@@ -30,7 +30,7 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-_SHEETS = importlib.resources.files("jstep.loop").joinpath("peaks.toml").read_text(encoding="utf-8")
+_SHEETS = importlib.resources.files("jstep.watching").joinpath("peaks.toml").read_text(encoding="utf-8")
 
 PEAKS: Mapping[str, Mapping[str, float]] = {
     kind: {name: rate * 1e12 for name, rate in rates.items()} for kind, rates in tomllib.loads(_SHEETS).items()

@@ -24,8 +24,6 @@ from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.callbacks import KeepBest
-from jstep.loop.card import card, program_card, shortened
-from jstep.loop.observer import Observer
 from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
 from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import RunContext
@@ -41,6 +39,8 @@ from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS
 from jstep.training.step import step_function
+from jstep.watching.card import card, program_card, shortened
+from jstep.watching.observer import Observer
 
 _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 
@@ -355,7 +355,9 @@ class Recorder(Observer):
         if bits:
             every = [printable(line) for line in (*bits, *place)]
             ending = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
-            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending, *[_UNTRAINED] * is_idle))
+            if is_idle:
+                ending.append(_UNTRAINED)
+            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending))
             logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
             logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))

@@ -21,8 +21,6 @@ from jstep.core.trees import Tree
 from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import copy_batch
 from jstep.data.sequence import BatchSequence
-from jstep.loop.card import batches_card
-from jstep.loop.observer import Observer
 from jstep.loop.origin import PAST, START
 from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
@@ -31,6 +29,8 @@ from jstep.record.schema import BatchEntries, checked
 from jstep.record.starts import FOLDER, OpenDirectory, valid
 from jstep.stores.files import decode_json, read_small, replace_file
 from jstep.stores.urls import is_url, join_path
+from jstep.watching.card import batches_card
+from jstep.watching.observer import Observer
 
 _KEPT, _MAX_BYTES, _END_SECS = 20, 2**16, 5.0
 """The number of hashes that are kept, the size of a file that is read, and the seconds to wait for the last hash."""

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop import card
 from jstep.loop.programs import as_stages
 from jstep.record.differences import IN_A_AND_B, changes
 from jstep.record.starts import read_starts, with_card
 from jstep.training.metrics import StepMetrics
+from jstep.watching import card
 
 
 def loss(params, x):

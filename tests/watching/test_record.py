@@ -15,10 +15,10 @@ from points import mean
 from waiting import wait_until
 
 import jstep
-from jstep.loop import recorder
 from jstep.record import starts
 from jstep.record.starts import read_starts, with_card
 from jstep.stores.owners import this_process
+from jstep.watching import recorder
 
 optimizer, train_step = mean(0.1)
 
@@ -242,7 +242,7 @@ SIGNALLED = """
 import os, signal, sys, threading, time
 import jax.numpy as jnp, numpy as np
 import jstep
-from jstep.loop import recorder
+from jstep.watching import recorder
 
 def slow():
     os.kill(os.getpid(), signal.SIGTERM)
