@@ -129,10 +129,13 @@ def takes_options(
                 raise TypeError(f"Run: {error}") from None
             fn(self, given["train_step"], given["state"], given["batches"], make(*args, **kwargs))
 
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         # `InitVar[T]` is shown as `T`.
-        shown = [each.replace(annotation=getattr(each.annotation, "type", each.annotation)) for each in parameters]
-        init.__signature__ = inspect.Signature([own, *shown])  # type: ignore[attr-defined]
+        shown = [
+            parameter.replace(annotation=getattr(parameter.annotation, "type", parameter.annotation))
+            for parameter in parameters
+        ]
+        init.__signature__ = inspect.Signature([self_parameter, *shown])  # type: ignore[attr-defined]
         return shortens_tracebacks(init)
 
     return decorate

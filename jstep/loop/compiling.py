@@ -185,19 +185,19 @@ class Compiler:
             before = self._shapes
             self._shapes = {"batch": shapes_of(trees.args_to_batch(chunk.step_args)), "state": shapes_of(state)}
             if before and stage.is_compilable and not is_first and not was_ready:
-                texts = [_what_differs(name, now, before[name]) for name, now in self._shapes.items()]
+                texts = [_what_differs(name, shapes, before[name]) for name, shapes in self._shapes.items()]
                 why = "; ".join(filter(None, texts)) or "JAX's settings, or its steps per call, differ"
                 logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
         return is_first
 
 
-def _what_differs(name: str, now: Tree, before: Tree) -> str:
+def _what_differs(name: str, tree: Tree, before: Tree) -> str:
     """Describe why a program was compiled again for a batch or a state; "" if these are alike."""
-    if different := describe_difference(now, before):
+    if different := describe_difference(tree, before):
         return f"its {name} is now one {different}"
-    if trees.structure(now) != trees.structure(before):
+    if trees.structure(tree) != trees.structure(before):
         return f"its {name} is now one in other containers"
-    for (path, leaf), old in zip(trees.leaves_with_paths(now), jax.tree.leaves(before), strict=True):
+    for (path, leaf), old in zip(trees.leaves_with_paths(tree), jax.tree.leaves(before), strict=True):
         if (new_place := _placement(leaf)) != (old_place := _placement(old)):
             return f"the placement of its {name} differs ({path or 'the array'}: {old_place} before, {new_place} now)"
     return ""

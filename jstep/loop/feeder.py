@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jstep.core import processes
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.loaders import Source
 from jstep.data.positions import LivePosition, LoopPosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
-from jstep.distributed import processes
 from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
@@ -53,8 +53,8 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     def __iter__(self) -> CopiedBatches:
         first = [self._take_first()]
-        held = () if first[0] is None else map(first.pop, (0,))  # which does not hold the batch
-        return itertools.chain(held, self._items, self._taken_ahead())
+        until_taken = () if first[0] is None else map(first.pop, (0,))  # which does not hold the batch
+        return itertools.chain(until_taken, self._items, self._taken_ahead())
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         """Yield copies of batches; in the loop's thread, until another one reads ahead."""

@@ -66,7 +66,7 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         "code": {} if code is None else {"code": code},
         "lanes": {"lanes": card.get("lanes")} if "lanes" in card else {},
         "programs": {
-            f"{name}{f'[{stage}]' if (stage := program.get('stage')) else ''}": value
+            (f"{name}[{program['stage']}]" if program.get("stage") else name): value
             for program in card.get("programs") or ()
             for name, value in {
                 **(program.get("hyperparameters") or {}),
@@ -93,7 +93,9 @@ def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             # The key of step 0 is omitted, as for the first program.
-            yield from _flat(f"{begins}{name}", {f"[{key}]" * (key != "0"): entry for key, entry in value.items()})
+            yield from _flat(
+                f"{begins}{name}", {"" if key == "0" else f"[{key}]": entry for key, entry in value.items()}
+            )
         else:
             yield f"{begins}{name}", value
 

@@ -204,11 +204,15 @@ class StallFiles:
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         """Write or remove the file now, but do not wait long for a disk."""
-        futures.wait([self._job] * (self._job is not None), timeout=5.0)
+        self._wait()
         self.exchange(fields, at_once=True)
-        futures.wait([self._job] * (self._job is not None), timeout=5.0)
+        self._wait()
         if self._run_directory is not None:
             self._run_directory.close()
+
+    def _wait(self) -> None:
+        if self._job is not None:
+            futures.wait([self._job], timeout=5.0)
 
     def _check(self) -> None:
         """Raise an error if the directory of the run was moved: another run may be at its place."""

@@ -154,7 +154,8 @@ class StartFile:
             for number in range(_TRIES):
                 if self._is_closed or self._try(lambda: self._write(True, is_end=True)):
                     break
-                time.sleep(0.2 * (number < _TRIES - 1))
+                if number < _TRIES - 1:
+                    time.sleep(0.2)
             self._is_closed = True
             if self._directory is not None:
                 self._directory.close()

@@ -58,7 +58,9 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
 
 def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
     remainders = [n for n in slots if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
-    precise = [slots[n].dtype for n in slots if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
+    precise = [slots[n].dtype for n in slots if roles[n] is Role.MASTER]
+    if remainders:
+        precise.append(np.dtype(np.float32))
     whole = _as_old_type(leaf, old, path, precise)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
