@@ -286,7 +286,7 @@ def _argument_at(arguments: object, name: str) -> Any:
     return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), arguments)
 
 
-class Attempts:
+class AxesFallback:
     """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these.
 
     JAX rejects Explicit axes if an output sharding is ambiguous.

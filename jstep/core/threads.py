@@ -140,17 +140,17 @@ class SerialTasks:
 
     Args:
         name: The name of their threads.
-        failed: Receives the exception of a task that fails; the next task runs anyway.
+        failed: Receives the exception of a task that fails, or None to leave it in the task. The next one runs anyway.
         daemon: As for `in_background`.
     """
 
-    def __init__(self, name: str, failed: Callable[[Exception], None], *, daemon: bool = False) -> None:
+    def __init__(self, name: str, failed: Callable[[Exception], None] | None = None, *, daemon: bool = False) -> None:
         self._name = name
         self._failed = failed
         self._daemon = daemon
         self._newest: list[Task[None]] = []  # it waits for the one before
 
-    def add(self, task: Callable[[], None]) -> None:
+    def add(self, task: Callable[[], None]) -> Task[None]:
         before = self._newest
 
         def when_due() -> None:
@@ -158,11 +158,14 @@ class SerialTasks:
             try:
                 task()
             except Exception as error:
+                if self._failed is None:
+                    raise
                 self._failed(error)
 
         self._newest = [in_background(when_due, name=self._name, daemon=self._daemon)]
+        return self._newest[0]
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         wait(self._newest, timeout=timeout)
 
 

@@ -20,7 +20,7 @@ from jstep.loop.programs import as_stages
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained
 from jstep.slots.roles import Role, roles_in
-from jstep.state.nonfinite import StateContents, in_words
+from jstep.state.nonfinite import StateContents, describe_contents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
 from jstep.training.step import TrainStep
@@ -47,7 +47,7 @@ class NonFiniteUpdate:
     is_skipped: bool = False
 
     def __str__(self) -> str:
-        what = f"is the first whose result is not finite: {in_words(self.leaves) or 'the loss is not finite'}"
+        what = f"is the first whose result is not finite: {describe_contents(self.leaves) or 'the loss is not finite'}"
         what = "is skipped, because its gradients are not finite" if self.is_skipped else what
         lines = [f"the update {self.step} → {self.step + 1} {what}"]
         lines += [] if self.found is None else [str(self.found)]

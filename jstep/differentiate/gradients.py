@@ -57,7 +57,9 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
         return list(grads)
 
     some = [jnp.asarray(leaves[i]) for i in indices]
-    grads = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, specs_of=meshes.shard_like(some))
+    grads = meshes.AxesFallback(getattr(fn, "__name__", "fn"))(
+        pulled_back, some, grad_ys, specs_of=meshes.shard_like(some)
+    )
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads))
 
 

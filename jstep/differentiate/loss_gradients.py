@@ -196,13 +196,13 @@ class LossGradients:
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it; None if unknown."""
-    attempts: meshes.Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
+    fallback: meshes.AxesFallback | None = dataclasses.field(default=None, repr=False, compare=False)
     """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
-        if self.attempts is None:
-            object.__setattr__(self, "attempts", meshes.Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
+        if self.fallback is None:
+            object.__setattr__(self, "fallback", meshes.AxesFallback(getattr(self.loss_fn, "__name__", "loss_fn")))
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
@@ -226,8 +226,8 @@ class LossGradients:
             return self._differentiate_batch(inputs)
         inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
         specs_of = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
-        assert self.attempts is not None  # set in __post_init__
-        return self.attempts(self._differentiate_batch, inputs, specs_of=specs_of)
+        assert self.fallback is not None  # set in __post_init__
+        return self.fallback(self._differentiate_batch, inputs, specs_of=specs_of)
 
     @property
     def depends_on_rows(self) -> bool:

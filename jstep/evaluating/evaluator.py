@@ -15,7 +15,7 @@ from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
-from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
+from jstep.core.meshes import AxesFallback, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
@@ -209,7 +209,7 @@ class Evaluator:
 def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..., list[list[Metric]]]:
     """Return `compute(params, args) -> [metrics]`, which is traced; with lanes, the metrics of each."""
     name = getattr(metric_fn, "__name__", "metric_fn")
-    attempts = Attempts(name)
+    fallback = AxesFallback(name)
 
     def metrics(params: Evaluated, args: tuple[Any, ...]) -> list[Metric]:
         rows = num_examples(args)
@@ -221,7 +221,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
-            return [attempts(metrics, params, args)]
+            return [fallback(metrics, params, args)]
         return list(on_lanes(number, functools.partial(_of_lanes, metrics), params, args))
 
     compute.__name__ = name

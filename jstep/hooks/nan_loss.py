@@ -84,7 +84,7 @@ class NanLossHook(RunHook):
         """Check that the first call returned a loss; warn of NaN in the state that it got."""
         _check_loss(self.run.metrics)
         if with_nan := self.run.at_start.with_nan():
-            logger.warning("NanLossHook: %s", about_start(with_nan, self._began))
+            logger.warning("NanLossHook: %s", describe_nan_at_start(with_nan, self._began))
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
@@ -168,7 +168,7 @@ def _check_loss(metrics: Metrics) -> None:
         raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
 
 
-def about_start(with_nan: list[str], step: int) -> str:
+def describe_nan_at_start(with_nan: list[str], step: int) -> str:
     return (
         f"{format_list(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that "
         "contain NaN (python -m jstep inspect shows it), and start again"

@@ -2,14 +2,13 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
 
 from jstep.core.checks import hook_name
 from jstep.core.logs import logger
-from jstep.core.threads import in_background
+from jstep.core.threads import SerialTasks, Task
 from jstep.hooks.hook import call_named, defines
 
 
@@ -20,8 +19,8 @@ class BackgroundHooks:
         self._flushed = [hook for hook in hooks if defines(hook, "flush")]
         self._told = [hook for hook in hooks if defines(hook, "saved")]
         self._lock = threading.Lock()
-        self._calls: dict[str, Future[None]] = {}  # by path, in the order of the checkpoints
-        self._last: Future[None] | None = None
+        self._tasks = SerialTasks("jstep-saved", daemon=True)
+        self._calls: dict[str, Task[None]] = {}  # by path, in the order of the checkpoints
         self._errors: dict[int, Any] = {}
 
     def flush(self) -> None:
@@ -33,14 +32,9 @@ class BackgroundHooks:
         """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
         with self._lock:
             if self._told and jax.process_index() == 0:
-                before = self._last
-                self._last = self._calls[path] = in_background(
-                    lambda: self._report(step, path, before), name="jstep-saved", daemon=True
-                )
+                self._calls[path] = self._tasks.add(lambda: self._report(step, path))
 
-    def _report(self, step: int, path: str, before: "Future[None] | None") -> None:
-        if before is not None:
-            before.result()
+    def _report(self, step: int, path: str) -> None:
         for hook in tuple(self._told):
             self._errors.pop(id(hook), None)
             try:
@@ -51,8 +45,9 @@ class BackgroundHooks:
 
     def wait(self, path: str | None = None) -> None:
         """Wait until the hooks have been notified of this checkpoint, or of all."""
-        call = self._last if path is None else self._calls.pop(path, None)
-        if call is not None:
+        if path is None:
+            self._tasks.wait()
+        elif call := self._calls.pop(path, None):
             call.result()
 
     def end(self) -> list[Any]:

@@ -19,7 +19,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.metering.metric_sums import MetricSums, is_bad
 from jstep.metering.numbers import read_value
-from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
+from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, describe_contents
 from jstep.training.metrics import LOSS
 
 _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
@@ -65,7 +65,8 @@ class Finiteness:
         if saver.allow_nonfinite:
             return False
         raise NanLossDuringTrainingError(
-            f"the parameters are not finite at step {step}, where a checkpoint is due: {in_words(bad) or _ELSEWHERE}. "
+            f"the parameters are not finite at step {step}, where a checkpoint is due: "
+            f"{describe_contents(bad) or _ELSEWHERE}. "
             f"The cause is one of the updates {self._finite_at} → {step}: jstep.NanLossHook() in hooks "
             "names its batch, see docs: help/errors#not-finite",
             step,
@@ -86,7 +87,7 @@ class Finiteness:
         with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
             bad = self.nonfinite_params()
         if processes.any_process(bool(bad)):
-            return allowing, in_words(bad) or _ELSEWHERE
+            return allowing, describe_contents(bad) or _ELSEWHERE
         why = self._loss_problem()
         return (allowing if why else self.savers), why
 

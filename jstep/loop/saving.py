@@ -33,7 +33,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.nan_loss import about_start
+from jstep.hooks.nan_loss import describe_nan_at_start
 from jstep.loop.arguments import MAX_SECS, Options
 from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.programs import AUTO
@@ -74,7 +74,7 @@ def restore_hooks(run: RunContext, opened: Opened) -> bool:
 def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
     """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
-        logger.warning("%s", about_start(bad, run.course.first))
+        logger.warning("%s", describe_nan_at_start(bad, run.course.first))
 
 
 # The interval between automatic saves.

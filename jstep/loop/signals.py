@@ -11,7 +11,6 @@ In the main thread, the first signal also interrupts the start of a run, the wai
 program. Where Python drops exceptions, as in finalizers, it is obeyed at the end of that wait.
 """
 
-import _thread
 import contextlib
 import ctypes
 import itertools
@@ -147,11 +146,7 @@ class StopSignals:
         main = threading.main_thread().ident
         if main is None or number not in self._before or signal.getsignal(number) != self._note:
             return False
-        interrupt = getattr(signal, "pthread_kill", None)
-        if interrupt is None:  # Windows
-            _thread.interrupt_main(number)
-        else:
-            interrupt(main, number)
+        signal.pthread_kill(main, number)
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:

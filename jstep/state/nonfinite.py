@@ -60,7 +60,7 @@ class StateContents:
         return {path: kind for path, kind in worse.items() if path not in infinite_slots}, infinite_slots
 
 
-def in_words(worse: Mapping[str, int]) -> str:
+def describe_contents(worse: Mapping[str, int]) -> str:
     """Format `params/w and 2 more contain NaN`; empty without leaves."""
     what = "NaN" if NAN in worse.values() else "infinity"
     return f"{format_list([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""

@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core import device_values, trees
 from jstep.core.checks import as_function, describe_type
 from jstep.core.exceptions import note
-from jstep.core.meshes import Attempts
+from jstep.core.meshes import AxesFallback
 from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
@@ -188,4 +188,4 @@ def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any
         return device_values.from_host(dict(result), name)
 
     # The function may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
-    return functools.partial(Attempts(name), checked)
+    return functools.partial(AxesFallback(name), checked)

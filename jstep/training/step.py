@@ -94,7 +94,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, TrainStep):
         return step._pure
     name = getattr(step, "__name__", "train_step")
-    attempts = meshes.Attempts(name)
+    fallback = meshes.AxesFallback(name)
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def call_user_step(state: Tree, args: tuple[Any, ...]) -> Any:
@@ -107,7 +107,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 )
             return result
 
-        new, metrics = attempts(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
+        new, metrics = fallback(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)

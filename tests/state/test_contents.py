@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jstep
 from jstep.state import nonfinite as contents
 from jstep.state.leaves import StateLeaves
-from jstep.state.nonfinite import FINITE, INFINITE, NAN, StateContents, in_words
+from jstep.state.nonfinite import FINITE, INFINITE, NAN, StateContents, describe_contents
 from jstep.state.sharding import put_leaf
 
 
@@ -45,9 +45,9 @@ def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
 
 
 def test_leaves_that_are_not_finite_in_words():
-    assert in_words({}) == ""
-    assert in_words({"a": INFINITE}) == "a contains infinity"
-    assert in_words({"a": INFINITE, "b": NAN}) == "a and 1 more contain NaN"
+    assert describe_contents({}) == ""
+    assert describe_contents({"a": INFINITE}) == "a contains infinity"
+    assert describe_contents({"a": INFINITE, "b": NAN}) == "a and 1 more contain NaN"
 
 
 def test_the_error_of_a_loss_that_is_not_finite_can_be_copied():
