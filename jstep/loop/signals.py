@@ -35,10 +35,8 @@ _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasat
 class Preempted(SystemExit):
     """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
 
-    Its message says whether the state is saved. It is saved if the run has checkpoints, has begun, and nothing prevents
-    it.
-
-    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`.
+    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`. Its message says whether the state is
+    saved: if the run has checkpoints, has begun, and nothing prevents it.
 
     Attributes:
         state: The state after that step.

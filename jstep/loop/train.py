@@ -36,32 +36,27 @@ def _with_arguments_of(
 def train(*args: Any, **options: Any) -> TrainState[Any]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
-    A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
-    and with it the schedules, averages, random numbers and batches, is restored from the checkpoint.
+    A run that was stopped, killed or preempted resumes when it is started again: the step, and with it the schedules,
+    averages, random numbers and batches, is restored from the checkpoint.
 
-    A run that ends early (by a signal, an error in the data loader or in a hook, or a batch of the wrong shape) does
-    not lose its state. The last complete state is in the exception's `state` attribute. If there is a checkpoint_dir,
-    it is also saved, unless its loss or a parameter is not finite, or there are several processes (these save only
-    after a signal, which reaches all of them). A note on the exception names the step and the batch. If a step fails
-    while it runs on the device (out of memory, a host callback that raises), the state was already donated to it and is
-    lost: the run resumes from the last checkpoint.
+    After an exception (in the data loader, in a hook, or a signal) the last complete state is in the exception's
+    `state` attribute. If there is a checkpoint_dir, it is also saved, unless its loss or a parameter is not finite, or
+    there are several processes (these save only after a signal, which reaches all of them). If a step fails while it
+    runs on the device (out of memory, a host callback that raises), the state was already donated to it and is lost:
+    the run resumes from the last checkpoint.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
             advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages: step_a before step
-            1000, step_b from there on. All stages share one structure of the state; later stages are compiled in the
-            background.
+            1000, step_b from there on. All stages share one structure of the state.
         state: The initial state. If a checkpoint is restored, the state is only a template for structure, shapes,
             dtypes and sharding, and may be abstract. It is donated to a compiled step.
-        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)` for
-            batches that are made with the state, or any iterable. The position of an iterator with `get_state` and
-            `set_state`, or of a loader or iterator with `state_dict` and `load_state_dict`, is saved with each
-            checkpoint, for every process. A run that has fetched batches without training on them sets such an iterator
-            back when it ends, or, if it cannot, the next run that gets the iterator warns. A plain tuple is passed as
-            `*args`; anything else, including a list or a NamedTuple, is one argument; for a step without a batch, pass
-            `lambda step: ()`. Each batch is copied before the next one is fetched, so a loader may reuse its buffers.
-            If the batches end before last_step, including by the `OutOfRangeError` of a closed queue, the run ends with
-            a warning.
+        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)`, or any
+            iterable. The position of an iterator or loader with `get_state` and `set_state`, or `state_dict` and
+            `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
+            anything else, including a list or a NamedTuple, is one argument; for a step without a batch, pass `lambda
+            step: ()`. Each batch is copied before the next one is fetched. If the batches end before last_step,
+            including by the `OutOfRangeError` of a closed queue, the run ends with a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step takes no step.
             None if the batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
@@ -74,37 +69,33 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only. "auto" saves as
             often as possible at a cost of at most 1 % of the time: every 10 seconds (60 in a bucket) to every 600. Of
             these checkpoints, one every 600 seconds is kept; the others are *temporary*: each is replaced by the next,
-            and counts neither in `max_to_keep` nor in `keep_checkpoint_every_n_hours`. With save_checkpoint_steps,
-            "auto" means 600.
+            and no limit counts it. With save_checkpoint_steps, "auto" means 600.
         save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
         logdir: Where to write TensorBoard event files, a directory or a URL; None to write none.
-        save_summaries_steps: Interval between summaries, in steps; None for never. The last step is written only if it
-            is a multiple. A `SummarySaverHook` made without a writer, passed in hooks, replaces the built-in one and
-            has its own interval.
+        save_summaries_steps: Interval between summaries, in steps; None for never. A `SummarySaverHook` made without a
+            writer, passed in hooks, replaces the built-in one and has its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
         steps_per_call: The maximum number of steps of a call, K. One compiled program loops over the stacked batches of
-            a call, as many as there are until a hook is due or the shapes of the batches change, so that hooks and
-            restarts change no bit. If XLA runs a loop much slower than single steps (convolutions on a CPU), a call
-            takes one step. "auto" chooses K from the times of the first calls, so that a call takes about 5 ms: at most
-            64, or 1 for longer steps; the choice changes no bit.
+            a call, as many as there are until a hook is due or the shapes of the batches change; no bit of the results
+            depends on it. If XLA runs a loop much slower than single steps (convolutions on a CPU), a call takes one
+            step. "auto" chooses K so that a call takes about 5 ms: at most 64, or 1 for longer steps.
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
         batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of one
             global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
-            checkpoint_dir. A run that is started again finds its programs there; a user who can write to that directory
-            can thus run programs in this process. JAX's cache settings are global to the process; they are restored
-            when the run ends.
+            checkpoint_dir. A user who can write to that directory can run programs in this process. JAX's cache
+            settings are global to the process; they are restored when the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
             processes at one step; choose it somewhat below a scheduler's limit. None for no limit.
         config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are saved
             with the run and with each checkpoint, without secrets, and compared at a restart.
         start_from: A checkpoint of another run, or its directory (the newest one), from which this run begins if its
             checkpoint_dir has none yet: with the state, positions of loaders and states of hooks with which that run
-            would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read.
-            Nothing is written to the other run's directory. A state passed at the step of that checkpoint, if not 0,
-            replaces the checkpoint's state, with other values or shapes.
+            would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read. A
+            state passed at the step of that checkpoint, if not 0, replaces the checkpoint's state, with other values or
+            shapes.
 
     Returns:
         The state after the last step.

@@ -49,22 +49,20 @@ _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if
 class StallHook(RunHook):
     """A hook that reports what a stalled run waits for, and that can end the run.
 
-    `train` has one with the default settings; one among `hooks` replaces it. About once a second, a thread checks what
-    the main thread is doing: waiting for a batch, in a call of the step, compiling, restoring, saving, in an
-    evaluation, in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
+    `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait for a batch, a call of
+    the step, a compilation, a restore, a save, an evaluation, a hook, or a wait for other processes that has lasted
+    longer than
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
     where *usual* is the longest of the last 64 durations of the same activity (for batches and calls, the median). With
     the default settings, if a batch usually takes 0.5 s, a wait for one is a stall after max(60, min(15, 600.5)) = 60
     s; if a save usually takes 20 s, after max(60, min(600, 620)) = 600 s. An activity that has not been seen before,
-    such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts
-    for a tenth. Time in which the process was stopped, or the machine slept, does not count. A stall that holds the
-    interpreter's lock is seen by the other processes only.
+    such as the first compilation, may take 10 · warn_secs, and time in which the process computes counts for a tenth.
+    Time in which the process was stopped, or the machine slept, does not count.
 
-    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, the stall
-    is also a file `stalls/PREFIX.PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see
-    [When a run hangs](../help/stalls.md).
+    Each stall is a warning, repeated at twice, four times, eight times … its age, and if the run has a directory, a
+    file there, which `python -m jstep stalls` reads; see [When a run hangs](../help/stalls.md).
 
     Args:
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
