@@ -77,7 +77,6 @@ class Options(Generic[P]):
 
     @property
     def where(self) -> str | None:
-        """Return the directory or URL of the checkpoints, or else of the event files."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
         places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
@@ -116,7 +115,6 @@ class Options(Generic[P]):
 def takes_options(
     make: Callable[_A, Options[P]],
 ) -> Callable[[Callable[[Any, Any, Any, Any, Options[P]], None]], Callable[Concatenate[Any, _A], None]]:
-    """Decorator of `Run.__init__`: it is called with the training steps, the state, the batches, and the options."""
     signature = inspect.signature(make)
     parameters = signature.parameters.values()
 
@@ -146,7 +144,6 @@ def _as_secs(value: object, argument: str, expected: str) -> float | None:
 
 
 def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
-    """Return `steps_per_call`, an integer ≥ 1 or "auto", which means 1 for batches made with the state."""
     if isinstance(value, str):
         if value != AUTO:
             raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
@@ -200,7 +197,6 @@ def check(state: Tree, last_step: int) -> None:
 
 
 def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
-    """Resolve the argument `compile_cache` to an absolute path; None for no cache."""
     if cache is None or cache is False:
         return None
     if cache is True:

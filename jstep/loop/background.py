@@ -13,7 +13,7 @@ from jstep.hooks.hook import call_named, defines
 
 
 class BackgroundHooks:
-    """Calls `flush` and `saved` of hooks in threads other than the loop's, `saved` for one checkpoint at a time."""
+    """Calls `flush` and `saved` of hooks in other threads, `saved` for one checkpoint at a time."""
 
     def __init__(self, hooks: Sequence[Any]) -> None:
         self._flushed = [hook for hook in hooks if defines(hook, "flush")]
@@ -29,7 +29,7 @@ class BackgroundHooks:
             call_named(hook, "flush")
 
     def saved(self, step: int, path: str) -> None:
-        """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
+        """Report a checkpoint that is acknowledged and kept, without waiting."""
         with self._lock:
             if self._told and jax.process_index() == 0:
                 self._calls[path] = self._tasks.add(lambda: self._report(step, path))

@@ -20,7 +20,7 @@ from jstep.summary.writer import SummaryWriter
 
 
 class BuiltHooks(NamedTuple):
-    """The hooks of a run, savers last, with what the others share: a counter and the writer of the event file."""
+    """The hooks of a run, savers last, and the counter and the writer that they share."""
 
     hooks: list[Any]
     counter: StepCounterHook
@@ -28,7 +28,6 @@ class BuiltHooks(NamedTuple):
 
 
 def build_hooks(run: RunContext) -> BuiltHooks:
-    """Open the event file, and make all hooks of the run."""
     check_paths(run.options.hooks)
     options, writer = run.options, _open_writer(run)
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]

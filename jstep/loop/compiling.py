@@ -50,7 +50,7 @@ class CompileJob(NamedTuple):
 
 
 class Compiler:
-    """Compiler of a run's programs: in background threads, one at a time, and at the first call of each.
+    """Compiles a run's programs: in background threads, one at a time, and at the first call of each.
 
     Errors in the background are logged only, because the step that needs the program raises them. The process waits for
     a compilation before it exits.
@@ -79,7 +79,7 @@ class Compiler:
     def begin_first(
         self, start: int, batch_sharding: object, times: StartTimes, peek: Callable[[Callable[[], bool]], Any]
     ) -> None:
-        """Compile a run's first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
+        """Compile the first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
         stage = self.table.stage_of(start)
 
         def make(_: tuple[Any, ...]) -> None:
@@ -95,7 +95,7 @@ class Compiler:
             self.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
     def plan(self, source: Source, start: int, last_step: int, batch_sharding: object) -> None:
-        """Trace all stages whose first batch can be indexed, and compile later ones ahead."""
+        """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
         table = self.table
         first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
         seen: set[Any] = set()
@@ -123,7 +123,7 @@ class Compiler:
         self.begun.append((job, in_background(task, name="jstep-compile")))
 
     def after(self, args: tuple[Any, ...]) -> None:
-        """Begin the next compilation, after a step with these arguments."""
+        """Begin the next compilation, for the shapes of these arguments."""
         if not self.jobs or len(self.begun) == _MAX_AHEAD or (self.begun and not self.begun[-1][1].done()):
             return
         job = self.jobs.popleft()
@@ -192,7 +192,7 @@ class Compiler:
 
 
 def _what_differs(name: str, tree: Tree, before: Tree) -> str:
-    """Describe why a program was compiled again for a batch or a state; "" if these are alike."""
+    """Describe why a program was compiled again; "" if the trees are alike."""
     if different := describe_difference(tree, before):
         return f"its {name} is now one {different}"
     if trees.structure(tree) != trees.structure(before):
@@ -229,7 +229,7 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
-    """Compile in another thread, but count it for this one: the wait can be interrupted, XLA cannot."""
+    """Compile in another thread, but count it for this one."""
 
     def compiled() -> Compiled:
         lowered.compile()
@@ -271,7 +271,7 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
 
 
 def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
-    """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
+    """Trace a stage and check the state that it returns."""
     is_edge = step == stage.first
     name = f"train_step[{step}]" if is_edge else "train_step"
     which = "the first of its stage" if is_edge else "whose batch has other shapes than the one before"

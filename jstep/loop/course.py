@@ -10,9 +10,8 @@
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
-An iteration is a call, its hooks, and the body of the user's loop; if the body makes the batches, it is the body, with
-its calls and their hooks. A restart resumes only between two iterations. A run of `train` has no body, and is never
-`WITHIN` an iteration: an error of one of its hooks is saved.
+An iteration is defined in `stopping.py`. A restart resumes only between two iterations. A run of `train` has no body,
+and is never `WITHIN` an iteration: an error of one of its hooks is saved.
 """
 
 from collections.abc import Callable, Hashable
@@ -31,7 +30,7 @@ ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
 
 
 class HookCall(NamedTuple):
-    """A call of a hook, or code of the user's own loop, which is timed, named and handled in the same way."""
+    """A call of a hook, or code of the user's own loop, which is handled in the same way."""
 
     hook: Any
     method: str
@@ -59,11 +58,11 @@ class HookCall(NamedTuple):
 
 BODY = HookCall(None, "the body of the loop")
 AFTER_LOOP = HookCall(None, "the code after the loop")
-"""What is in progress while code of the user's block runs: the body of its loop, or what follows it."""
+"""What is in progress while code of the user's block runs."""
 
 
 class Course:
-    """Where a run is, and what it is doing. Only the loop's thread changes it; any thread may read it.
+    """Where a run is. Only the loop's thread changes it; any thread may read it.
 
     Args:
         position: The state that was passed, at an assumed step.
@@ -74,8 +73,7 @@ class Course:
         calling: The call that is in progress, or that raised: of a hook, or the `BODY`.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
-        first: The step at which the loop begins; while a checkpoint is restored, an assumption.
-        is_first_known: Whether `first` is set.
+        first: The step at which the loop begins, an assumption unless `is_first_known`.
         restoring: The step of the checkpoint that is being restored.
     """
 
@@ -110,7 +108,6 @@ class Course:
     # The start.
 
     def expect(self, first: int, restoring: int | None) -> None:
-        """Assume where the loop will begin, before the checkpoint of a step, if any, is restored."""
         self.first, self.is_first_known = first, True
         self.restoring = restoring
 
@@ -121,14 +118,14 @@ class Course:
     # What the run is doing.
 
     def during(self, call: HookCall, fn: Callable[..., _T], *args: Any, **options: Any) -> _T:
-        """Return `fn(*args)`, which is a call of a hook; if it raises, `calling` still names it."""
+        """Call a hook; if it raises, `calling` still names it."""
         self.calling = call
         result = fn(*args, **options)
         self.calling = None
         return result
 
     def apply(self, call: HookCall, result: Any) -> bool:
-        """Check what a hook returned, and continue with its state if it is one; return whether it ends the run."""
+        """Continue with the state that a hook returned, if any; return whether it ends the run."""
         stop, state = check_hook_result(result, self.position.state, self.position.step, call.name)
         if state is not self.position.state:
             self.replace_state(state)
@@ -145,11 +142,10 @@ class Course:
     # The end.
 
     def stop(self, by: str | None) -> None:
-        """End the run after this iteration; the first hook that does so is named."""
         self.stopped_by = self.stopped_by or by
 
     def fail(self) -> None:
-        """End the run after an error; `calling` still names the call that raised."""
+        """End the run after an error."""
         self.status = ENDING if self.is_whole else BROKEN
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The calls of a run: compile the program of a chunk if it is not compiled yet, run it, and explain its errors."""
+"""The calls of a run, and explanations of their errors."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ from jstep.training.metrics import Constants
 from jstep.training.step import step_function
 
 _ROUNDING = 2**-24
-"""What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
+"""What rounding leaves of a rate where a schedule ends at 0, as a share of the largest."""
 
 AfterChunk = Callable[[Chunk, Any], None]
 """`after_chunk(chunk, state)`, where the state is the one that the dispatched call returned."""
@@ -61,7 +61,7 @@ class Dispatch:
         self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
 
     def prepare(self, state: Tree, chunk: Chunk) -> None:
-        """Compile what the call of a chunk needs, so that no signal is obeyed between this and the call."""
+        """Compile what a call needs; no signal is obeyed between this and the call."""
         self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
         if not chunk.program.is_called:
             with self._watch.phase(STARTING), self._first_call() if self._latest is None else _UNMARKED:
@@ -89,7 +89,7 @@ class Dispatch:
         return result
 
     def stop_calling(self, after_chunk: AfterChunk) -> None:
-        """Remove one of the functions that are called after each chunk."""
+        """Call this function no more after each chunk."""
         self.after_each = [other for other in self.after_each if other != after_chunk]
 
     def _run_watched(self, state: Tree, chunk: Chunk, began: float) -> Any:
@@ -141,15 +141,13 @@ _UNTIMED, _TIMED = 2, 5
 
 
 def choose_max_steps(seconds: float) -> int:
-    """Return the maximum number of steps of a call, a power of two, from the duration of a step."""
     return int(min(MAX_STEPS_PER_CALL, 2 ** max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))))
 
 
 class AutoSteps:
-    """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
+    """Times the first calls of a run, waiting for the device, then switches to longer ones.
 
-    It waits for the device during the timed calls. All processes switch after the same call; for this they wait for the
-    compilation.
+    All processes switch after the same call.
     """
 
     def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -247,7 +245,7 @@ def check_result(result: object) -> None:
 
 
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
-    """Warn if every device of the state's mesh does the same work, because nothing is split over them.
+    """Warn if every device of the state's mesh does the same work.
 
     Any layout but replicated parameters and a batch that is not on the mesh may be intended.
     """

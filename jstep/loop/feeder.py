@@ -25,21 +25,19 @@ from jstep.queues.queues import until_end
 _SECOND, _SHARE = 1.0, 0.05
 """The interval between two checks of the waits, in seconds, and the share of it above which a thread starts."""
 _HAND_OVER = 1e-4
-"""The wait for each call, in seconds, below which no thread starts: handing over a batch wakes a thread and moves the
-interpreter's lock twice, which takes tens of microseconds, and longer on a busy machine."""
+"""The wait for each call, in seconds, below which no thread starts: handing over a batch takes tens of microseconds."""
 _CALLS_AHEAD = 2
 """The number of calls whose batches a thread reads ahead of the loop."""
 
 
 class BatchCopies(Iterable[tuple[Any, Any, Any]]):
-    """The batches of a source, copied if other code might write to them, each with its shapes and the next position.
+    """The batches of a source, copied if other code might write to them, with their shapes and positions.
 
-    The first one is timed, and may be made early in a thread. Later ones may be read ahead by another thread.
+    The first one may be made early in a thread, and later ones may be read ahead by another.
 
     Attributes:
-        source: The source of the batches.
         fetched: The number of batches that were fetched, by any thread.
-        count: The number of those that the loop has placed: errors name the batch that was not.
+        count: The number of those that the loop has placed on the devices.
     """
 
     def __init__(self, source: Source, times: StartTimes | None = None) -> None:
@@ -57,7 +55,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return itertools.chain(until_taken, self._items, self._taken_ahead())
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
-        """Yield copies of batches; in the loop's thread, until another one reads ahead."""
+        """Yield copies of batches, in the loop's thread until another one reads ahead."""
         source = self.source
         # `LivePosition` reads the positions of batches that are made with the state.
         read_position = None if source.is_of_state else source.position
@@ -100,7 +98,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return future
 
     def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
-        """Wait for the first batch, or for its `shapes`; return None if there is none, or the run ends first."""
+        """Wait for the first batch or for its `shapes`; return None if there is none."""
         future = self._first
         if shapes is not None:  # also read by the user's reader, which may hang
             future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
@@ -112,7 +110,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
     # The batches that are read ahead.
 
     def reader(self) -> ReaderThread:
-        """Return the thread that reads from now on; the caller holds it, requests batches, and closes it."""
+        """Return the thread that reads from now on, which the caller closes."""
         reader = None if self._reader is None else self._reader()
         if reader is None:
             reader = ReaderThread(functools.partial(next, self._read(is_ahead=True)))
@@ -133,18 +131,17 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
 
 class BatchFeeder(Iterator[Chunk]):
-    """Iterator over the chunks of a run; the loop, or a thread ahead of it, reads their batches.
+    """Iterator over the chunks of a run; a thread may read their batches ahead.
 
-    A thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
-    call. It never reads batches that are made with the state.
+    It starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per call. It
+    never reads batches made with the state.
 
     Attributes:
         waiting: Whether the loop waits for a chunk.
         may_stop: Whether that wait may be left: no batch is lost.
         got: The stopwatch time at which the loop received the latest chunk.
         steps: The number of its steps.
-        position: The position of the batches.
-        iterations: The number of iterations that have begun of a loop that makes its batches.
+        iterations: The iterations that have begun, of a loop that makes its batches.
     """
 
     def __init__(self, copies: BatchCopies, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
@@ -169,7 +166,6 @@ class BatchFeeder(Iterator[Chunk]):
         return self._requests > 0 or self.iterations > 0
 
     def interrupted(self) -> BaseException | None:
-        """Return what a signal raises in the loop's thread: it may end a wait."""
         return StopWaiting() if self.may_stop else None
 
     def __next__(self) -> Chunk:
@@ -204,7 +200,7 @@ class BatchFeeder(Iterator[Chunk]):
         return chunk
 
     def _check_waits(self, got: float) -> None:
-        """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
+        """Start a thread if recent waits were too long."""
         checked, before, requests = self._checked
         waited = self._watch.seconds()[WAITING]
         if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):
@@ -218,7 +214,6 @@ class BatchFeeder(Iterator[Chunk]):
         self._reader.request(self._ahead - before)
 
     def is_position_lost(self, steps: int) -> bool:
-        """Return whether the position after these steps was too large to copy."""
         return self.position.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
@@ -226,7 +221,7 @@ class BatchFeeder(Iterator[Chunk]):
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> bool:
-        """End the thread; return whether it has ended, so that it does not use the source any more."""
+        """End the thread; return whether it has ended, and no longer uses the source."""
         return self._reader is None or self._reader.close()
 
 

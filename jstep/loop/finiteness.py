@@ -26,11 +26,10 @@ _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
 
 
 class Finiteness:
-    """Whether the parameters and the loss of a run are finite; those that were not when it began do not count.
+    """Whether the parameters and the loss of a run are finite; parameters that were not when it began do not count.
 
     Attributes:
         at_start: The contents of the state when the run began; empty if no hook checks or saves it.
-        savers: The hooks that save.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Finiteness:
         self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
 
     def nonfinite_params(self) -> dict[str, int]:
-        """Wait for the contents of the parameters that became NaN or infinite since the run began."""
+        """Wait for the parameters that became NaN or infinite since the run began."""
         state = self._course.position.state
         if self._known is None or self._known[0]() is not state:
             bad, _ = StateContents(state, params_only=True).worse_since(self.at_start)
@@ -54,7 +53,7 @@ class Finiteness:
         return self._known[1]
 
     def require(self, step: int, saver: Saver) -> bool:
-        """Return whether the parameters are finite; raise if they are not, unless the `Saver` allows it."""
+        """Return whether the parameters are finite; raise unless they are or the `Saver` allows it."""
         if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
             return True
         bad = self.nonfinite_params()
@@ -92,7 +91,7 @@ class Finiteness:
         return (allowing if why else self.savers), why
 
     def _loss_problem(self) -> str:
-        """Return why the last loss prevents a save (not finite in an update that counted, or unreadable), or ""."""
+        """Return why the last loss prevents a save, or ""."""
         step, _, metrics, _ = self._course.position
         loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
         is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated

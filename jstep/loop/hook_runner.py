@@ -49,9 +49,8 @@ class HookRunner:
     """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it.
 
     Attributes:
-        evaluations: The `EvaluationHook`s.
-        savers: The schedules of the hooks that save, which are called between two iterations.
-        is_checking: Whether it waits for the device, to check the step.
+        savers: The hooks that save, which are called between two iterations.
+        is_checking: Whether it waits for the device.
         ended_at: The step at which `end` of the hooks was called last, also by an earlier start.
     """
 
@@ -73,17 +72,13 @@ class HookRunner:
         self.ended_at: int | None = origin.extra.get(ENDED)
 
     def use_run(self, closing: contextlib.ExitStack) -> None:
-        """Pass the run to the built-in hooks, and close them with it."""
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 closing.push(noting(functools.partial(call_named, hook, "close")))
                 hook.use_run(self._run)
 
     def with_before_step(self, dispatch: Dispatch) -> RunChunk:
-        """Return `dispatch`, after a call of each hook's `before_step`, with which an iteration begins.
-
-        What the call needs is compiled before: no signal, and hardly an error, can come between the hooks and the call.
-        """
+        """Return `dispatch`, after a call of each hook's `before_step`, before which its program is compiled."""
         hooks = [hook for hook in self._hooks if defines(hook, "before_step")]
 
         def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
@@ -116,7 +111,7 @@ class HookRunner:
         return is_done
 
     def after(self, first: int) -> None:
-        """Run the hooks that are due after a call that began at step `first`, except those that save."""
+        """Run the hooks that are due after a call that began at step `first`, except savers."""
         run, position = self._run, self._course.position
         step = position.step
         run.steps_by_rows[position.rows] += step - first
@@ -133,14 +128,14 @@ class HookRunner:
                 savers.next = step
 
     def save(self) -> None:
-        """Between two iterations, let the hooks save that are due; then raise the errors of logs."""
+        """Run the savers that are due; then raise the errors of logs."""
         if self._course.position.step >= self.savers.next:
             self._call_due(self.savers, with_failures=True)
         else:
             self.raise_log_errors()
 
     def _check_step(self, first: int) -> None:
-        """Check, once for each stage, that its step advances the global step by one; waits for the device."""
+        """Check, once for each stage, that its step advances the global step by one."""
         course = self._course
         if first == course.first:
             self._run.watch.started()
@@ -201,7 +196,7 @@ class HookRunner:
             course.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:
-        """Deliver pending results; return whether a hook prevents the save, on any process."""
+        """Deliver pending results; return whether a hook of any process prevents the save."""
         self._run.transfers.deliver_all()
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         custom = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
@@ -209,7 +204,7 @@ class HookRunner:
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
     def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
+        """Run hooks after the last call, once; `failed` receives their exceptions."""
         run, course, errors = self._run, self._course, HookErrors(self._course)
         if not course.has_stepped or self._was_last:
             return
@@ -233,13 +228,13 @@ class HookRunner:
                 return self._run.transfers.deliver_all()
 
     def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
+        """Raise the errors of logs, or pass them to `failed`."""
         errors = HookErrors(self._course)
         errors.add_failures(self._run.failures)
         errors.end(failed)
 
     def end(self) -> None:
-        """Call `end` of the hooks; a start that takes no step only repeats the last evaluations, to fill `results`."""
+        """Call `end` of the hooks; a start that takes no step only repeats the last evaluations."""
         course, errors = self._course, HookErrors(self._course)
         before, hooks = course.position.state, self._hooks
         if not course.has_stepped and (self._run.restored is None or self.ended_at == course.position.step):
@@ -264,7 +259,7 @@ class HookRunner:
         errors.end()
 
     def _repeat_evaluations(self) -> Sequence[Any]:
-        """Repeat evaluations that have ended already; return the others and the savers, which have to end."""
+        """Repeat evaluations that have ended; return the hooks that have to end."""
         step, state, _, _ = self._course.position
         left = [hook for hook in self.evaluations if hook.owes_end(step)]
         for hook in self.evaluations:
@@ -273,7 +268,6 @@ class HookRunner:
         return [*left, *(schedule.hook for schedule in self.savers.schedules)] if left else []
 
     def has_ended(self) -> bool:
-        """Return whether the hooks have ended at this step, or only need to save there."""
         course = self._course
         if self.ended_at == course.position.step:
             return True
@@ -295,7 +289,7 @@ class HookRunner:
             self._run.watch.record(call.timing_key, began)
 
     def ends(self, boundaries: Boundaries) -> Iterator[int]:
-        """Yield the steps at which calls must end, also because a hook is due."""
+        """Yield the steps at which calls must end."""
         options, course = self._options, self._course
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         # Only process 0 writes lines, but all processes end a call when one is due.
@@ -315,7 +309,7 @@ class HookRunner:
 
 
 class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
-    """A context that collects the errors of hooks: each call of one runs in it, so all hooks are called."""
+    """A context that collects the errors of hooks, so that all are called."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
@@ -339,7 +333,6 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             self.add(error, HookCall(log, method))
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Pass the errors to `failed`, or raise the first, with the others as notes."""
         self._course.calling = self._calling
         if failed is not None:
             for error in self.all:
@@ -358,10 +351,10 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
 def close_hooks(
     course: Course, watch: Stopwatch, hooks: Sequence[Any], problems: Iterable[Exception], error: BaseException | None
 ) -> None:
-    """Call `failed`, `closed` and `close` of the user's hooks after a run that ended with this error, if any.
+    """Call `failed`, `closed` and `close` of the user's hooks.
 
-    Exceptions of hooks, also the `problems` in the background, become notes of that error; without it, the first one is
-    raised.
+    Their exceptions, and the `problems` in the background, become notes of the run's error; without it, the first one
+    is raised.
     """
     errors = HookErrors(course)
     for problem in problems:
@@ -380,7 +373,6 @@ def close_hooks(
 
 
 def _acts(hook: Any) -> bool:
-    """Return whether a hook may act after a step."""
     if isinstance(hook, RunHook):
         return hook.cadence is not None or type(hook).after_step is not RunHook.after_step
     return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))

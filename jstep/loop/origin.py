@@ -1,9 +1,4 @@
-"""The origin of a run: the state or the checkpoint that it begins from, opened and restored.
-
-In this order: the checkpoints are opened, a branch reads the checkpoint that it begins from, a copy of another run's
-directory becomes a run of its own, and, after the first batch and program were begun, the newest checkpoint is
-restored.
-"""
+"""The origin of a run: the state or the checkpoint that it begins from, opened and restored."""
 
 import contextlib
 import dataclasses
@@ -45,12 +40,11 @@ initial values of held hyperparameters."""
 RUN_KEY: Final = "run"
 PARENT: Final = "parent"
 PARENT_RUN: Final = "parent_run"
-"""Keys in `extra` and in starts: the name of the run, and the checkpoint that it began from; in starts also the name of
-the run that saved that checkpoint."""
+"""Keys in `extra` and in starts: the run's name and the checkpoint that it began from; in starts also that one's
+run."""
 PAST: Final = "past"
 START: Final = "start"
-"""`PAST` is the key in a checkpoint's `extra` of its batches, lanes and start; `START` is the key in that entry of the
-start, as its number and `began`."""
+"""`PAST` is the key in `extra` of the past of a run; `START` is its key of the start, as its number and `began`."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 
@@ -59,9 +53,9 @@ class Trunk(NamedTuple):
     """The checkpoint of another run.
 
     Attributes:
-        extra: Its data beside the state; None until it is read.
-        is_named: Whether `start_from` names the checkpoint itself, which is never exchanged for another one.
-        edited: The step of the state passed, if the run begins with that state in place of the checkpoint's, else 0.
+        extra: Its data beside the state; None until read.
+        is_named: Whether `start_from` names the checkpoint itself.
+        edited: The step of the state passed, if it replaces the checkpoint's, else 0.
     """
 
     saver: Saver
@@ -104,14 +98,13 @@ _NOT_GIVEN, _NEW = Given(), Lineage()
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What is known before the state is restored: enough to begin the first batch and program, and the record.
+    """What is known before the state is restored.
 
     Attributes:
-        first: The first step, if it is known.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
         extra: The data beside the state of that checkpoint.
         trunk: That checkpoint, if it is another run's.
-        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
+        is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
     """
 
     given: Given = _NOT_GIVEN
@@ -143,7 +136,6 @@ class Resumed:
     """A run resumes from its own newest checkpoint.
 
     Attributes:
-        extra: The data of the checkpoint beside the state.
         is_at_branch_point: Whether it has branched off at this step, and was not stopped there by its own hook.
     """
 
@@ -178,7 +170,6 @@ Origin: TypeAlias = Fresh | Resumed | Branched
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    """Return the data that `train` saved beside the state at a step, or an empty dict."""
     extra = saver.extra(step)
     if not isinstance(extra, dict):
         return {}
@@ -189,7 +180,6 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
 
 
 def open_saver(options: Options) -> tuple[Saver | None, int | None]:
-    """Open the checkpoints of the run; return also the newest step."""
     directory = options.checkpoint_dir
     if directory is None:
         return None, None
@@ -202,7 +192,7 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
 
 
 def find_opening(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Opening:
-    """Find what the run begins from, and read the small parts of the newest checkpoint."""
+    """Find what the run begins from, without reading the state."""
     step = _step_of_values(state)
     given = Given(step, {} if step is None or saver is None else _initial_values(state))
     trunk = _open_trunk(options, saver, latest, step)
@@ -225,7 +215,7 @@ def find_opening(options: Options, state: TrainState, saver: Saver | None, lates
 
 
 def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[Opening, TrainState]:
-    """Read the checkpoint of another run to begin from, before anything depends on which one it is."""
+    """Read the checkpoint of another run to begin from."""
     assert opening.trunk is not None
     trunk, state = _read_trunk(options, opening.trunk, state)
     if jax.process_index() == 0:
@@ -237,10 +227,7 @@ def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[O
 
 
 def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
-    """Return the lineage of a run that begins in a copy of another run's directory, which is a run of its own.
-
-    Its parent is the checkpoint of the original; without a step, there is none.
-    """
+    """Return the lineage of a run in a copy of another run's directory: its parent is the original's checkpoint."""
     directory, step, lineage = options.where, opening.latest, opening.lineage
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     if directory is None or is_url(directory):
@@ -268,20 +255,18 @@ def _initial_values(state: TrainState) -> dict[str, float]:
 
 
 def _name_in(extra: Mapping[str, Any]) -> str | None:
-    """Return the name that an earlier start gave the run; None if a user saved something else under the same key."""
     name = extra.get(RUN_KEY)
     return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
 
 
 def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
-    """Return the parent that a checkpoint names; None if a user saved something else under the same key."""
     parent = extra.get(PARENT)
     is_one = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
     return parent if is_one else None
 
 
 def _step_of_values(state: TrainState) -> int | None:
-    """Return the step of a state; None if it may be only a template: it is abstract, or was donated."""
+    """Return the step of a state; None if it is abstract, or was donated."""
     if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None
@@ -319,7 +304,7 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
 
 
 def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
-    """Warn that `start_from` is not read, if a run that resumes has not begun from the checkpoint that it names."""
+    """Warn if a run that resumes has not begun from the checkpoint that `start_from` names."""
     name = None if path is None else split_path(path)[1]
     if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
         return
@@ -331,7 +316,7 @@ def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
-    """Return whether a path is this directory or a checkpoint in it, not another directory with a name like exp-1."""
+    """Return whether a path is this directory or a checkpoint in it."""
     above, name = split_path(path)
     match, place = _NAME.fullmatch(name), resolve_path(directory)
     if match is None or resolve_path(above) != place:
@@ -372,10 +357,9 @@ def _gone(path: str) -> CheckpointError:
 
 
 def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree]:
-    """Return a checkpoint, with its `extra`, and its state or the edited one.
+    """Return a checkpoint and its state or the edited one.
 
-    The run there may go on, and replace the checkpoint while it is read. Unless it was named, the newest permanent one
-    is taken then.
+    If the run there replaces the checkpoint meanwhile, and it was not named, the newest permanent one is read.
     """
     read = _read_once(trunk, target)
     if read is None and not trunk.is_named:
@@ -387,7 +371,7 @@ def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tr
 
 
 def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
-    """Read a checkpoint, with the files of its `extra` in memory; return None if it was replaced meanwhile."""
+    """Read a checkpoint; return None if it was replaced meanwhile."""
     saver, step = trunk.saver, trunk.step
 
     def load(name: str) -> tagged_json.LargeBytes:
@@ -408,10 +392,7 @@ def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
 
 
 def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
-    """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted.
-
-    The last item is whether the path names it.
-    """
+    """Find a checkpoint, or the newest one of a directory, even if it is corrupted, and whether the path names it."""
     above, name = split_path(path)
     if match := _NAME.fullmatch(name):
         store, step = open_store(above), int(match[2])
@@ -430,7 +411,7 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
 
 
 def _run_of(trunk: Trunk) -> str | None:
-    """Return the name of the run that saved a checkpoint; for a best one, look in its directory and the one above."""
+    """Return the name of the run that saved a checkpoint; a best one's run is in its directory or the one above."""
     if isinstance(name := trunk.extra.get(RUN_KEY), str):
         return name
     path, directory = trunk.parent["path"], trunk.saver.directory
@@ -453,7 +434,7 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 
 
 def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[Origin, TrainState]:
-    """Restore the newest checkpoint, or start from the given state; the checkpoint of a branch has been read."""
+    """Restore the newest checkpoint, unless a branch has read one, or start from the given state."""
     if opening.trunk is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}
@@ -478,7 +459,7 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
 
 
 def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """Return the initial values of the held hyperparameters of a restored run; warn if the given state differs."""
+    """Return the initial values of held hyperparameters; warn if the given state's differ."""
     before, given = extra.get(HELD_VALUES), opening.given
     _warn_if_different(opening, restored, before, name)
     # Shapes, or a trained state, hold no initial values.

@@ -50,24 +50,21 @@ def as_stages(train_step: object) -> TrainSteps:
 
 
 def name_of_step(step: object) -> str:
-    """Return the name of a training step, or of its loss if `minimize` made the step."""
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
 def lanes_of(step: object) -> int | None:
-    """Return the number of lanes of a training step, if it reports them."""
     lanes = getattr(step, "lanes", None)
     return lanes if isinstance(lanes, int) else None
 
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """A training step of a run, from `first` to before `stop`. `single` runs one step, compiled if loops are used.
+    """A training step of a run, from `first` to before `stop`. `single` runs one step.
 
     Attributes:
-        is_begun: Whether one of its programs was called.
         is_ahead: Whether its first program was compiled before it was due.
-        is_slow: Whether XLA runs it much slower in a loop, so that a call takes one step.
+        is_slow: Whether XLA runs it much slower in a loop.
     """
 
     step: Any
@@ -80,12 +77,12 @@ class Stage:
     is_slow: bool = False
 
     def begin(self) -> bool:
-        """Begin the stage with a call of one of its programs; return whether it is the first one."""
+        """Note a call; return whether it is the stage's first."""
         is_first, self.is_begun = not self.is_begun, True
         return is_first
 
     def run_single(self) -> None:
-        """Run one step per call from now on, because XLA runs its loop much slower."""
+        """Run one step per call from now on."""
         if not self.is_slow:
             logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
         self.is_slow = True
@@ -141,7 +138,6 @@ class Program:
     """The training step of a stage, or a loop over 1 to `max_steps` of its steps.
 
     Attributes:
-        is_stacked: Whether the arguments of the steps are stacked.
         step_args: For a loop, the shapes of the arguments of one step.
         rows: The number of rows of a batch, if known.
         constants: The constant metrics of the latest call.
@@ -214,7 +210,6 @@ class Program:
                 return traced.lower()
 
     def compile(self, state_shapes: Tree, args: tuple[Any, ...], sums: MetricSums) -> None:
-        """Compile it for the shapes of the arguments of one step, unless it cannot be traced."""
         if self.has_failed:
             return
         args = _stack_shapes(args, self.max_steps) if self.is_stacked else args
@@ -233,13 +228,12 @@ AUTO = "auto"
 class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
-    With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
-    looked up where batches are made into chunks; the first lookup for new shapes traces the step.
+    With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call.
 
     Attributes:
         compiling: `compiling(name)` is a context for the time in which the loop waits for the program of that name.
-        on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
-            otherwise see NumPy or JAX arrays depending on prefetching.
+        on_device: Whether batches without a sharding are put on the default device, so that a step that is not compiled
+            sees JAX arrays.
         tracing: Held while any thread traces a program for new shapes.
     """
 
@@ -308,7 +302,6 @@ class ProgramTable:
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
-        """Compile the program of chunks from `step`, for the shapes of the arguments of one step."""
         self.stage_of(step).is_ahead = True
         shapes = shapes_of_leaves(*trees.flatten(trees.args_to_batch(args)))
         program = self.program_for(step, shapes, lambda: args)
@@ -355,7 +348,6 @@ class Chunk:
         return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:
-        """Return the size of the leading axis of all arguments; None if sizes differ or none has one."""
         axis = int(self.program.is_stacked)
         shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
         sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
@@ -363,7 +355,7 @@ class Chunk:
 
 
 CopiedBatches = Iterator[tuple[Any, Any, Any]]
-"""Batches that no other code writes to, each with its shapes and the position after it."""
+"""Batches, each with its shapes and the position after it."""
 ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
 """`program_for(step, shapes, args)`, such as `ProgramTable.program_for`."""
 
@@ -377,7 +369,7 @@ def make_chunks(
     on_device: bool = False,
     ends: Iterable[float] = (math.inf,),
 ) -> Iterator[Chunk]:
-    """Yield batches as chunks, which end where the program, the shapes of the batches or `ends` require it."""
+    """Yield batches as chunks, which end where the program, the shapes or `ends` require it."""
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
     items, step = iter(batches), start
@@ -420,8 +412,6 @@ def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
 
 
 def _stacked(batches: list[Any], max_steps: int) -> Any:
-    """Stack batches; repeat the last one if there are fewer than `max_steps`."""
-
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
 
@@ -435,7 +425,7 @@ _MAX_CHANGES = 64
 
 
 class Boundaries(NamedTuple):
-    """The steps at which another program follows, because another stage begins or the shapes of the batches change."""
+    """The steps at which another stage begins or the shapes of the batches change."""
 
     stages: TrainSteps
     next_change: Callable[[int], int | None]
@@ -445,7 +435,7 @@ class Boundaries(NamedTuple):
         return min(end for end in ends if end is not None)
 
     def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
-        """Yield the steps at which chunks must end, in order, including the last one."""
+        """Yield the steps at which chunks must end."""
         step = start
         while step < last_step:
             step = min(self.after(step, last_step), due_after(step))

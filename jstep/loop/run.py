@@ -8,9 +8,6 @@
 | in an iteration | a call, due hooks; `next(run)` returns; the body | waits for its end | may be replaced |
 | ended | the last step, a hook, a signal, the end of the block | see `stopping.py` | the last state |
 | closed | the block is left | is not handled | the last complete state, or None |
-
-What is resumed from is only ever a state between two iterations (`course.py`). If the body makes the batches, it may
-take any number of steps in an iteration.
 """
 
 import contextlib
@@ -63,7 +60,7 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
     Meters,
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
-what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
+what the others log until then."""
 _SHORT = 1e-4
 """A body that takes fewer seconds counts as a part of the step, which is cheaper."""
 
@@ -77,7 +74,7 @@ class _Failure(contextlib.AbstractContextManager[None]):
     error: BaseException | None = None
 
     def take(self) -> BaseException | None:
-        """Return the error, and keep it no longer: its traceback holds the frames of the run."""
+        """Return the error and drop it: its traceback holds the frames of the run."""
         error, self.error = self.error, None
         return error
 
@@ -97,10 +94,10 @@ class Run(Generic[P]):
     `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
     generator that holds the block also end the run. `next(run)` works as `for` does.
 
-    What a restart resumes from is only ever a state between two iterations: due savers, signals, stops and `last_step`
-    take effect there, after the hooks and the body of a step. So in the history that a checkpoint continues, each hook
-    and each body ran once. An exception in the body, or in a hook, saves nothing of its iteration: the state is in the
-    exception's `state`, and a note names the checkpoint that the next start resumes from, by default seconds old.
+    A restart resumes only between two iterations: due savers, signals, stops and `last_step` take effect there, so in
+    the history that a checkpoint continues, each hook and each body ran once. An exception in the body, or in a hook,
+    saves nothing of its iteration: the state is in the exception's `state`, and a note names the checkpoint that the
+    next start resumes from.
 
     If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times in an
     iteration, so the last one may pass last_step.
@@ -115,8 +112,8 @@ class Run(Generic[P]):
     Attributes:
         step: The number of training steps completed.
         state: The latest state, which is donated to the next step. In the body it may be replaced by a state of the
-            same step, structure, shapes and dtypes. It stays after the block, also after an exception: the last
-            complete state, or None if it was donated.
+            same step, structure, shapes and dtypes. After the block it is the last complete state, or None if that was
+            donated.
         metrics: The metrics of the latest call, on the device; None before the first one.
 
     Raises:
@@ -196,13 +193,13 @@ class Run(Generic[P]):
         return self._last if position.state is None else position
 
     def stop(self, by: str = "the loop") -> None:
-        """End the run after this iteration, or before the first one; `by` is the reason that the record gives."""
+        """End the run after this iteration; `by` is the reason that the record gives."""
         run = self._context
         if run.step < run.course.stop_step:  # else the run has reached its end
             run.stop(as_string(by, "by"))
 
     def __iter__(self) -> Iterator[int]:
-        """Return the iterator over the rest of the run, always the same one, which yields the step of `state`."""
+        """Return the iterator over the rest of the run, which yields the step of `state`."""
         if self._stack is None:
             raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
         if self._owner != (os.getpid(), threading.get_ident()) and not self._context.is_over:
@@ -294,7 +291,7 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
-        """Enter the contexts of the run: its mesh, log handler, compilation cache and an empty set of warnings."""
+        """Enter the mesh, log handler, compilation cache and an empty set of warnings."""
         progress = self._context.options.progress
         # The progress bar of a notebook shows the rest.
         least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
@@ -322,7 +319,7 @@ class Run(Generic[P]):
             stopping.leave_at_once(run.step, error)
 
     def _release(self) -> None:
-        """Let the observers see the last state, and drop it: hooks and signal handlers must not keep it alive."""
+        """Let the observers see the last state, and drop it."""
         run = self._context
         for observer in run.observers:
             observer.before_close()
@@ -390,10 +387,7 @@ class Run(Generic[P]):
             self._finish()
 
     def _owes_body(self) -> bool:
-        """Return whether the batches have ended between two multiples of the interval of the body, which has not run.
-
-        A start may also find that they had ended where an earlier one has saved, and was killed before that body ended.
-        """
+        """Return whether the batches, also of an earlier start, have ended before a multiple of the body's interval."""
         course = self._context.course
         interval = course.body_interval
         is_between = interval is not None and course.position.step % interval > 0
@@ -410,7 +404,7 @@ class Run(Generic[P]):
         course.status, course.calling = BETWEEN, None
 
     def _iterate_bodies(self) -> Generator[int, None, None]:
-        """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
+        """Yield iterations to a body that makes the batches."""
         course = self._context.course
         with self._failure:
             self._begin_steps()
@@ -440,7 +434,7 @@ class Run(Generic[P]):
         run.watch.switch(STEPPING if run.course.has_stepped else STARTING)
 
     def _begin_steps(self) -> Iterable[Chunk]:
-        """Return the chunks of the run, which has begun; none if it is stopped, or if the body makes the batches."""
+        """Return the chunks of the run; none if it is stopped, or if the body makes the batches."""
         run = self._context
         if not self._has_steps or run.course.is_at_last:
             return ()
@@ -450,7 +444,7 @@ class Run(Generic[P]):
         return () if isinstance(self._batches, LoopBatches) else fetch_by_all(self._opened.feeder)
 
     def _take(self, chunk: Chunk) -> int:
-        """Take a call, and call the hooks that are due after it, except those that save."""
+        """Take a call, and call the hooks that are due, except savers."""
         run, course = self._context, self._context.course
         if run.in_flight.is_full:
             run.in_flight.make_room()
@@ -477,7 +471,7 @@ class Run(Generic[P]):
     # The end.
 
     def _end(self) -> None:
-        """End a run whose block is left before its last step, such as by `break`."""
+        """End a run whose block is left early, such as by `break`."""
         run = self._context
         if run.is_over:
             return

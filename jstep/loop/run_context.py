@@ -38,13 +38,7 @@ from jstep.watching.observer import Observers
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Opened:
-    """What a run has opened: its state is restored, and nothing has begun.
-
-    Attributes:
-        dispatch: Runs the chunks that `feeder` makes of `batches`.
-        hooks: The user's, and the built-in ones, savers last; `runner` calls them.
-        finiteness: Whether the state may be saved.
-    """
+    """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks."""
 
     dispatch: Dispatch
     batches: BatchCopies
@@ -60,15 +54,12 @@ class RunContext(RunInfo):
     """One run, from its arguments to its end.
 
     Attributes:
-        options: The arguments, except the training steps, the state and the batches.
-        course: Where the run is, and what it is doing.
         observers: They are entered before anything is opened.
-        opening: What is known of its checkpoints, which `saver` has, before the state is restored.
+        opening: What is known before the state is restored.
         origin: What the run begins from, once that is restored.
         closing: Closes what the run has opened.
         file: The record of this start, while it is open; any thread writes it.
         new_name: Its name if no earlier start gave it one.
-        opened: What it has opened, once it is open.
     """
 
     background: BackgroundHooks
@@ -103,7 +94,7 @@ class RunContext(RunInfo):
         return hasattr(self, "opened")
 
     def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
-        """Deliver a row of numbers to a hook; if that fails, the run ends once the checkpoint that is due is saved."""
+        """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved."""
         call, outer = HookCall(hook, "deliver"), self.course.calling
         try:
             self.course.during(call, deliver, step, numbers)
@@ -176,6 +167,6 @@ class RunContext(RunInfo):
         return self.opened.finiteness.require(step, saver)
 
     def before_off_cadence(self) -> None:
-        """Freeze the position of batches that are made with the state as it is now."""
+        """Freeze the position of batches that are made with the state."""
         if self.opened.feeder.has_begun:
             self.opened.feeder.position.freeze()

@@ -45,7 +45,7 @@ from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
 
 HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
-"""Keys of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
+"""Keys of a checkpoint's `extra`."""
 _OPEN_BODY = "body"
 """The key with which earlier versions saved the state of a step whose body had not ended."""
 
@@ -80,8 +80,8 @@ def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
 # The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two saves, and between two in a bucket. `SaveInterval` lengthens them to
-`MAX_SECS` at most; a checkpoint within that time after a permanent one is temporary."""
+"""The seconds until the first save and between two, and in a bucket. `SaveInterval` lengthens them to `MAX_SECS` at
+most; a checkpoint within that time after a permanent one is temporary."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time for which the loop may be blocked by saves, and for which a writer may be busy."""
 _EARLY = 0.1
@@ -89,7 +89,7 @@ _EARLY = 0.1
 
 
 class SaveInterval:
-    """The seconds between two automatic saves: as few as a small share of the run's time allows."""
+    """The seconds between two automatic saves."""
 
     def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._saver, self._clock = saver, clock
@@ -98,7 +98,7 @@ class SaveInterval:
         self.blocked_secs = 0.0  # how long the latest save blocked the loop
 
     def __call__(self) -> float:
-        """Return the seconds until the next save, given the known costs of the latest one."""
+        """Return the seconds until the next save, given the costs of the latest one."""
         if self._saved_at is None:
             return FIRST_SECS
         passed = self._clock() - self._saved_at
@@ -107,7 +107,6 @@ class SaveInterval:
         return max(secs - passed, 0.0)
 
     def is_too_early(self) -> bool:
-        """Return whether a due save would cost too much, as the latest one took longer than expected."""
         return self._saved_at is not None and self() > _EARLY
 
     @contextlib.contextmanager
@@ -134,7 +133,7 @@ class _HostState(NamedTuple):
 
 
 class RunSaverHook(CheckpointSaverHook):
-    """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
+    """Hook that saves the state and the entries above.
 
     A step is saved again if hooks changed any of these after the save.
     """
@@ -167,10 +166,7 @@ class RunSaverHook(CheckpointSaverHook):
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save; an automatic checkpoint may be temporary, except at the last step.
-
-        If that was not known to be the last one, it is saved again, as the hooks have ended since.
-        """
+        """Save; an automatic checkpoint may be temporary, except at the last step."""
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
@@ -181,7 +177,7 @@ class RunSaverHook(CheckpointSaverHook):
             self._temporary_secs = None
 
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
-        """Save from another thread while the loader or a hook stalls, without calling any hook."""
+        """Save from another thread while the loader or a hook stalls."""
         if not super().has_saved(step, state):
             extra = self._extra_of_run(self._saved_host_state.hooks)  # as of the latest save
             with internal_transfers(), self.saver.knowing(is_finite):
@@ -225,7 +221,6 @@ class RunSaverHook(CheckpointSaverHook):
         return CheckpointExtra(as_json(values, files), files if jax.process_index() == 0 else {})
 
     def _positions(self) -> CheckpointExtra:
-        """Return the positions of the batches; must be called on all processes."""
         run = self.run
         feeder = run.opened.feeder
         if not feeder.has_begun:  # the positions have not changed
@@ -234,7 +229,7 @@ class RunSaverHook(CheckpointSaverHook):
         return CheckpointExtra(*gather_positions(feeder.position_after(run.step - run.course.first)))
 
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
-        """Notify the observers of a save that nothing prevents any more, and return its `extra`.
+        """Return the `extra` of a save that nothing prevents any more.
 
         `states` replaces the states of the hooks if their `get_state` must not be called.
         """
@@ -276,7 +271,7 @@ def why_not_saved(run: RunContext) -> str:
 
 
 def where_resumed(run: RunContext) -> str:
-    """Describe where the next start begins, once the save in progress has ended, as the end of a sentence."""
+    """Describe where the next start begins, as the end of a sentence."""
     saver = run.saver
     if saver is None:
         return ""

@@ -68,15 +68,10 @@ def _nothing() -> None:
 class StopSignals:
     """The signals that stop a run, and its time limit, from `begin` to `end`.
 
-    An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
-    the run gets the previous handlers.
-
-    The first signal ends the start of a run, and a wait that `interrupts` allows to leave, unless processes have to
-    agree (`to_stop`). A second SIGINT interrupts anything.
+    An ignored SIGINT or SIGHUP stays ignored. A process forked during the run gets the previous handlers.
 
     Attributes:
         interrupts: Returns the exception that the first signal raises, or None where it is only recorded.
-        received: The first signal.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
@@ -140,7 +135,7 @@ class StopSignals:
                 self.received = signal.SIGTERM
 
     def _interrupt(self, number: signal.Signals) -> bool:
-        """Send a signal to the main thread, which interrupts a wait, if this run handles it."""
+        """Send a signal to the main thread, if this run handles it."""
         main = threading.main_thread().ident
         if main is None or number not in self._before or signal.getsignal(number) != self._note:
             return False
@@ -163,7 +158,7 @@ class StopSignals:
     # Waits that a signal interrupts.
 
     def finish(self, interrupts: Interrupts = _nothing) -> None:
-        """Let a signal interrupt what follows only where `interrupts` returns an exception."""
+        """Let a signal interrupt only where `interrupts` returns an exception."""
         self.interrupts = interrupts
 
     @contextlib.contextmanager
@@ -181,7 +176,7 @@ class StopSignals:
             raise StopWaiting
 
     def wait_for(self, future: Task[Any], *, may_leave: bool = True) -> None:
-        """Wait for a background task; meanwhile check for signals, if the wait may be left."""
+        """Wait for a background task, meanwhile for signals if the wait may be left."""
         wait_until_done(future, self.check if may_leave else None)
 
     def to_stop(self) -> bool:
@@ -199,10 +194,7 @@ class StopSignals:
         return self._has_agreed
 
     def agree_at_end(self) -> None:
-        """Let all processes leave if one of them received a signal too late for the others to notice.
-
-        Must be called on all processes whose run ended without an error.
-        """
+        """Let all processes, which ended without an error, leave if one received a signal too late for the others."""
         if not self.is_alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 

@@ -1,8 +1,8 @@
 """The start of a run: its checkpoints are opened, and its state is restored while the first batch and program are made.
 
-In this order: the checkpoints and the files are opened (a branch reads the checkpoint that it begins from, a copy of
-another run's directory becomes a run of its own), the first batch and compilation begin in threads, the state is
-restored, the hooks are built, and they begin.
+The checkpoints and the files are opened (a branch reads the checkpoint that it begins from, a copy of another run's
+directory becomes a run of its own), the first batch and compilation begin in threads, the state is restored, and the
+hooks are built and begin.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be open
 
 
 def open_run(run: RunContext, batches: Tree) -> Opened:
-    """Open the checkpoints, restore the state, and make the hooks and chunks of the run; none of them has begun."""
+    """Open the checkpoints, restore the state, and make the hooks and chunks of the run."""
     _open_checkpoints(run)
     processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
     dispatch = _dispatch_of(run)
@@ -87,7 +87,7 @@ def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies
 
 
 def _open_checkpoints(run: RunContext) -> None:
-    """Open the checkpoints, and find what the run begins from; a branch reads that now."""
+    """Open the checkpoints, and find what the run begins from."""
     options, course, state = run.options, run.course, run.state
     run.saver, latest = open_saver(options)
     if run.saver is not None:
@@ -113,7 +113,6 @@ def _close(run: RunContext, saver: Saver) -> None:
 
 
 def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
-    """Restore the state; return the batches if they were opened meanwhile."""
     saver, course = run.saver, run.course
     latest, assumed_first = run.opening.latest, run.opening.first
     if saver is not None and latest is not None and assumed_first is not None:
@@ -195,7 +194,6 @@ def _dispatch_of(run: RunContext) -> Dispatch:
 
 
 def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
-    """Log the seconds of the start, after the first call, if the run logs its steps."""
     is_logged = any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in run.opened.hooks)
     if chunk.first == run.course.first and is_logged:
         run.times.log(run.watch.before)
@@ -205,7 +203,7 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 
 
 def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
-    """Start the first batch and the first compilation before the state is restored, or return None."""
+    """Start the first batch and compilation before the state is restored, if possible."""
     start, sequence = run.opening.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
         return None
@@ -227,7 +225,7 @@ def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str
 
 
 def _close_batches(run: RunContext, opened: Opened) -> None:
-    """End the thread of the batches; set an iterator, which may be passed to another run, back to the last step."""
+    """End the thread of the batches; set an iterator back to the last step."""
     feeder, source = opened.feeder, opened.batches.source
     is_unused = feeder.close()
     steps = run.step - run.course.first
@@ -238,7 +236,7 @@ def _close_batches(run: RunContext, opened: Opened) -> None:
 
 
 def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> Source:
-    """Return the batches from the first step, at its position in the `extra` of a checkpoint."""
+    """Return the batches from the first step."""
     options = run.options
     saved, is_saved = restore_position(extra), options.checkpoint_dir is not None
     source = open_source(
@@ -264,6 +262,6 @@ def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]
 
 
 def _next_save(options: Options, first: int, batches: int) -> int:
-    """Return after how many batches of the run, more than these, a save by steps is due."""
+    """Return after how many batches of the run, more than these, a save is due."""
     due = Cadence(options.save_checkpoint_steps).next_multiple(first + batches)
     return min(options.stop_step, due) - first

@@ -19,7 +19,7 @@ class Compiled:
     Attributes:
         programs: The number compiled or found in the persistent cache.
         hits: The number of those found in the cache.
-        unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
+        unfinished: The time at which it last traced a program that is not compiled yet; 0 if there is none.
     """
 
     programs: int = 0
@@ -66,7 +66,6 @@ class StartTimes:
     is_cached: bool = False
 
     def left(self, seconds: float) -> float:
-        """Return how many of these seconds are left since the start began."""
         return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
 
     @contextlib.contextmanager
@@ -79,7 +78,7 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Time compilation, and record whether JAX's persistent cache had the programs."""
+        """Time compilation, and record hits of JAX's persistent cache."""
         here = thread_record()
         hits, before = here.hits, here.programs
         with self.timing("compile"):

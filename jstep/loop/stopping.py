@@ -16,14 +16,12 @@
 | closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
 
 A second SIGINT leaves immediately, in each phase. An iteration of `Run` is a call, its hooks, and the body of the loop;
-if the body makes the batches, it is the body with all its calls, and its own time counts as waiting. What is resumed
-from is only ever a state between two iterations, so after "saves nothing" the next start resumes from the newest
-checkpoint. Evaluations of `Run` before the first iteration, and at the end, are abandoned like those of `train`. Calls
-of `failed` and `closed` of hooks count as hooks.
+if the body makes the batches, it is the body with all its calls, and its own time counts as waiting. A restart resumes
+only between two iterations. Evaluations of `Run` before the first iteration, and at the end, are abandoned like those
+of `train`.
 
-The exit code is that of `Preempted` after SIGTERM, SIGUSR1 or SIGHUP (128 + signal) and after `stop_secs` (143), that
-of `KeyboardInterrupt` after SIGINT, that of the error otherwise, and 75 after a stall. The run saves the state after
-the last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
+The exit code is that of `Preempted`, of `KeyboardInterrupt` after SIGINT, that of the error otherwise, and 75 after a
+stall. Nothing is saved if a loss or the parameters are not finite, or a hook prevents it. An evaluation by
 `jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
 code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved.
 """
@@ -48,7 +46,6 @@ from jstep.state.train_state import TrainState
 
 
 def report_early_end(run: RunContext) -> None:
-    """Log that the batches ended before the run did; raise a ValueError if there were none."""
     start, last_step = run.course.first, run.options.last_step
     if run.step == start and run.restored is not None:
         logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
@@ -71,7 +68,6 @@ def report_early_end(run: RunContext) -> None:
 
 
 def report_done(run: RunContext) -> None:
-    """Log why no step is run; a last_step before the state is probably a mistake."""
     first, last_step = run.course.first, run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
@@ -106,14 +102,14 @@ def exit_on_signal(run: RunContext) -> NoReturn:
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
-    """Leave after a second Ctrl-C, whose traceback would fill pages."""
+    """Leave after a second Ctrl-C, without its traceback."""
     again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
     attach_state(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
 
 def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
-    """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
+    """Leave after a signal that arrived when the run had closed its resources."""
     error = run.signals.stop_error(f"after step {run.step}, while it closed")
     attach_state(error, state)
     if state is not None:
@@ -125,7 +121,7 @@ def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 
 
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
-    """Attach the last state to an error of a run that had ended, such as a log that could not be closed."""
+    """Attach the last state to an error of a run that had ended."""
     attach_state(error, state)
     step = run.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
@@ -144,7 +140,7 @@ def attach_state(error: BaseException, state: TrainState | None) -> None:
 
 
 def rescue(run: RunContext, error: BaseException) -> None:
-    """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
+    """Keep the last complete state, save it if possible, and note where the run failed."""
     where, signals, runner = f"jstep: {_doing(run)}", run.signals, run.opened.runner
     said = {str(error)}
 
@@ -220,7 +216,7 @@ def _saved(run: RunContext, error: BaseException) -> str:
 
 
 def _save(run: RunContext, hook: CheckpointSaverHook, where: str = "") -> str:
-    """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
+    """Let a hook save the state; return the outcome."""
     if run.course.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"

@@ -14,7 +14,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _RunWithoutBody(Run[P]):
-    """A run whose hooks are the only user code between two calls, so that an error of one of them is saved."""
+    """A run without a body: after an error of a hook, the state is saved."""
 
     _has_body = False
 

@@ -1,8 +1,8 @@
 """The observer that notices whether a restart reads the batch that was read before.
 
 A background thread hashes the batch that follows each checkpoint, once the loop has dispatched that batch's step. Only
-at the end of a run is a batch fetched for this purpose.
-The hashes of the first process are in the file of its start, those of another one in `starts/PREFIX.PROCESS.batches`.
+at the end of a run is a batch fetched for this purpose. The hashes of the first process are in the file of its start,
+others in `starts/PREFIX.PROCESS.batches`.
 """
 
 import functools
@@ -67,7 +67,7 @@ class BatchWatch(Observer):
         return {}
 
     def before_close(self) -> None:
-        """Hash the next batch of a sequence, although the run has ended before it."""
+        """Hash the next batch of a sequence, although the run has ended."""
         batches, step = self._run.opened.batches.source.by_step if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
@@ -93,7 +93,7 @@ class BatchWatch(Observer):
     # In background threads, in order.
 
     def _read_hashes(self) -> None:
-        """Read the hashes of the start that saved the checkpoint, and of those that resumed from it."""
+        """Read the hashes of the start that saved the checkpoint, and of later ones."""
         known: dict[str, Any] = {}
         if jax.process_index():
             known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
@@ -126,7 +126,7 @@ class BatchWatch(Observer):
             file.due.set()
 
     def _hash_settings(self) -> str:
-        """Return a hash of the config and of the definition of the batches; if it differs, the change is intended."""
+        """Return a hash of the config and of the definition of the batches, whose change is intended."""
         if not self._settings_hash:
             card = batches_card(self._run.opened.batches.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}
@@ -145,7 +145,7 @@ class BatchWatch(Observer):
 
 
 def _not_hashed(error: Exception) -> None:
-    """Say why a batch has no hash: its step has donated it, for example, or the batches have ended."""
+    """Say why a batch has no hash."""
     logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
 

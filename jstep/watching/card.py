@@ -1,4 +1,4 @@
-"""The card of a start: what its program is made of, as JSON, to compare starts and runs by."""
+"""The card of a start: what its program is made of, as JSON."""
 
 import collections
 import contextlib
@@ -125,7 +125,7 @@ def shortened(value: object) -> Any:
 
 
 def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return the record of a program: its constant hyperparameters, and hashes of what the run's bits need."""
+    """Return a program's constant hyperparameters, and hashes of what the run's bits need."""
     closed = (
         None if traced is None else _attempt(lambda: part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0])
     )
@@ -145,7 +145,7 @@ def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any
 
 
 def _attempt(make: Callable[[], T]) -> T | None:
-    """Return None if an entry cannot be made: it costs no other entry."""
+    """Return an entry, or None if it cannot be made."""
     try:
         return make()
     except Exception as error:
@@ -154,10 +154,9 @@ def _attempt(make: Callable[[], T]) -> T | None:
 
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of what gives loss and gradients, and one of the update; {} if they cannot be told apart.
+    """Return a hash of what gives loss and gradients, and one of the update.
 
-    They cannot if anything but updates uses the results of an update (another loss, an average by hand), or if a loop
-    or a branch contains both.
+    {} if anything but updates uses the results of an update, or a loop or a branch contains both.
     """
     jaxpr, parts = closed.jaxpr, dict[bool, list[Any]]({False: [], True: []})
     for operation in body_of(closed).operations:
@@ -192,7 +191,7 @@ def _has_update(operation: Operation) -> bool:
 
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
-    """Return, for each result of a program, whether the bits of the run depend on it: of the metrics, only the loss."""
+    """Return, for each result of a program, whether the bits of the run depend on it."""
     parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
     if isinstance(parts, dict):
         parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}

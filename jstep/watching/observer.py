@@ -1,4 +1,4 @@
-"""The interface of the observers of a run, and its default: to do nothing."""
+"""The interface of the observers of a run, which do nothing by default."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from jstep.state.train_state import TrainState
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run; `flush` and `about_to_save` are called many times.
+    Methods are roughly in the order of a run.
     """
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -22,14 +22,14 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Called once the run may write to its directory, before the state is restored."""
 
     def progress_hook(self) -> Any:
-        """Return a hook that shows the progress in place of log lines, or None."""
+        """Return a hook that replaces log lines, or None."""
         return None
 
     def before_begin(self) -> None:
         """Called once the run is open, and its state is restored."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Return a meter of the utilization, before the first step, or None."""
+        """Return a meter of the utilization, or None."""
         return None
 
     def idle(self) -> None:
@@ -53,7 +53,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return {}
 
     def before_close(self) -> None:
-        """Called when the run is over, or failed, while its last state and metrics still exist."""
+        """Called when the run is over, while its last state and metrics still exist."""
 
 
 Observers = tuple[Observer, ...]

@@ -112,7 +112,7 @@ class ProgressHook(RunHook):
         self.run.poll(self, self._restart_clock)
 
     def _restart_clock(self, *, wait: bool = False) -> None:
-        """Restart the clock after the first call, so that the remaining time excludes compilation."""
+        """Restart the clock after the first call, to exclude compilation."""
         self._bar.set_postfix_str("", refresh=False)
         self._bar.unpause()
 
@@ -159,7 +159,7 @@ class ProgressHook(RunHook):
 
 
 class _NotebookHook(ProgressHook):
-    """The same bar in the output of a notebook cell; custom log handlers receive log lines, too."""
+    """The same bar in the output of a notebook cell."""
 
     replaces_log_lines = False
 

@@ -1,4 +1,4 @@
-"""The observer that records a start of a run in a file of its own, and reports what has changed since the last one."""
+"""The observer that records a start in a file of its own, and reports what has changed since the last one."""
 
 import contextlib
 import functools
@@ -146,7 +146,7 @@ class Recorder(Observer):
             file.close({**self._current_fields(), **fields})
 
     def _complete(self, saved: list[Any]) -> list[Any]:
-        """Return the saves without those that failed, which are newer than the newest checkpoint."""
+        """Return the saves that have not failed."""
         with contextlib.suppress(Exception):
             if self.run.saver is not None and not self.run.signals.received_twice:  # else a save may go on
                 newest = self.run.saver.latest_step() or 0
@@ -159,7 +159,7 @@ class Recorder(Observer):
         self._read_latest_numbers()
 
     def flush(self) -> None:
-        """Write the record once the data of a checkpoint is complete, before the checkpoint exists."""
+        """Write the record before the checkpoint exists."""
         if (file := self.run.file) is not None:
             with self._lock:
                 saved, self._saving = [*file.fields["saved"], *self._saving], []
@@ -213,7 +213,7 @@ class Recorder(Observer):
         return None if unknown else counted
 
     def _read_numbers(self) -> None:
-        """Read the numbers of the latest step once they are ready, without waiting for the device."""
+        """Read the numbers of the latest step once they are ready."""
         run = self.run
         if not run.is_open or run.file is None:
             return
@@ -275,7 +275,7 @@ class Recorder(Observer):
                 self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self) -> None:
-        """Compare a start that takes no step with the start that made its checkpoint, but for their programs."""
+        """Compare a start that takes no step with the start that made its checkpoint."""
         self._tasks.add(functools.partial(self._compare, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
@@ -295,10 +295,7 @@ class Recorder(Observer):
     # What a restart says.
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`.
-
-        The past is made while the checkpoint is written: the rows of the batches take many calls to hash.
-        """
+        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
         extra, file = self.run.origin.extra, self.run.file
         if file is not None:
             self._read_latest_numbers()
@@ -328,7 +325,7 @@ class Recorder(Observer):
         return past
 
     def _report(self, saved_past: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
-        """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
+        """Log what has changed; a warning if bits change."""
         name = checkpoint_name(saver.prefix, step)
         past = self._past(step)
         file = self.run.file
@@ -363,7 +360,7 @@ class Recorder(Observer):
             logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
-        """Describe how the learning rate of the last step before the checkpoint has changed; [] if it has not."""
+        """Describe how the learning rate of the last step before the checkpoint has changed."""
         old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
         pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
         is_named = any(line.startswith("learning_rate: ") for line in bits)
@@ -389,7 +386,7 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the current and the peak resident memory of this process in bytes; None without Linux's `/proc`."""
+    """Return the current and the peak resident memory in bytes; None without `/proc`."""
     found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
         sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
@@ -398,14 +395,13 @@ def host_memory() -> dict[str, int | None]:
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first values, of a bounded number of bytes, and how many others there are."""
+    """Return the first values, of bounded size, and the number of others."""
     sizes = itertools.accumulate([len(encoded({name: value})) for name, value in values.items()])
     count = min(_MAX_VALUES, len([size for size in sizes if size <= _MAX_BYTES]))
     return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
 
 
 def _cut(text: str, most: int = 1000) -> str:
-    """Cut a long text between words, if there is a blank near its end."""
     blank = text.rfind(" ", most - 100, most)
     return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
 
@@ -415,7 +411,7 @@ def _not_recorded(error: Exception) -> None:
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
-    """Return the status, the reason and the exception class of the end of the run; signals have no exception class."""
+    """Return the status, the reason and, unless it is a signal, the exception class of the end of the run."""
     signals = run.signals
     is_done = run.course.is_first_known and run.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))

@@ -1,8 +1,7 @@
 """The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
 
-The loop does not call it. In its own thread, it reads the state of the run and the stopwatch: the current hook, the
-batch that the loop waits for, the category of its time, and the earlier durations of the same things; and the
-activities that waiting threads declare (`core.threads.doing`).
+In its own thread, it reads the state of the run, the stopwatch, and the activities that waiting threads declare
+(`core.threads.doing`).
 """
 
 import faulthandler
@@ -40,7 +39,7 @@ _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _EVALUATION, _USERS_HOOK = "evaluation", "hook"
 _OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
-"""The kinds of waits in code of the user, after which another thread may save."""
+"""The kinds of waits in code of the user."""
 _RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
@@ -72,7 +71,6 @@ class StallHook(RunHook):
         factor: How many times longer than usual anything may take.
 
     Raises:
-        TypeError: An argument is not a number.
         ValueError: An argument is not positive and finite, or exit_secs is not above warn_secs.
 
     Example:
@@ -98,9 +96,9 @@ class Wait(NamedTuple):
     """What a run waits for.
 
     Attributes:
-        timing_key: The key of its recorded durations; None for those of the stopwatch.
+        timing_key: The key of its recorded durations, if not the stopwatch's.
         steps: The first and the last step of a call.
-        taken: What it has done meanwhile, such as batches of an evaluation.
+        taken: What it has done, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
         due: The age at which the next line is due.
@@ -122,7 +120,7 @@ class Wait(NamedTuple):
 
 
 class StallWatch(Observer):
-    """The thread that watches one run, whose loop runs in the thread that creates it."""
+    """The thread that watches one run, created in the thread of its loop."""
 
     def __init__(self, run: RunContext) -> None:
         self.run = run
@@ -245,7 +243,6 @@ class StallWatch(Observer):
         return _call(first, first + feeder.steps - 1)
 
     def _follow(self, present: Wait, passed: float, idle: float) -> None:
-        """Let the present wait grow older, or replace it by a new one."""
         if self._wait.goes_on(present):
             self._wait = self._wait._replace(age=self._wait.age + passed, idle=self._wait.idle + idle)
         else:
@@ -259,7 +256,7 @@ class StallWatch(Observer):
             self._recorded = None
 
     def _record(self, wait: Wait) -> None:
-        """Keep a stall in the record, while it lasts and when it is over; its step is the one that was finished."""
+        """Keep a stall in the record."""
         unfinished = self.run.in_flight.unfinished()
         fields = {
             "time": round(time.time(), 6),
@@ -286,7 +283,7 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of such a wait (for a call, of one step); None the first time."""
+        """Return the usual seconds of such a wait, or None."""
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
@@ -302,7 +299,7 @@ class StallWatch(Observer):
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:
-        """Describe the other processes: count those that wait for the same, name the rest."""
+        """Describe the other processes."""
         others, shown = self._files.others, self._files.shown
         if self._files.is_told:  # the process before this one names them
             return
@@ -316,7 +313,7 @@ class StallWatch(Observer):
             yield f"no sign of life from process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
-        """Return the innermost line outside jstep and all libraries, or else outside jstep, or else in jstep."""
+        """Return the innermost line outside all libraries, or else outside jstep, or else in jstep."""
         frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
         makers = [
             i for i in threads.threads_doing(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.activities_of(i)
@@ -374,7 +371,7 @@ def _secs(seconds: float) -> str:
 
 
 def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first: all, or those within the run."""
+    """Yield the frames of a thread, the innermost first."""
     while frame is not None and (is_whole or frame.f_code.co_filename != _RUN):
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The observer of FLOP/s: the operations of the steps that were dispatched, as a share of the devices' peak."""
+"""The observer of FLOP/s, as a share of the devices' peak."""
 
 import functools
 import importlib.resources
@@ -24,7 +24,7 @@ from jstep.watching.observer import Observer
 # How a device computes a float32 product: `jax.lax.Precision`.
 
 _NEGLIGIBLE = 0.01
-"""Products of formats without a figure are ignored below this share of all operations."""
+"""The share of all operations below which formats without a figure are ignored."""
 
 _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int8", "uint8": "int8"}
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
@@ -39,7 +39,7 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | None:
-    """Return the peak operations per second of a device for a mix of matrix products, or None if unknown.
+    """Return a device's peak operations per second for a mix of matrix products, or None.
 
     Peak = Σ operations / Σ (operations / peak of their format).
     """
@@ -82,8 +82,7 @@ class Utilization(NamedTuple):
 class UtilizationMeter:
     """Meter of the utilization, from counts of the steps of each program.
 
-    Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took. The
-    operations of a program are counted once, from the trace of its first call.
+    Utilization = Σ over steps of operations / (peak · number of devices · seconds).
 
     Args:
         flops_per_step: Operations on all devices; None to count them in the trace.
@@ -100,7 +99,7 @@ class UtilizationMeter:
         return dict(self._steps)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        """Return the utilization between two counts, if known for all steps."""
+        """Return the utilization, if known for all steps."""
         at_peak, is_twice = 0.0, False
         for program, count in (Counter(after) - Counter(before)).items():
             secs, recomputes = self._work[program]
@@ -150,7 +149,7 @@ class Meters(Observer):
         self._run = run
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter; None if the device's peak is unknown."""
+        """Make a meter, or return None if the peak is unknown."""
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:
