@@ -21,12 +21,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
 
     Args:
         n: Interval in steps, ≥ 1.
-        fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
-            stops it after this step, and a `TrainState` replaces the state. A run that was stopped this way and is
-            started again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
-
-    Returns:
-        A hook for `train`.
+        fn: `fn(step, state, metrics)`. None continues the run, True stops it after this step, and a `TrainState`
+            replaces the state; see `Hook.after_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -57,7 +53,7 @@ class _Every(Hook):
 
 
 class StopAtStepHook(RunHook):
-    """A hook that stops the run at a step, given relative to the start of the run or as a global step.
+    """A hook that stops the run at a step.
 
     Args:
         num_steps: The number of steps after the start of the run.
@@ -75,7 +71,7 @@ class StopAtStepHook(RunHook):
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
 
     def begin(self, state: TrainState) -> bool:
-        """Count `num_steps` from here; return True if the state is already at `last_step`."""
+        """Return True if the state is already at the step."""
         super().begin(state)
         step = state_step(state)
         if self._num_steps is not None:
@@ -100,8 +96,7 @@ class StopAtStepHook(RunHook):
 class ProfilerHook(RunHook):
     """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
-    JAX records one trace at a time: if another trace is running when this one should begin, a warning is logged and
-    this one is skipped.
+    If another trace is running when this one should begin, this one is skipped, with a warning.
 
     Args:
         logdir: The directory of the trace, or its `gs://` URL, for TensorBoard's profile plugin or Perfetto.

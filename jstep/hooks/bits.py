@@ -40,16 +40,14 @@ class DivergenceError(WrongStateError, RuntimeError):
 class FingerprintHook(RunHook):
     """A hook that logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
 
-    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. The
-    device computes it at the cost of one read of the state, and the loop does not wait: lines are written when the
-    values arrive, and all of them are on disk before each checkpoint and when the run ends. A line that is incomplete
-    because the process was killed is removed by the next run. A file above 2 GiB, in a bucket an object above 8 MiB, is
-    kept as `PATH.1`, `PATH.2`, …, and the log continues.
+    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. It
+    costs one read of the state on the device, and the loop does not wait. All lines are on disk before each checkpoint
+    and when the run ends. A file above 2 GiB, in a bucket an object above 8 MiB, is kept as `PATH.1`, `PATH.2`, …, and
+    the log continues.
 
-    If a run resumes from a checkpoint and repeats a step that is in the last 64 MiB of the log, the fingerprints are
-    compared. They differ if the batches, the code or the random generator changed, or if a chip computes wrongly. The
-    later line counts. `python -m jstep diff A B` compares two logs. Changes that hooks make to the state are included
-    if these hooks come before this one.
+    If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared. They differ if the
+    batches, the code or the random generator changed, or if a chip computes wrongly. The later line counts. `python -m
+    jstep diff A B` compares two logs. Changes to the state by hooks are included if these come before this one.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
@@ -60,7 +58,7 @@ class FingerprintHook(RunHook):
             of such a state is saved.
 
     Raises:
-        DivergenceError: From `train`: a repeated step is not bitwise identical to the earlier one.
+        DivergenceError: From `train`, with `"raise"`.
         ValueError: There is neither path nor logdir (before the first step).
 
     Example:

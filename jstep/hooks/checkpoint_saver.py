@@ -27,12 +27,11 @@ class CheckpointSaverHook(RunHook):
         save_steps: Interval in steps; due at its multiples.
         extra: A function of no arguments whose JSON-serializable result is saved with each checkpoint, such as the
             position of a loader.
-        before_save: Functions of the step, called before every save. One that raises or returns True prevents the
-            save.
+        before_save: Functions of the step; one that raises or returns True prevents the save.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
-        saver: The `Saver`, as given or made for the directory.
+        saver: The `Saver`.
 
     Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
@@ -76,7 +75,7 @@ class CheckpointSaverHook(RunHook):
             self.saver.close()
 
     def mark_saved(self, step: int, state: TrainState) -> None:
-        """Record that a checkpoint of this step holds this state, such as the restored one."""
+        """Record that a checkpoint of this step holds this state."""
         self._saved = step, weakref.ref(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
@@ -84,7 +83,7 @@ class CheckpointSaverHook(RunHook):
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Save, unless this state is already saved; return False if `before_save` prevented it.
+        """Save, unless this state is saved; return False if `before_save` prevented it.
 
         With `wait`, the checkpoint is on disk on return.
         """

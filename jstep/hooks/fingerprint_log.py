@@ -18,7 +18,7 @@ _STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')
 
 
 class Entry(NamedTuple):
-    """A line of a log; `leaves` is None if the log has no fingerprints of leaves."""
+    """A line of a log; `leaves` is None if it has no fingerprints of leaves."""
 
     step: int
     state: str
@@ -62,7 +62,7 @@ def read_log(path: str) -> Log:
 
 
 def read_later(path: str, step: int) -> Log:
-    """Read the lines later than a step at the end of a log, for a run that begins at the step."""
+    """Read the lines later than a step at the end of a log."""
     log = Log({}, [])
     for tail in read_tail(path):
         part = "" if tail.part == path else f" of {tail.part}"
@@ -103,7 +103,7 @@ def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:
 
 
 class Difference(NamedTuple):
-    """The paths whose fingerprints differ, or that only one of two entries has; `leaves` is None if a log has none."""
+    """The paths that differ between two entries; `leaves` is None if a log has none."""
 
     step: int
     leaves: tuple[str, ...] | None

@@ -29,10 +29,10 @@ from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
 
 MOST_ROWS = 1000
-"""The maximum number of rows of metrics in a checkpoint; even. An interval that would give more is doubled."""
+"""The maximum number of rows of metrics in a checkpoint; even."""
 _SHOWN = 10
 _DIGITS = 9
-"""The significant digits of a mean, as many as a float32 has: a mean must not depend on where its sum was cut."""
+"""The significant digits of a mean, which must not depend on where its sum was cut."""
 
 
 class History(ReportingHook):
@@ -41,17 +41,16 @@ class History(ReportingHook):
     A row has the metrics that log lines show: means over the steps since the last row. Rows are at the multiples of
     last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, by the
     names of their log lines such as `eval/loss`, are in the rows of their steps. The loop never waits for a row. A
-    resumed run has the rows of an uninterrupted one, at any number of steps per call.
+    resumed run has the rows of an uninterrupted one.
 
     In a notebook, a History displays a table of the last rows, and a plot of each metric.
 
     Args:
         path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
-            NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
-            flushed before each checkpoint exists. If any other run finds rows in the file, it is renamed to `PATH.1`
-            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints. If there is no last_step
-            either, the interval doubles after 1000 rows: each two are merged into one, with the last results of
-            evaluations among them.
+            NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. If another run
+            finds rows in the file, it is renamed to `PATH.1` (`PATH.2`, …), with a warning. Without a path the rows are
+            in the checkpoints. If there is no last_step either, after 1000 rows each two are merged into one, and the
+            interval doubles.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, instead of the metrics of the row's own step.
 
@@ -97,7 +96,7 @@ class History(ReportingHook):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a History with the rows of a file; a last line that a crash left incomplete is dropped.
+        """Return a History with the rows of a file, except an incomplete last line.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -109,7 +108,7 @@ class History(ReportingHook):
         return history
 
     def __getstate__(self) -> dict[str, Any]:
-        """The rows and settings; the copy is of no run, and has no open file."""
+        """The rows and settings, without the run and its file."""
         with self._lock:
             rows = {step: dict(row) for step, row in self._rows.items()}
             return {**vars(self), "_rows": rows, "_lock": None, "_file": None, "_run": None}
@@ -140,7 +139,7 @@ class History(ReportingHook):
         return None
 
     def _set_interval(self, step: int) -> None:
-        """Set the interval from a step on, which is a function of the step."""
+        """Set the interval, which is a function of the step."""
         every = self._base
         if self._path is None and self.run.last_step is None:
             while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
@@ -149,7 +148,7 @@ class History(ReportingHook):
         self.cadence = make_cadence(steps=("every_n_steps", every))
 
     def _open(self) -> None:
-        """Open the file, on process 0, and keep its rows that are of this run."""
+        """Open the file, and keep its rows that are of this run."""
         if jax.process_index() != 0 or self._path is None:
             return
         self._file = HistoryFile(
@@ -189,10 +188,7 @@ class History(ReportingHook):
                 self._write()
 
     def _merge(self, after: int, every: int, step: int, _: None) -> None:
-        """Merge the rows after a step into one for each interval that ends before `step`.
-
-        The results of an evaluation at `step` itself come later.
-        """
+        """Merge the rows after a step into one for each interval that ends before `step`."""
         with self._lock:
             rows: Rows = {at: row for at, row in self._rows.items() if at <= after}
             later = [pair for pair in self._rows.items() if pair[0] > after]
@@ -203,7 +199,7 @@ class History(ReportingHook):
             self._rows = rows
 
     def get_state(self) -> dict[str, Any]:
-        """Return the sums of the unfinished row, and the rows; with a file, the last one and those not in it."""
+        """Return the sums of the unfinished row, and the rows that are not in the file."""
         self._carry()
         with self._lock:
             with contextlib.suppress(OSError):
@@ -300,7 +296,7 @@ class History(ReportingHook):
 
     @property
     def names(self) -> list[str]:
-        """The names of all metrics of its rows, as in a log line: loss, learning rates, then the others."""
+        """The names of all metrics: loss, learning rates, then the others."""
         with self._lock:
             return list(dict.fromkeys(name for row in self._rows.values() for name in row))
 
@@ -375,7 +371,7 @@ def _mean(total: float, count: float) -> float:
 
 
 def _merged(rows: Rows, begin: int, evaluated: Collection[str], mean: bool) -> Rows:
-    """Return the rows of an interval as one row at its end, and the last results of evaluations at their steps."""
+    """Return the rows of an interval as one, and the last results of evaluations."""
     last_steps = {name: step for step, row in rows.items() for name in row}
     end = max(rows)
     sums: dict[str, tuple[float, float]] = {}

@@ -21,29 +21,27 @@ from jstep.training.metrics import Metrics
 
 
 class Hook(ShownAsTyped):
-    """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
+    """Callbacks around the steps of `train`. Subclass it, or define only the methods that are needed.
 
-    A hook defines only those that it needs. Besides the methods below, `train` calls `get_state`, `set_state`, `flush`
-    and `close`: `flush()` on process 0 before each checkpoint of the run exists, in a background thread, for a log that
-    must not be older than the checkpoint (its exception is an error of the save), and `close()` after `closed`.
+    Besides the methods below, `train` calls `get_state`, `set_state`, `flush` and `close`: `flush()` on process 0
+    before each checkpoint of the run exists, in a background thread, for a log that must not be older than the
+    checkpoint (its exception is an error of the save), and `close()` after `closed`.
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
     batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
-    the attribute `step` of exceptions (`DivergenceError`, `NanLossDuringTrainingError`). What starts from
-    a step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the
-    first step of a stage, step marks of a profile, and lines about stalls or compilations. Reading
-    values of `state` or `metrics` waits for the device: do it only when due. A state that a hook stores is donated to
-    the next step, which deletes its arrays: copy what the hook needs later.
+    the attribute `step` of exceptions (`DivergenceError`, `NanLossDuringTrainingError`). What starts from a step has
+    the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the first step of a stage,
+    step marks of a profile, and lines about stalls or compilations.
+
+    Reading values of `state` or `metrics` waits for the device: do it only when due. The state is donated to the next
+    step, which deletes its arrays: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
-    strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once
-    after `begin`, so that a value of another type raises before the first step, and it is saved with each checkpoint,
-    with arrays above 64 kB as files. An object at two places of the value is two objects after a restart.
-    `set_state` is called with the value after `begin`; if it returns True, no step is run. The value is matched to a
-    hook by its attribute `key`, a string that no other hook has, whatever its class. Without a `key`, it is matched by
-    the name of the class and the attribute `watches`, such as the name of a metric. The position in the list only
-    matters between hooks that share all of these. One object may serve several runs, because `begin` starts from
-    scratch.
+    strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once after
+    `begin`, to raise early for other types, and saved with each checkpoint. `set_state` is called with the value after
+    `begin`; if it returns True, no step is run. The value is matched to a hook by its attribute `key`, a string that no
+    other hook has, or else by the name of the class and the attribute `watches`, such as the name of a metric; among
+    hooks that share these, by position. One object may serve several runs, because `begin` starts from scratch.
 
     `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin` was not called.
 
@@ -82,9 +80,8 @@ class Hook(ShownAsTyped):
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Called once after the last step if no exception was raised; may return a state, like `after_step`.
 
-        The checkpoint of the last step holds the returned state and records that the hooks have ended: a start that
-        takes no step does not call them again. If the process is killed before that, the next start calls them. A run
-        continued to a larger `last_step` calls them at its new end.
+        The checkpoint of the last step records that the hooks have ended: a start that takes no step does not call them
+        again. A run continued to a larger `last_step` calls them at its new end.
         """
 
     def before_save(self, step: int) -> bool | None:
@@ -96,16 +93,16 @@ class Hook(ShownAsTyped):
     def saved(self, step: int, path: str) -> None:
         """Called on process 0 with a checkpoint that is kept and acknowledged: complete and on disk.
 
-        It is called in a background thread, one call at a time; no step waits for it. The checkpoint is not deleted
-        before it returns, and `train` waits for it at its end, also after SIGTERM. An exception is logged; `train`
-        raises it at its end unless a later call succeeded.
+        It is called in a background thread, one call at a time. The checkpoint is not deleted before it returns, and
+        `train` waits for it at its end. An exception is logged; `train` raises it at its end unless a later call
+        succeeded.
         """
 
     def failed(self, step: int, error: BaseException) -> None:
         """Called with the exception that ends the run, after everything that can be saved is saved."""
 
     def closed(self) -> None:
-        """Called at the end, after success and failure, last hook first, each before its `close`."""
+        """Called at the end, after success and failure, last hook first."""
 
     def next_due(self, step: int) -> int | None:
         """Return the first step after `step` at which to call `after_step`; None to call it after every call.
@@ -116,13 +113,13 @@ class Hook(ShownAsTyped):
 
 
 def defines(hook: object, name: str) -> bool:
-    """Whether a hook has a method that is not one of `Hook`, which do nothing; other attributes do not count."""
+    """Whether a hook has a method that is not one of `Hook`."""
     method = getattr(hook, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name, None)
 
 
 def call_named(hook: object, method: str, *args: Any) -> Any:
-    """Call a method of a hook; a note on its exception names the hook and the method."""
+    """Call a method of a hook; a note on its exception names both."""
     try:
         return getattr(hook, method)(*args)
     except BaseException as error:
@@ -143,7 +140,7 @@ class WrongStepError(WrongStateError, ValueError):
 def check_step(step: int, state: TrainState, first: int | None = None) -> None:
     """Reject a state whose step differs from the loop's; waits for the device.
 
-    `first` is the step before the call that returned the state; None if other calls may have failed to advance it.
+    `first` is the step before the call that returned the state, if it alone can have failed to advance it.
     """
     actual = state_step(state)
     if actual != step:
@@ -159,7 +156,7 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
 
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
 _ALSO_OF_CALLBACKS = ("begin", "get_state", "set_state")
-"""Methods that callbacks of evaluations have, too; callbacks are called directly."""
+"""Methods that callbacks of evaluations have, too."""
 _ALSO_OF_FILES = ("flush", "close")
 
 
@@ -187,7 +184,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StopWith:
-    """Combined result of several callbacks: stop after this step, and replace the state."""
+    """Result of several callbacks: stop after this step, and replace the state."""
 
     state: TrainState
 
@@ -207,7 +204,7 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
 
 
 def check_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
-    """Check a state that a hook returned, or that a loop assigned, and place its leaves like the current ones."""
+    """Check a new state, and place its leaves like the current ones."""
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.

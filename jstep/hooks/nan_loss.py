@@ -22,19 +22,18 @@ from jstep.training.metrics import LOSS, Metrics
 class NanLossHook(RunHook):
     """A hook that stops the run when the loss is NaN or infinite, and names the step.
 
-    All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
-    and also before each checkpoint and at the end. There it also checks the state, because a finite loss can have a
-    gradient that is not finite, which only a later loss would show. `train` therefore saves no checkpoint with a
-    parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). A
-    slot that became infinite, such as a second moment that overflowed, gives a warning. The metric `grad_norm`
-    (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the state contains NaN when
-    the run begins, a warning is logged.
+    All losses are checked on the device. The hook reads the result one interval later, before each checkpoint and at
+    the end. There it also checks the state, because a finite loss can have a gradient that is not finite. `train`
+    therefore saves no checkpoint with a parameter that became NaN or infinite during the run, or a slot that became NaN
+    (model_state is not checked). A slot that became infinite, such as a second moment that overflowed, gives a warning.
+    The metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the
+    state contains NaN when the run begins, a warning is logged.
 
-    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
-    combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
+    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. A custom step reports a
+    skipped update by a metric `skipped`, 1 or 0.
 
     Args:
-        every_n_steps: Interval in steps between checks; at its multiples, the losses up to the previous one are read.
+        every_n_steps: Interval in steps between checks.
         fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
             without a checkpoint.
         max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops the run with the
@@ -94,7 +93,7 @@ class NanLossHook(RunHook):
         return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
-        """Check all losses so far and the state; return True, to prevent the save, if one is not finite."""
+        """Return True, to prevent the save, if a loss or the state is not finite."""
         self._check_all(step, self.run.state)
         return self._bad
 

@@ -1,4 +1,4 @@
-"""The progress bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
+"""The progress bar of a run in a notebook, with evaluations and curves below it."""
 
 import datetime
 import importlib

@@ -30,9 +30,9 @@ NO_METRICS: Metrics = {}
 class ReportingHook(RunHook):
     """Base class of hooks that report scalar metrics. A subclass defines `deliver`.
 
-    `deliver` gets the values of a step once they have arrived from the device, so that the loop never waits: in the
-    order of the steps, before the results of a later evaluation, before a checkpoint is saved, and before `train`
-    returns or raises. The last step is always reported.
+    `deliver` gets the values of a step once they have arrived from the device: in the order of the steps, before the
+    results of a later evaluation, before a checkpoint is saved, and before `train` returns or raises. The last step is
+    always reported.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
@@ -107,16 +107,15 @@ class LoggingHook(ReportingHook):
     """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. Results of evaluations have lines of their own, which `EvaluationHook` logs. Logging never blocks: if the
-    values of a line are not ready, the line is printed later. The last step is always logged. On several processes,
-    only the first one logs.
+    0.412)`. Lines appear when their values have arrived; the loop does not wait. The last step is always logged. On
+    several processes, only the first one logs.
 
     Args:
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        leave_out: A function without arguments that returns names to omit, such as hyperparameters that never change.
+        leave_out: A function without arguments that returns names to omit.
         level: The level of the log lines.
-        mean: Whether to log means over the steps since the last line, in place of the values of the step.
+        mean: Whether to log means over the steps since the last line.
         clock: Returns seconds; replaced in tests.
 
     Source: `tf.train.LoggingTensorHook`.
@@ -157,9 +156,7 @@ class LoggingHook(ReportingHook):
 class MetricsHook(ReportingHook):
     """A hook that passes scalar metrics to a function, such as a logger of W&B or MLflow, or a writer of JSON lines.
 
-    Rows are passed in the order of steps when their values have arrived from the device, so that the loop never waits.
-    Rows of earlier steps are passed before the results of an evaluation and before a checkpoint is saved, and all rows
-    before `train` returns or raises. The last step is always passed. On several processes, only the first one writes.
+    Rows are passed as `ReportingHook` says, the last step always. On several processes, only the first one writes.
     Metrics that are arrays are omitted, and named once in the log. Hyperparameters that never change are not in the
     rows but in `constants`.
 
@@ -167,9 +164,9 @@ class MetricsHook(ReportingHook):
         write: `write(step, values)`, where values is a dict of floats, those of float32 with its own digits. If it
             raises, the run stops with that exception and a note that names the step.
         every_n_steps: Interval in steps; due at its multiples.
-        mean: Whether to pass means over the steps since the last row, in place of the values of the step. They are
-            accumulated on the device. A value that is not finite is ignored if the update of its step was skipped. The
-            last row of an interrupted run and the first one after the restart cover the two parts of the interval.
+        mean: Whether to pass means over the steps since the last row. A value that is not finite is ignored if the
+            update of its step was skipped. The last row of an interrupted run and the first one after the restart cover
+            the two parts of the interval.
 
     Attributes:
         constants: Name → value of the hyperparameters that never change, from the first row on; for a config,
@@ -217,7 +214,7 @@ class MetricsHook(ReportingHook):
         return super().begin(state)
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
-        """The numbers to pass on; the names of metrics that are arrays are logged once per run."""
+        """The numbers to pass on."""
         names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
@@ -250,15 +247,13 @@ class SummarySaverHook(ReportingHook):
 
     Args:
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in its
-            `logdir`; the hook then replaces the built-in one, so that no number is written twice.
+            `logdir`; the hook then replaces the built-in one.
         save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
         save_secs: Interval in seconds. If both are given, whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
             (`"slots/m/*"`); a string or several.
-        leave_out: A function without arguments that returns names of metrics to omit, such as hyperparameters that
-            never change.
-        mean: Whether to write means over the steps since the last summary, in place of the values of the step. They are
-            written a little later, when they have arrived from the device. Summaries among the metrics always describe
+        leave_out: A function without arguments that returns names of metrics to omit.
+        mean: Whether to write means over the steps since the last summary. Summaries among the metrics always describe
             the step.
         clock: Returns seconds; replaced in tests.
 
@@ -317,10 +312,7 @@ class SummarySaverHook(ReportingHook):
 
 
 def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
-    """One summary with a histogram of each floating leaf of the state whose path matches.
-
-    Values are counted before the state is donated to the next step; only the counts are kept.
-    """
+    """One summary with a histogram of each floating leaf of the state whose path matches."""
     leaves = [
         (path, leaf)
         for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})

@@ -30,7 +30,7 @@ Poll = Callable[..., bool | None]
 
 
 class LoopState(NamedTuple):
-    """Where a loop over calls is; replaced as a whole, so that no thread sees the state of another step.
+    """Where a loop over calls is; replaced as a whole, for other threads.
 
     Attributes:
         state: The latest state, including changes by hooks.
@@ -44,7 +44,7 @@ class LoopState(NamedTuple):
 
 
 class LogFailure(NamedTuple):
-    """An error of a log, or of a checkpoint that nothing resumes from, which ends the run once it is saved."""
+    """An error of a log, or of a checkpoint that nothing resumes from."""
 
     log: Any
     method: str
@@ -53,16 +53,14 @@ class LogFailure(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class RunInfo(abc.ABC):
-    """The part of a run that built-in hooks see: its services, which are made once, and what it has opened.
+    """The part of a run that built-in hooks see.
 
     Attributes:
-        watch: The times of the run.
-        sums: The sums of metrics on the device.
-        transfers: The numbers in transfer from the device, in the order of their delivery.
+        transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
         in_flight: The calls that the device has not finished, and the step that it has.
         pending: The polls of hooks.
-        failures: The errors of logs, which any thread may add.
+        failures: The errors of logs, added by any thread.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
     """
 
@@ -159,7 +157,7 @@ class RunInfo(abc.ABC):
 
     @abc.abstractmethod
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter of the utilization, before the first step."""
+        """Make a meter of the utilization."""
 
     # What hooks ask of a run.
 
@@ -171,15 +169,12 @@ class RunInfo(abc.ABC):
     def stop(self, by: str) -> None: ...
 
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
-        """End the run with this error between two iterations, once the checkpoint that is due is saved.
-
-        A log that cannot be written never prevents a checkpoint. Any thread may call this.
-        """
+        """End the run with this error between two iterations, once the checkpoint that is due is saved."""
         self.failures.append(LogFailure(log, method, error))
 
     @abc.abstractmethod
     def to_stop(self) -> bool:
-        """Whether a signal stops the run now, which is not within an iteration of a loop of the user's own.
+        """Whether a signal stops the run now.
 
         Must be called equally often on all processes.
         """
@@ -190,24 +185,18 @@ class RunInfo(abc.ABC):
 
     @abc.abstractmethod
     def require_finite(self, step: int, saver: Saver) -> bool:
-        """Return whether the parameters to be saved are finite.
-
-        Raise an error if they became NaN or infinite since the run began, unless the `Saver` allows it.
-        """
+        """Return whether the parameters are finite; raise if not, unless the `Saver` allows it."""
 
     @abc.abstractmethod
     def before_off_cadence(self) -> None:
-        """Called before work that is done only because the run ends here, such as an evaluation that is not due.
-
-        The feedback of this work to the data source is not saved, because a resumed run would differ.
-        """
+        """Called before work done only because the run ends here: its feedback to the data source is not saved."""
 
 
 # Built-in hooks.
 
 
 class RunHook(Hook):
-    """Base class of built-in hooks, which are called by a run of `train` only; it also calls the methods below.
+    """Base class of built-in hooks, which only `train` calls, with the methods below.
 
     A hook with a `cadence` defines `when_due`. `phase` is the one that its calls are timed as, and `instead` says
     what to call in a custom loop.
@@ -271,10 +260,10 @@ class RunHook(Hook):
             self.run.log_failed(self, with_path(error, path) if path else error)
 
     def flush(self) -> None:
-        """Called before a checkpoint is published, in the background: flush files that must not be older than it."""
+        """Called in the background before a checkpoint exists: flush files that must not be older."""
 
     def close(self) -> None:
-        """Called at the end, also after an error, before `closed` of any hook."""
+        """Called at the end, before `closed` of any hook."""
         self._run = None
 
 

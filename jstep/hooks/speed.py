@@ -19,7 +19,7 @@ TAG = "global_step/sec"
 class _Count(NamedTuple):
     step: int
     since: float
-    """All later steps were dispatched, and finish, after this time."""
+    """All later steps finish after this time."""
     dispatched: Any
     """The meter's count."""
     examples: tuple[int, int]
@@ -28,8 +28,7 @@ class _Count(NamedTuple):
 class StepCounterHook(RunHook):
     """A hook that measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
 
-    The loop may be many steps ahead of the device, so a step counts only once its metrics are ready; the hook checks
-    this after every call while it waits for them. A measurement is the mean over an interval, or over several if the
+    A step counts only once its metrics are ready. A measurement is the mean over an interval, or over several if the
     device was behind, and never higher than the device's rate. The first interval begins after the first step, which
     excludes compilation.
 
@@ -38,14 +37,13 @@ class StepCounterHook(RunHook):
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
     which is shown in log lines, the progress line and TensorBoard. The operations of the traced step are counted by
-    `jstep.cost`, for each stage and each shape of the batch. Loops count as often as they run, except those
-    whose length depends on values, which count once. A Pallas kernel counts by its `cost_estimate`, or without one as
-    one operation for each element of its results. A step that recomputes (`jax.checkpoint`) performs more operations
-    than the model requires, so the name is then `hfu` (hardware FLOP/s utilization). The peak is the dense peak for the
-    formats of the step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless their `precision`
-    is set. It is tabulated for TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200. For other devices,
-    such as a CPU, and for a step that is not compiled, nothing is shown unless `peak_flops` and `flops_per_step` are
-    given as needed.
+    `jstep.cost`; a loop whose length depends on values counts once, a Pallas kernel by its `cost_estimate`, or without
+    one as one operation for each element of its results. A step that recomputes (`jax.checkpoint`) performs more
+    operations than the model requires, so the name is then `hfu` (hardware FLOP/s utilization). The peak is the dense
+    peak for the formats of the step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless
+    their `precision` is set. It is tabulated for TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200. For
+    other devices, and for a step that is not compiled, nothing is shown unless `peak_flops` and `flops_per_step` are
+    given.
 
     Args:
         every_n_steps: Interval in steps.
@@ -53,8 +51,8 @@ class StepCounterHook(RunHook):
         summary_writer: Any object with `add_summary(summary, global_step)`; receives the scalar `global_step/sec`. None
             for the one that `train` opens in its `logdir`, if any.
         peak_flops: Peak operations per second of one device; None to look it up in the table.
-        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count the
-            operations of the traced step. If given, the name is always `mfu`.
+        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
+            them. If given, the name is always `mfu`.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
@@ -64,7 +62,6 @@ class StepCounterHook(RunHook):
         hfu: The latest utilization of a step that recomputes; None otherwise.
 
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: An interval, `peak_flops` or `flops_per_step` is not positive.
 
     Example:
