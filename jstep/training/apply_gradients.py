@@ -1,4 +1,4 @@
-"""One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
+"""One optimizer update of the state, and whether it was skipped.
 
 Only this module increments the global step; users may do so with `increment_global_step`.
 """
@@ -45,23 +45,21 @@ def apply_gradients(
     context: Context | None = None,
     increment_global_step: bool = True,
 ) -> TrainState:
-    """Apply gradients: return the state with params + updates, new slots and global_step + 1.
-
-    The function is pure; it neither compiles nor donates.
+    """Return the state with params + updates, new slots and global_step + 1, without compiling or donating.
 
     Args:
         state: The state before the update.
-        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
-            not updated. The gradient of a parameter that a `partition` freezes is ignored: no norm includes it.
+        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is not
+            updated. The gradient of a parameter that a `partition` freezes is ignored.
         optimizer: The optimizer that the state was created with.
-        context: Information about the step in addition to the gradients, for an optimizer with `takes_context`.
+        context: Information about the step, for an optimizer with `takes_context`.
         increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
-            either case; schedules read the step.
+            either case.
 
     Raises:
         TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
-        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
-            contains the path), or the slots of the state do not match the optimizer.
+        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match, or the slots of
+            the state do not match the optimizer.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -82,7 +80,7 @@ def apply_gradients(
 
 
 class UpdateResult(NamedTuple):
-    """The result of an update; `skipped_by`: a guard's slot → whether it, or a guard around it, skipped the update."""
+    """The result of an update; `skipped_by`: a guard's slot → whether the update was skipped."""
 
     state: TrainState
     updates: Updates
@@ -169,7 +167,7 @@ def _check_slots(old: Slots, new: Slots) -> None:
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:
-    """Map the path of each parameter on a mesh to its own sharding or the finest sharding of its slots."""
+    """Map the path of each parameter on a mesh to its sharding, or the finest one of its slots."""
     # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
     # `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -193,7 +191,7 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
 
 
 def skip_metrics(result: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
+    """Return whether each guard skipped the update, and `skipped` overall."""
     by_guard = {_metric_name(name): value for name, value in result.skipped_by.items()}
     if guards.current_loss_scale(result.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)

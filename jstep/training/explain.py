@@ -62,7 +62,7 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
 
 
 def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
-    """Call a step that jstep did not make, for the first time; if it fails, say whether it is a loss."""
+    """Call a step that jstep did not make; if it fails, say whether it is a loss."""
     try:
         with watch_updates():
             return step(state, *args)
@@ -85,7 +85,7 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
 
 
 def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool:
-    """Whether a function of the parameters returns a loss, perhaps with aux, when it is traced."""
+    """Whether a function of the parameters returns a loss, perhaps with aux."""
     try:
         with using_mesh(mesh_of((state, args))):
             out = jax.eval_shape(fn, state.params, *args)
@@ -108,10 +108,7 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Seque
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:
-    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
-
-    `state` was not donated before the call; a call that fails while it runs donates it.
-    """
+    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`."""
     if not isinstance(error, RuntimeError | ValueError):
         if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
@@ -164,7 +161,7 @@ def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = 
 
 
 def _buffer(leaf: Any) -> Any:
-    """Identify the memory of an array; None if it has none on this process."""
+    """Identify the memory of an array."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
     leaf = trees.key_data(leaf)

@@ -31,15 +31,13 @@ def scan_steps(
         train_step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
         length: K, required if train_step takes no args.
         unroll: Number of steps per iteration of the compiled loop, as in `jax.lax.scan`; True to unroll it entirely.
-            None chooses automatically: 1, or all K if XLA runs an operation on a slow path inside a loop, as with
-            convolutions on a CPU (10 to 30 times slower; unrolled, they take as long to compile as K steps).
+            None means 1, or K if XLA runs an operation on a slow path inside a loop, as with convolutions on a CPU.
 
     Returns:
-        A function whose args and metrics are stacked on a leading axis of size K. If train_step is compiled, so is
-        the function, and it donates the state in the same way; otherwise it is a plain function.
+        A function whose args and metrics are stacked on a leading axis of size K. It is compiled, and donates the
+        state, if train_step is and does.
 
     Raises:
-        TypeError: `train_step` is not a function, or `length` or `unroll` is not an integer.
         ValueError: The leading axes of the args differ, are missing, or are empty.
 
     Example:
@@ -100,15 +98,15 @@ class TracedStep(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The types of the computed metrics by name; empty if they are not a mapping."""
+        """The types of the computed metrics by name."""
         return self.computed if isinstance(self.computed, Mapping) else {}
 
 
 class LoopedStep(TrainStep):
     """A compiled program of 1 to K steps: `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))`.
 
-    It runs the first n of K steps, in a loop whose length is an argument, so that results are bitwise identical however
-    steps are divided into calls. The metrics are from the last step; the numbers of all steps are added to the sums.
+    It runs the first n of K steps, so that results are bitwise identical however steps are divided into calls. The
+    metrics are from the last step; the numbers of all steps are added to the sums.
 
     Args:
         step: Any function `(state, *args) -> (state, metrics)`.
@@ -134,7 +132,7 @@ class LoopedStep(TrainStep):
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
-        """Trace one step, for arrays or shapes, so that its metrics are known before the first call."""
+        """Trace one step, for arrays or shapes, to know its metrics."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
             traced = jitted_program(self._one, state, args).trace(state, *args)
@@ -178,7 +176,6 @@ class LoopedStep(TrainStep):
 
 
 def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
-    """Return the `LoopedStep` of a step, compiled only once per step."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]
     owner, kept = getattr(step, "_jstep_looped", (None, {}))
@@ -203,7 +200,6 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
 
 
 def _with_another(x: object) -> Any:
-    """Stack a row with a second one, which is not used."""
     # XLA compiles a loop over a single row differently from a loop over several: it would move work out of the loop.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])

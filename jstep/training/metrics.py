@@ -1,4 +1,4 @@
-"""The metrics of a training step: constant or computed, from the optimizer, and requested by the user."""
+"""The metrics of a training step: constant, computed and requested."""
 
 import dataclasses
 import functools
@@ -35,10 +35,10 @@ class Constants:
     """Numbers known before the program runs; a pytree without leaves that compares by their values.
 
     Attributes:
-        all: Name → NumPy scalar or read-only array; the same objects at each call, compared by identity.
-        values: Those that are hyperparameters, which hooks show once. Others may differ in the next program: the
-            user's function returned them, such as the length of a batch.
-        skipped: The name of the metric that reports whether the update was skipped; None without a guard.
+        all: Name → NumPy scalar or read-only array; the same objects at each call.
+        values: Those that are hyperparameters, which hooks show once. The user's function returned the others, such as
+            the length of a batch.
+        skipped: The name of the metric that reports skipped updates; None without a guard.
     """
 
     def __init__(self, values: Mapping[str, Any], skipped: str | None = None, once: Collection[str] = ()) -> None:
@@ -70,7 +70,7 @@ class StepMetrics(NamedTuple):
 
 
 def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
-    """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
+    """Split metrics into computed ones and plain numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
@@ -112,7 +112,7 @@ _FORM = "(gradients, updates, params) -> {name: scalar}"
 
 @dataclasses.dataclass(frozen=True)
 class RequestedMetrics:
-    """The metrics requested of a step; `functions` are keyed by description and check their results."""
+    """The metrics requested of a step; `functions` are keyed by description."""
 
     norms: tuple[str, ...]
     noise: bool
@@ -123,7 +123,7 @@ class RequestedMetrics:
     ) -> dict[str, dict[str, Any]]:
         """Return the values of the norms and functions, by a description of their origin.
 
-        `gradients` include the loss scale, `updates` are the values added to the parameters, and `params` are new.
+        `gradients` include the loss scale, and `params` are new.
         """
 
         def norm(name: str) -> Array:
@@ -152,7 +152,7 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
-    """Validate `metrics` of `minimize`; `argument=number` divides a batch into the parts that noise metrics compare."""
+    """Validate `metrics` of `minimize`; `argument=number` divides a batch into parts."""
     names = (*NORMS, NOISE_SCALE)
     is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
     entries = tuple(metrics) if is_several else (metrics,)

@@ -82,71 +82,65 @@ def minimize(
             `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is differentiated with
             respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
             Parameters that no loss trains are unchanged.
-        optimizer: The optimizer that the state was created with. An Optax transformation stands for `from_optax` of it,
-            here and wherever an optimizer is accepted.
-        var_list: The parameters to train, as in `compute_gradients`; the others are unchanged. Parameters that the
-            optimizer freezes, by the label None of a `partition`, are never trained. Neither they nor the parameters
-            that var_list leaves out are differentiated.
-        has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
-        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
-            update per batch. The update equals that of the whole batch if the loss is a mean over rows: a loss that
-            compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
+        optimizer: The optimizer that the state was created with, or an Optax transformation, which stands for
+            `from_optax` of it.
+        var_list: The parameters to train, as in `compute_gradients`. The others, and those that a `partition` freezes,
+            are neither changed nor differentiated.
+        has_aux: Whether loss_fn returns auxiliary values, for the metrics.
+        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. The update equals
+            that of the whole batch if the loss is a mean over rows: a loss that compares rows with each other
+            (contrastive losses, BatchNorm) sees one microbatch only.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
-            then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
-            on the number of devices that the rows are sharded over, and is logged. If the loss is a mean over rows, the
-            same batch gives the same update on 8, 4 or 1 devices, up to rounding. Otherwise the objective depends on
-            the number of devices, as do model_state, which is updated once per microbatch, and the keys of rng. Rows of
-            unknown sharding, as in a step with jit=False on Auto axes inside another `jax.jit`, count as being on one
-            device.
+            then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
+            the number of devices that the rows are sharded over, and is logged. model_state and the keys of rng thus
+            depend on it, as does the objective unless the loss is a mean over rows. Rows of unknown sharding, as in a
+            step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
-        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They
-            pass from one microbatch to the next, so running statistics are updated num_microbatches times per update.
-            They keep their dtypes; a float for an integer or a bool, or an integer for a bool, is an error.
-        use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
-            they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
-            `averaged_params`; a list of names, of averages of different leaves, gives one tree with all of them.
-        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so a resumed run
-            draws the same numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets
-            `fold_in(key, i)` of the key of its loss.
-        pass_step: Whether loss_fn gets `step`, the global step before the update, an integer: for annealed weights and
-            curricula, `weight = jstep.linear(0.0, 1.0, 1000)(step)`.
-        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The
-            loss, aux and model_state are evaluated at the unperturbed parameters. With several losses, each perturbs
-            its own parameters.
+        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They are
+            updated once per microbatch, and keep their dtypes; a float for an integer or a bool, or an integer for a
+            bool, is an error.
+        use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn; they
+            are not differentiated (mean teachers, target networks). A string, or a list, names their slots, as in
+            `averaged_params`.
+        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, so a resumed run draws the same numbers. With several
+            losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets `fold_in(key, i)` of the key of its
+            loss.
+        pass_step: Whether loss_fn gets `step`, the global step before the update, such as for `jstep.linear(0.0, 1.0,
+            1000)(step)`.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The loss,
+            aux and model_state are evaluated at the unperturbed parameters.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
         lanes: Makes the results bitwise identical on any number of devices that divides L, this power of two. The batch
-            is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device with the same program,
-            and all sums over elements are computed in one binary tree. State and metrics after each step are identical
-            on one process or several, without a mesh, with data parallelism, ZeRO-1 and FSDP, on Auto and Explicit
-            axes, and through checkpoints and changes of layout. Loss, gradients and floating leaves of aux are means
-            over the lanes, weighted by `weight_fn`; integers and bools of aux are sums.
-            Lane i gets `fold_in(key, i)` of the key of its loss. `num_microbatches` and `max_rows_per_device` divide
-            each lane, and microbatch j gets `fold_in(key, j)` of the key of its lane. Another L gives another run, and
-            so do other global batches. With None, the default, the order of sums depends on the devices. The page
-            "What the bits depend on" has the conditions, the merging of model_state, and the limits.
+            is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device, and sums over elements
+            are computed in one binary tree. State and metrics are then identical on one process or several, without a
+            mesh, with data parallelism, ZeRO-1 and FSDP, on Auto and Explicit axes. Loss, gradients and floating leaves
+            of aux are means over the lanes, weighted by `weight_fn`; integers and bools of aux are sums. Lane i gets
+            `fold_in(key, i)` of the key of its loss, and microbatch j `fold_in(key, j)` of its lane's.
+            `num_microbatches` and `max_rows_per_device` divide each lane. Another L or other global batches give
+            another run. The page "What the bits depend on" has the conditions, the merging of model_state, and the
+            limits.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
             `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics. They get the raw gradients,
             before the optimizer, without a loss scale, and None for parameters that are not trained; the updates as
-            added, zero if the update is skipped or not due; and the new parameters. A leaf may be an
-            `IndexedSlices`. They are traced like the loss. `layer_norms` has the norm of each layer.
+            added, zero if the update is skipped or not due; and the new parameters. A leaf may be an `IndexedSlices`.
+            `layer_norms` has the norm of each layer.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
 
     Returns:
         A `TrainStep`, or the pure function if jit=False. Its metrics contain `loss`, each hyperparameter used in the
-        update (including those stored in the state), the requested norms, and the entries of aux if that is a
-        mapping, else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and their sum
-        as `loss`. Metrics are scalars on the device, returned without waiting for them; hyperparameters that are
-        plain numbers are NumPy scalars. Summaries that the loss creates but does not return are in `summaries`. If
-        the optimizer has guards (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if one of them skipped the
-        update and no non-finite value was applied anywhere, else 0.0. Guards below labels and scopes also report it
-        under their own prefix.
+        update (including those stored in the state), the requested norms, and the entries of aux if that is a mapping,
+        else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and their sum as `loss`.
+        Metrics are scalars on the device; hyperparameters that are plain numbers are NumPy scalars. Summaries that the
+        loss creates but does not return are in `summaries`. If the optimizer has guards (`skip_nonfinite`,
+        `dynamic_loss_scale`), `skipped` is 1.0 if one of them skipped the update and no non-finite value was applied
+        anywhere, else 0.0.
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
@@ -246,7 +240,7 @@ class UpdateStep:
     Attributes:
         rng: The key of the run.
         averages: The averages that the loss accepts.
-        schedule: The radius of sharpness-aware minimization if it is a schedule, else None.
+        schedule: The schedule of the radius of sharpness-aware minimization, or None.
     """
 
     optimizer: Optimizer
@@ -327,7 +321,7 @@ class UpdateStep:
         plain = replace_losses(self.differentiate, sharpness=None, adaptive=False, squares=False)
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
-            """Return loss and gradients of this step's batch, without the scale."""
+            """Return unscaled loss and gradients of this step's batch."""
             other = plain(inputs._replace(params=params))
             return other.loss, other.gradients if scale is None else guards.unscale(other.gradients, scale)
 
@@ -378,7 +372,7 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class SeveralLosses:
-    """Losses with one gate, differentiated at the same parameters, each with respect to a separate part of them."""
+    """Losses with one gate, each differentiated with respect to a part of the parameters."""
 
     losses: Mapping[str, LossGradients]
     gate_gradients: int
@@ -388,7 +382,7 @@ class SeveralLosses:
         return any(loss.depends_on_rows for loss in self.losses.values())
 
     def __call__(self, inputs: LossInputs) -> LossResult:
-        """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""
+        """Return the sum of the losses, all gradients, and as aux each loss and its aux by name."""
         chosen = _without_overlap(inputs.params, self.losses)
         leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)
@@ -464,7 +458,6 @@ def _by_name(aux: object) -> Mapping[str, Any]:
 
 
 def _without_overlap(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:
-    """Return the indices of the leaves that each loss trains."""
     chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in losses.items()}
     for (first, indices), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*indices} & {*others})

@@ -13,10 +13,7 @@ from jstep.state.train_state import TrainState
 
 
 def keep_kind(name: str, old: Tree, new: Tree) -> Any:
-    """Return the state of a step, with the roles of the old one and strong types; reject one of another kind.
-
-    A run with another kind of state would be compiled again, and its checkpoints could not be restored.
-    """
+    """Return the state of a step, with the roles of the old one and strong types; reject one of another kind."""
     if not (isinstance(old, TrainState) and isinstance(new, TrainState)):
         return new
     if roles_in(new) is not roles_in(old):

@@ -1,4 +1,4 @@
-"""The compiled training step, which donates its state, and the layout of the state that it is compiled for."""
+"""The compiled training step, and the layout of the state that it is compiled for."""
 
 import dataclasses
 import functools
@@ -36,12 +36,10 @@ class PureStep:
 
     Attributes:
         body: As it was given; it also checks the kind of the new state.
-        title: The step's name in a run.
-        depends_on_rows: Whether the step depends on how the rows of the batch are sharded.
+        depends_on_rows: Whether the step depends on the sharding of the rows.
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
-        optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
-        kept: A cache for other modules, which use one key each.
+        kept: A cache for other modules.
         made_by: The call of `minimize` or `scan_steps` that made it.
     """
 
@@ -70,7 +68,7 @@ class PureStep:
             return with_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
-        """Return the shardings of a batch; None if the step ignores them."""
+        """Return the shardings of a batch, if the step uses them."""
         if not self.depends_on_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
@@ -121,7 +119,7 @@ def remember_call(step: Any, call: RecordedCall) -> Any:
 
 
 def step_function(step: object) -> PureStep | None:
-    """Return the pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
+    """Return the pure function of a step of `minimize`, or of its loop."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
@@ -135,7 +133,7 @@ def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: 
 
 
 class StateLayout:
-    """The shardings of a state, None on a single device or traced; equal layouts are one object."""
+    """The shardings of a state; equal layouts are one object."""
 
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings, self.mesh = shardings, mesh
@@ -181,20 +179,17 @@ def describe_step(step: PureStep) -> str:
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
-    The state passed in is donated (unless `donate=False`): its memory is reused for the new state, so use only the
-    returned one. Every leaf of the state keeps its sharding, and the step is traced under the mesh of the state.
-    The methods of `jax.jit` functions are available:
+    The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf of the state keeps its
+    sharding, and the step is traced under the mesh of the state. The methods of `jax.jit` functions are available:
     `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`.
 
     Args:
         step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the structure, shapes and
-            dtypes of the old one. A metric that is a plain Python or NumPy number is a constant of the program and is
-            not computed on the device.
-        donate: Whether the compiled step donates the state passed in.
+            dtypes of the old one. A metric that is a plain Python or NumPy number is a constant of the program.
+        donate: Whether a call donates the state.
 
     Attributes:
         __wrapped__: The pure function that is compiled.
-        donate: Whether the state is donated.
         title: A name that identifies the step within a run: for a step of `minimize`, the name of its loss.
         lanes: The number of lanes, as in `minimize`; None without lanes.
 
@@ -203,7 +198,7 @@ class TrainStep:
     """
 
     _returns_sums = False
-    """Whether the programs also return sums, which the next call continues: only in a `LoopedStep`."""
+    """Whether the programs also return sums, as in a `LoopedStep`."""
 
     def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
@@ -218,7 +213,7 @@ class TrainStep:
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
-        """Return the state after one more step, and its metrics; the given state is donated, unless `donate=False`."""
+        """Return the state after one more step, and its metrics."""
         args = device_values.arguments_from_host(args)
         if getattr(state, "_layout", None) is not _ON_ONE_DEVICE and not is_single_process():
             self._agreed.check(state, args)
@@ -226,7 +221,7 @@ class TrainStep:
         return new, metrics.merged()
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
-        """Return the program for some layouts; `kind="merged"` returns all metrics together."""
+        """Return the program for some layouts."""
         batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
@@ -286,7 +281,7 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    """Call the program of a step; return `(state, StepMetrics)`, or `(state, StepMetrics, sums)` for a `LoopedStep`."""
+    """Return `(state, StepMetrics)`, or `(state, StepMetrics, sums)` for a `LoopedStep`."""
     layout = getattr(state, "_layout", None)  # as `returned_layout`, without a call at each step
     is_known = layout is not None
     if layout is None:

@@ -1,4 +1,4 @@
-"""The updates of one training step, collected while it is traced, to warn of ages that count too many of them."""
+"""The updates of one training step, to warn of ages that count too many of them."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,7 @@ class Update(NamedTuple):
 
     Attributes:
         updated: The paths of the leaves that have a gradient.
-        aged: The paths of the leaves that have none, although the age of their slots counts the update.
+        aged: The paths of those that have none, although their ages count the update.
         increments: Whether it increments the global step.
         per_step: The averages that move only at such an update.
     """
@@ -34,7 +34,7 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass
 class _StepUpdates:
-    """The updates of a step, and the leaves on which a loss that was differentiated by them does not depend."""
+    """The updates of a step, and the leaves on which a differentiated loss does not depend."""
 
     updates: list[Update] = dataclasses.field(default_factory=list)
     unused: set[str] = dataclasses.field(default_factory=set)
