@@ -20,14 +20,13 @@ _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
 _PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
-"""Variables that git sets for its hooks, and that would name another repository."""
+"""Variables that git sets for its hooks."""
 
 
 def code_version() -> dict[str, Any] | None:
     """Return the `commit` of the program's repository, and `edits`, a hash of what is not committed, or None.
 
-    The repository is that of the main file; in a notebook, of the current directory. git itself decides whether to
-    trust it, as that code is running already.
+    The repository is that of the main file; in a notebook, of the current directory.
     """
     deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -73,7 +72,7 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
 
 
 def _edits(place: str, deadline: float) -> str | None:
-    """Return a hash of uncommitted edits, or None; equal edits hash alike in every clone."""
+    """Return a hash of uncommitted edits, or None."""
     root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
     digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
     digest.update(diff)

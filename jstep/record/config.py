@@ -1,7 +1,4 @@
-"""What a run was given, as JSON without secrets: its config, its arguments, its command line.
-
-What JSON cannot say is recorded by the name of its type.
-"""
+"""What a run was given, as JSON without secrets: its config, its arguments, its command line."""
 
 import argparse
 import contextlib
@@ -27,7 +24,7 @@ _MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
 
 
 def command_line() -> list[str]:
-    """Return the first words of the command line; one without a dash belongs to the option before it."""
+    """Return the first words of the command line."""
     argv = [str(word) for word in getattr(sys, "argv", ())]
     shown = list[str]()
     option = ""
@@ -49,7 +46,7 @@ def command_line() -> list[str]:
 
 
 def encoded(value: Any) -> bytes:
-    """Return JSON as UTF-8, which has a byte for most characters, and at most four; strict, also without NaN."""
+    """Return strict JSON as UTF-8, without NaN."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
@@ -70,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def as_text(text: str, name: str = "") -> str:
-    """Return the text of an option without secrets; one that is cut has a hash, so that each change is seen."""
+    """Return the text of an option without secrets; one that is cut has a hash."""
     shown = hide(name, text[: 2 * MAX_TEXT])
     if len(text) > MAX_TEXT and shown != NOT_RECORDED:
         whole = _digest(shown + text[2 * MAX_TEXT :])
@@ -79,7 +76,7 @@ def as_text(text: str, name: str = "") -> str:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Return a value as JSON; one that raises, or of another kind, is the name of its type."""
+    """Return a value as JSON, or the name of its type."""
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
@@ -141,7 +138,7 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a mapping, an object with named fields, or a list that has such items; else None."""
+    """Return the entries of a mapping, an object with named fields, or a list of such; else None."""
     with contextlib.suppress(Exception):
         if isinstance(value, type | str):
             return None
@@ -179,7 +176,7 @@ def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(get: Callable[[Any], Any], key: Any) -> Any:
-    """Return a value, or the class of the error that it raises: a part of a config may not be set yet."""
+    """Return a value, or the class of the error that it raises."""
     try:
         return get(key)
     except Exception as error:

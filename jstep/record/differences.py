@@ -36,7 +36,7 @@ IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
-"""Values with another effect than their section; the definition of the batches covers the rows of a batch."""
+"""Values with another effect than their section."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
@@ -49,7 +49,7 @@ _ABSENT = object()
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the values of a start and its card that are compared: name → section and value. Paths are left out."""
+    """Return the values of a start and its card that are compared: name → section and value."""
     card = start.get("card") or {}
     commit = start.get("commit")
     edits = start.get("edits")
@@ -120,9 +120,6 @@ def changes(
 ) -> Changes:
     """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections.
 
-    Values that only one of the two has recorded are differences, except in settings and programs, and in sections that
-    only one has.
-
     Example:
         >>> from jstep.record.differences import changes
         >>> changes({"card": {"batches": {"seed": 0}}}, {"card": {"batches": {"seed": 1}}}).bits
@@ -161,7 +158,7 @@ def changes(
 
 
 def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
-    """Describe the parts of a traced step that differ, its optimizer, and the first lines of its printed program."""
+    """Describe the parts of a traced step that differ."""
     stage = name.partition("[")[2].rstrip("]") or "0"
     pair = [_program_at(stage, start) for start in starts]
     parts = {"gradients": "loss and gradients", "update": "update"}
@@ -199,7 +196,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Return a value as text: a float32 in the fewest digits, unless these are also the digits of the other value."""
+    """Return a value as text, in the fewest digits that tell it from the other."""
     if value is _ABSENT:
         return "absent"
     if isinstance(value, float) and isinstance(other, float) and in_own_digits(value) != in_own_digits(other):

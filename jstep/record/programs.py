@@ -18,7 +18,7 @@ _WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=\[])(:)?")
 
 
 def compressed(programs: Mapping[str, str]) -> bytes:
-    """Return the texts of programs by stage, of which only the first lines are kept if they are long."""
+    """Return the texts of programs by stage, or their first lines."""
     text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_MAX_CHARACTERS]
     while len(data := zlib.compress(text.encode(), 9)) > _MAX_BYTES:
         text = text[: len(text) // 2]
@@ -26,7 +26,7 @@ def compressed(programs: Mapping[str, str]) -> bytes:
 
 
 def read_programs(path: str) -> dict[str, str]:
-    """Return the texts of programs by stage; {} if they are missing, or not valid."""
+    """Return the texts of programs by stage; {} if they are missing or invalid."""
     with contextlib.suppress(OSError, ValueError, zlib.error):
         reader = zlib.decompressobj()
         text = reader.decompress(read_small(path, _MAX_BYTES), 4 * _MAX_CHARACTERS).decode("utf-8", "replace")

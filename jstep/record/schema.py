@@ -36,7 +36,7 @@ PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
 
 
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
-"""Step → hashes of the layout and of the content of the next batch, and of the config and the definition of batches."""
+"""Step → hashes of the layout and content of the next batch, and of the config and definition of batches."""
 
 
 class Process(TypedDict):

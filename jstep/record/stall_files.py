@@ -42,8 +42,7 @@ Fields = Mapping[str, Any]
 def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
 
-    Files of ended processes, and files not renewed, are left out, or with `ended` returned alone. While any process is
-    stalled, the others also write files, whose `stall` is false.
+    Files of ended processes, and files not renewed, are left out, or with `ended` returned alone.
     """
     stalls, problems = _files(where, prefix)
     kept = [stall for path, stall in stalls if ("exit_code" not in stall and _is_current(path, stall)) != ended]
@@ -51,7 +50,7 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
-    """Name the threads that at least half of the processes have, and the processes that lack them."""
+    """Name the threads that most processes have, and the processes that lack them."""
     names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
     often = Counter(itertools.chain.from_iterable(names.values()))
     most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]
@@ -60,10 +59,7 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
 
 
 def _thread_names(stall: Fields) -> set[str]:
-    """Return the names of the user's threads of a process without the numbers that tell those of a pool apart.
-
-    Threads of jstep are left out: some belong to the first process alone.
-    """
+    """Return the names of the user's threads of a process, without the numbers of those of a pool."""
     names = (str(name) for name in stall["threads"])
     return {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")} - {""}
 
@@ -122,7 +118,7 @@ def _checked_stall(stall: Any) -> dict[str, Any]:
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    """Return the processes that the others wait for: those that wait for no other, or else the smaller groups."""
+    """Return the processes that the others wait for."""
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
     often = Counter(stall["what"] for stall in stalls)
     smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]
@@ -150,7 +146,7 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 
 
 def _as_bytes(fields: Fields) -> bytes:
-    """Return the content of a file that readers accept: of the stacks of many threads, only the innermost lines."""
+    """Return the content of a file, of bounded size."""
     most = 1000
     while len(data := encoded(fields)) > _MAX_BYTES and (threads := fields.get("threads")):
         most //= 2
@@ -159,7 +155,7 @@ def _as_bytes(fields: Fields) -> bytes:
 
 
 class StallFiles:
-    """The files of this process and the others. A thread keeps them up to date, because a disk may hang.
+    """The files of this process and the others, which a thread keeps up to date.
 
     `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
 
@@ -167,11 +163,9 @@ class StallFiles:
         ForeignFileError: The directory of the files is a link, behind which may be files of others.
 
     Attributes:
-        shown: When the file was first written.
-        period: The seconds after which the file is renewed, and the others are read.
+        period: The seconds between two renewals.
         others: What the other processes wait for, if this one has read their files.
-        is_told: Whether this process reports no others: one with a lower index has a file and does so, or the files
-            cannot be read.
+        is_told: Whether this process reports no others, because one with a lower index does so.
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
@@ -215,7 +209,7 @@ class StallFiles:
             futures.wait([self._job], timeout=5.0)
 
     def _check(self) -> None:
-        """Raise an error if the directory of the run was moved: another run may be at its place."""
+        """Raise an error if the directory of the run was moved."""
         if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
             self._run_directory = OpenDirectory(self._where)
         if self._run_directory is not None:

@@ -30,8 +30,7 @@ MAX_STARTS, MAX_BYTES = 1000, 2**20
 """The number of the newest starts that are read, and the maximum bytes of a file."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
-"""The maximum bytes of a config outside the card and of a start, and the padding of its file in bytes, so that its end
-can be written in place on a full disk."""
+"""The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
@@ -85,13 +84,10 @@ class StartFile:
 
     Args:
         where: The directory or bucket of the run.
-        prefix: The prefix of its checkpoints.
         earlier: The earlier starts of the run, as `read_starts` returns them.
         fields: What the file holds from its beginning, besides its name.
 
     Attributes:
-        earlier: The earlier starts.
-        fields: The fields that the next write writes.
         period: The seconds between two writes while the start lives.
         due: Set if it should be written sooner.
     """
@@ -143,12 +139,12 @@ class StartFile:
                 self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
-        """Write the end of an earlier start, which was killed before it could write it."""
+        """Write the end of an earlier start, which was killed."""
         path = path_of(self.where, self.prefix, number)
         self._try(lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False))
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end, in place if the disk is full; a write that fails is tried again."""
+        """Write the end, in place if the disk is full."""
         self.update(fields or {})
         with self._writing:
             for number in range(_TRIES):
@@ -220,7 +216,7 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    """Return content that a reader accepts: without invalid fields, and without old stalls if there are many."""
+    """Return valid content, without old stalls if there are many."""
     start = {name: value for name, value in valid_fields(fields, Start).items() if name not in ("card", "problem")}
     checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
@@ -296,7 +292,7 @@ def _problem(start: Any, prefix: str, number: int) -> str:
 
 
 def _load(path: str) -> Any:
-    """Return the JSON of a file; None if it is empty, as on a full disk, or after a power cut."""
+    """Return the JSON of a file; None if it is empty."""
     data = read_small(path, MAX_BYTES)
     if not data.strip(b"\0"):
         return None
@@ -306,7 +302,7 @@ def _load(path: str) -> Any:
 
 
 def with_card(where: str, start: Start) -> Start:
-    """Return a valid start with its card, which is empty if it is missing or not valid."""
+    """Return a start with its card, or an empty one."""
     card = _load_card(where, start).get("card") or {}
     return cast(Start, {**start, "card": card, "programs": program_path(where, start)})
 

@@ -1,4 +1,4 @@
-"""Replacing parameters, together with the slots that start as copies of them, such as averages and masters."""
+"""Replacing parameters, with the slots that are copies of them, such as averages and masters."""
 
 import weakref
 from typing import Any
@@ -23,10 +23,7 @@ _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
 def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
-    """Return new parameters, placed like the old ones, and the slots, whose copies of the parameters are updated.
-
-    A leaf that is the state's own array stays, and so do its slots.
-    """
+    """Return new parameters, placed like the old ones, and the slots, whose copies of the parameters are updated."""
     roles, treedef = roles_in(state), trees.structure(state.params)
     placement.refuse_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:
@@ -100,7 +97,7 @@ def _placed(value: Any, old: Any) -> Any:
 
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
-    """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
+    """Warn once per run if slots would restore replaced parameters."""
     roles, treedef = roles_in(state), trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
@@ -124,7 +121,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
 
 
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
-"""The roles of states, by identity, for which it was logged outside of a run: each `create` starts from scratch."""
+"""The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"

@@ -42,14 +42,12 @@ def fingerprint(tree: Tree, per_leaf: bool) -> Any: ...
 def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
-    A leaf has h = seal(Σᵢ mix(bits of element i, i)), where i is the index in the whole array and there are two sums
-    modulo 2³²; a tree has Σ h. `mix` is a bijection for each i, and `seal` for each path, dtype and shape: any change
-    of a single element's bits changes the fingerprint, any other change does with probability 1 − 2⁻⁶⁴. This detects
-    accidental differences; it is not a cryptographic hash.
+    A leaf has h = seal(Σᵢ mix(bits of element i, i)), with two sums modulo 2³²; a tree has Σ h. Any change of a single
+    element's bits changes the fingerprint, any other change does with probability 1 − 2⁻⁶⁴. It is not a cryptographic
+    hash.
 
-    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter: the hash is of
-    `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs with different bits.) Each
-    element is read once, on its own device, without blocking.
+    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter. 0.0 and −0.0 differ,
+    as do NaNs with different bits. Each element is read once, on its own device, without blocking.
 
     Args:
         tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
@@ -91,7 +89,7 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
 
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
+    """Return paths, leaves and keys `[4]`."""
     require_alive(tree)
     found = StateLeaves(tree)
     paths, leaves = found.paths, found.values
@@ -106,10 +104,7 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
 
 
 def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Start computing fingerprints: for each set of devices, indices of leaves, and uint32 `[n, 2]`.
-
-    NumPy computes those of arrays in host memory.
-    """
+    """Start computing fingerprints: for each set of devices, indices of leaves, and uint32 `[n, 2]`."""
     return _start(_groups(leaves, keys), leaves)
 
 
@@ -163,7 +158,7 @@ def _summed(words: Any) -> Any:
 
 
 class Fingerprints(NamedTuple):
-    """Fingerprints of a tree's leaves, which their devices compute: indices of leaves, and their words `[n, 2]`."""
+    """Fingerprints of a tree's leaves: indices of leaves, and their words `[n, 2]`."""
 
     paths: list[str]
     groups: list[tuple[list[int], Any]]
@@ -172,7 +167,7 @@ class Fingerprints(NamedTuple):
 class LeafFingerprints:
     """The fingerprints of the leaves of states, one state after another.
 
-    What follows from structure, shapes and shardings is computed for the first state, and again only if they change.
+    What follows from structure, shapes and shardings is computed only when these change.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -211,7 +206,7 @@ _KIND = operator.attrgetter("shape", "dtype", "sharding")
 
 U = np.uint32
 STRIDE = 0x9E3779B9
-"""2^32 divided by the golden ratio; odd, so that all positions up to 2^32 have different keys."""
+"""2^32 divided by the golden ratio, odd."""
 SECOND = 0x7F4A7C15
 HIGH = 0xC2B2AE3D
 HALF = 0x27D4EB2F
@@ -220,7 +215,7 @@ MASK = 0xFFFFFFFF
 
 
 def finalize(x: Any) -> Any:
-    """Apply the finalizer of MurmurHash3, a 32-bit bijection with full avalanche; overwrites a NumPy array."""
+    """Apply the finalizer of MurmurHash3, a 32-bit bijection; overwrites a NumPy array."""
     x ^= x >> U(16)
     x *= U(MULTIPLIERS[0])
     x ^= x >> U(13)
@@ -245,7 +240,7 @@ def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
 
 
 def indexable_size(shape: tuple[int, ...]) -> int:
-    """Return how many elements of the last axes 32 bits can index: all, except in huge arrays."""
+    """Return how many elements of the last axes 32 bits can index."""
     sizes = itertools.accumulate(reversed(shape), operator.mul)
     return max((size for size in sizes if size <= 2**32), default=1)
 
@@ -257,7 +252,7 @@ def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
 
 
 def combine_sums(sums: Any, key: Any) -> Any:
-    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by a bijection for each leaf."""
+    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`."""
     a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
     a = a + finalize(b + key[..., 2])
     b = b + finalize(a + key[..., 3])
@@ -272,7 +267,6 @@ _PIECE = 2**16
 
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the sums of the two lanes, uint32 `[2]`."""
     halves = [_sums(words, indexable_size(array.shape), half) for half, words in enumerate(_host_words(array))]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
@@ -291,7 +285,6 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def _in_whole_bytes(array: Any) -> Any:
-    """Widen numbers of less than a byte, and bools on a device."""
     name = array.dtype.name
     if name.startswith("float4"):
         return array.astype(np.float32)
@@ -353,7 +346,7 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 
 def _keys(shape: tuple[int, ...]) -> Any:
-    """Return the keys of all positions, in the shape of the array, so that shards do not move."""
+    """Return the keys of all positions, in the shape of the array."""
     split = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
@@ -383,7 +376,7 @@ def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _split(rows: Tree) -> list[Any]:
-    """Return the rows, by one program for any row: a program with n results is slow to compile."""
+    """Return the rows, by one program for any row."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
@@ -407,17 +400,13 @@ class _HostGroup(NamedTuple):
 class _DeviceGroup(NamedTuple):
     """Leaves on one device or one mesh.
 
-    Compilation dominates the first fingerprint: one program is compiled for each shape and dtype, not for each leaf,
-    and writes rows of an array. Calls dominate later ones: a call handles several small leaves.
+    One program is compiled for each shape and dtype, and a call handles several small leaves.
 
     Attributes:
-        numbers: The indices of the leaves.
         mesh: Their mesh of several devices, or None.
         on_mesh_of_one: Whether a leaf is on a mesh of one device.
         rows: The array of rows, with zeros.
         calls: For each call, its first row and the indices of its leaves.
-        keys: The keys of the leaves.
-        order: The rows of the leaves.
         in_flight: The number of calls that may be in flight; None for any.
     """
 

@@ -22,13 +22,12 @@ def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the training steps completed.
 
     Args:
-        value: The initial value, ≥ 0; an integer or an integer scalar array, traced or not.
+        value: The initial value ≥ 0, traced or not.
 
     Returns:
         An int32 scalar (int64 under `jax_enable_x64`) in a new buffer.
 
     Raises:
-        TypeError: `value` is not an integer.
         ValueError: `value` is negative, not a scalar, or does not fit the dtype.
 
     Example:
@@ -55,7 +54,7 @@ def get_global_step(state: Tree) -> Array | None:
         state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
 
     Raises:
-        TypeError: `state` is neither a step nor an object that has one, or its step is not an integer scalar.
+        TypeError: `state` is neither, or its step is not an integer scalar.
 
     Example:
         >>> import jstep
@@ -86,7 +85,7 @@ def find_step(state: Tree) -> Array | None:
 
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
-    """Return the global step of a state, which must have one; a population has stacked steps."""
+    """Return the global step of a state, which must have one."""
     step = find_step(state)
     if step is None:
         raise ValueError(
@@ -99,13 +98,7 @@ def step_array(state: Tree, *, scalar: bool = False) -> Array:
 
 @shortens_tracebacks
 def get_or_create_global_step(state: Tree) -> Array:
-    """Return the global step of a state as an array, or 0 if the state has no global step.
-
-    Args:
-        state: A state, or a step itself.
-
-    Raises:
-        TypeError: `state` is neither a step nor an object that has one.
+    """Return the global step of a state, or a step itself, as an array; 0 if the state has no global step.
 
     Example:
         >>> import jstep
@@ -119,13 +112,11 @@ def get_or_create_global_step(state: Tree) -> Array:
 
 @shortens_tracebacks
 def global_step(state: Tree) -> int:
-    """Return the global step as a Python int. This blocks on the device: avoid it in the training loop.
+    """Return the global step of a state, or a step itself, as a Python int.
 
-    Args:
-        state: A state, or a step itself.
+    This blocks on the device: avoid it in the training loop.
 
     Raises:
-        TypeError: `state` is neither a step nor an object that has one.
         ValueError: The state's global step is None or not a scalar, or the state holds shapes.
         RuntimeError: The state was donated to an earlier step.
 
@@ -163,12 +154,7 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
 
     Ages of slots are unchanged: no update was applied.
 
-    Args:
-        state: A state, or a step itself.
-        amount: An integer ≥ 0, traced or not.
-
     Raises:
-        TypeError: `state` is neither a step nor an object that has one, or `amount` is not an integer.
         ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
             step saturates at the largest value of the dtype instead.
 

@@ -1,4 +1,4 @@
-"""The leaves of a state: one pass over them, for checkpoints, fingerprints and checks of their contents."""
+"""One pass over the leaves of a state, for checkpoints, fingerprints and checks."""
 
 import functools
 from collections.abc import Mapping, Set
@@ -27,7 +27,7 @@ def _states_in(tree: trees.Tree) -> list[TrainState]:
 
 
 class _Structure:
-    """The structure of a tree: the indices, keys, paths and halves of its leaves; see `StateLeaves`."""
+    """The structure of a tree; see `StateLeaves`."""
 
     def __init__(self, treedef: Any) -> None:
         self.indices = treedef.unflatten(range(treedef.num_leaves))
@@ -62,10 +62,9 @@ _structure_of = functools.lru_cache(maxsize=8)(_Structure)
 
 
 class StateLeaves:
-    """The leaves of a tree, such as a state, flattened once, and their positions in the states of the tree.
+    """The leaves of a tree, flattened once, and their positions in the states of the tree.
 
     Attributes:
-        values: The leaves.
         keys: The keys of each leaf's path.
         paths: Keys joined by slashes.
     """
@@ -86,7 +85,7 @@ class StateLeaves:
 
     @functools.cached_property
     def states(self) -> list[tuple[TrainState, TrainState]]:
-        """Each state in the tree, with a copy that holds the indices of its leaves."""
+        """Each state in the tree, with its copy that holds indices."""
         return list(zip(_states_in(self.tree), _states_in(self.indices), strict=True))
 
     @functools.cached_property

@@ -20,8 +20,7 @@ FINITE, INFINITE, NAN = range(3)
 class StateContents:
     """The contents of each parameter and slot of a state, computed on its devices without blocking.
 
-    With `read_cpus`, arrays on a CPU are read immediately: compilation usually takes longer. The model_state is
-    excluded: it may hold anything. A caller that already has the leaves of the state passes them instead.
+    With `read_cpus`, arrays on a CPU are read immediately. The model_state is excluded: it may hold anything.
     """
 
     def __init__(self, state: trees.Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
@@ -49,11 +48,7 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Wait, and compare with an earlier state, or with a finite one if it is None.
-
-        Returns the leaves that became worse, except slots with infinity, and separately these slots: infinity may be
-        valid in a slot, such as a bound.
-        """
+        """Return the leaves that became worse, or are not finite, and separately slots with infinity."""
         earlier = {} if before is None else before.contents()
         worse = {path: kind for path, kind in self.contents().items() if kind > earlier.get(path, FINITE)}
         infinite_slots = [path for path, kind in worse.items() if kind == INFINITE and path.startswith(f"{SLOTS}/")]
@@ -97,10 +92,9 @@ class NanLossDuringTrainingError(WrongStateError, RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
-        step: The step N of the update N − 1 → N that has this loss or this gradient, or that reached the limit of
-            skipped updates.
-        may_save: Whether the last state of the run may be saved: False for a loss or a state that is not finite, True
-            if the run ended because too many consecutive updates were skipped.
+        step: The step N of the update N − 1 → N that has this loss or gradient, or reached the limit of skipped
+            updates.
+        may_save: Whether the last state may be saved: only if too many consecutive updates were skipped.
     """
 
     def __init__(self, message: str, step: int = 0, *, may_save: bool = False) -> None:

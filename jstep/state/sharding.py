@@ -24,13 +24,13 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
         params: Arrays, or shapes from `jax.eval_shape`.
         mesh: A `jax.sharding.Mesh`.
         axis: The mesh axis, or a tuple of axes.
-        min_size: The minimum number of elements of a split leaf; smaller leaves are replicated.
+        min_size: The minimum number of elements of a split leaf.
 
     Returns:
         A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.
 
     Raises:
-        ValueError: The mesh has no such axis, or `min_size` is negative.
+        ValueError: The mesh has no such axis.
 
     Example:
         >>> import jax, jstep
@@ -58,7 +58,7 @@ MODEL_STATE = "model_state"
 
 
 def is_model_state(name: str) -> bool:
-    """Whether a slot is the model state or one of its averages, `…/model_state`, which no optimizer sees."""
+    """Whether a slot is the model state or one of its averages, `…/model_state`."""
     return name == MODEL_STATE or name.endswith(f"/{MODEL_STATE}")
 
 
@@ -135,10 +135,7 @@ def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], p
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
-    """Shard leaves of slots like the parameter at their path, even if they lack some of its dimensions.
-
-    Everything else is replicated.
-    """
+    """Shard slots like their parameters, even if they lack some dimensions; everything else is replicated."""
     named = trees.leaves_with_paths(params)
     placed = [
         check_sharding(mesh, spec, np.shape(leaf), path)
@@ -163,7 +160,7 @@ def state_shardings(
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
-    """Change the memory kind of slots with one dimension or more; model_state is unchanged."""
+    """Change the memory kind of slots with one dimension or more."""
     if kind is None:
         return shardings
 
@@ -193,7 +190,7 @@ def slot_sharding(
 ) -> NamedSharding:
     """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
 
-    The role resolves the ambiguity of square parameters: one number for each row, or for each column.
+    The role resolves the ambiguity of square parameters.
     """
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
@@ -229,7 +226,7 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
-    """Place a copy; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
+    """Place a copy; a shape becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -245,17 +242,13 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
-    """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards.
-
-    Closed-over arrays would become constants of the program.
-    """
+    """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards."""
     shapes = jax.eval_shape(make, *args)
     shardings = shardings_of(shapes)
     return jax.tree.map(put_leaf, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)
 
 
 def describe_devices(state: Tree) -> dict[str, Any]:
-    """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
     first = min(of_state or jax.devices(), key=lambda device: device.id)

@@ -1,4 +1,4 @@
-"""Access to slots (optimizer state) by name and by parameter, and parameters stored in slots, such as averages."""
+"""Slots by name and by parameter, and parameters stored in slots, such as averages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,13 +23,11 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
     Args:
-        state: The state. Slots stored by `compact` are returned in float32; `state.slots` has the stored values.
+        state: The state. Slots stored by `compact` are returned in float32.
         name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
-        path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
-            omitted.
+        path: The path of a parameter, such as `"dense/kernel"`. A trailing `/value` may be omitted.
 
     Raises:
-        TypeError: `state` is not a TrainState, or `name` or `path` is not a string.
         ValueError: Several leaves share the path, or `name` and `path` are in TF's order.
 
     Example:
@@ -56,9 +54,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
 
 @shortens_tracebacks
 def get_slot_names(state: TrainState) -> list[str]:
-    """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
-
-    The scales and remainders that `compact` adds are also left out.
+    """Return the sorted names of the per-parameter slots, without those that `compact` adds.
 
     Example:
         >>> import jstep
@@ -91,7 +87,7 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters in the full precision that is stored in slots: masters, or the remainders of `compact`."""
+    """Return the parameters in the precision of their masters, or the remainders of `compact`."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), placement.on_devices(jax.tree.leaves(state.params))
     for name in roles.of(Role.MASTER, Role.REMAINDER):
@@ -108,10 +104,7 @@ def _value(stored: object, half: object) -> Any:
 
 
 def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
-    """Whether a slot is one value for all parameters, such as `embed/start_step`.
-
-    Without a role the shape decides, or the dtype if it is ambiguous.
-    """
+    """Whether a slot is one value for all parameters, such as `embed/start_step`."""
     if name in roles:
         return roles.has_one_value(name)
     if not jax.tree_util.all_leaves([tree]):
@@ -123,10 +116,7 @@ def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Role
 
 
 def owners(name: str, tree: trees.Tree, params: trees.Params, roles: Roles) -> list[int | None]:
-    """Return, for each leaf of a slot in order, the index of its parameter, or None.
-
-    A per-parameter slot may have any tree for each parameter.
-    """
+    """Return, for each leaf of a slot, the index of its parameter, or None."""
     unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
     # Variables of the model_state may have the structure of the parameters by accident.
     if is_model_state(name) or has_one_value(name, tree, params, roles):
@@ -152,7 +142,7 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
 
 
 def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
-    """Return the leaves of a slot, or several, in the dtypes of the parameters; parameters where it has None."""
+    """Return the leaves of slots in the dtypes of the parameters; parameters where these have None."""
     slots = find_slots(state, name, hint)
     leaves_of = {slot: trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
@@ -172,7 +162,7 @@ def find_slots(state: TrainState, name: str | Sequence[str], hint: str) -> list[
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
-    """Return the full name of the only matching slot, under any scopes and labels; `hint` is for the error."""
+    """Return the full name of the only matching slot, under any scopes and labels."""
     if not isinstance(state, TrainState):
         raise TypeError(f"state={state!r:.100}: must be a TrainState, got {describe_type(state)}")
     slots = state.slots if isinstance(state.slots, dict) else {}

@@ -36,10 +36,7 @@ def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
 def make_on(
     mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
 ) -> Any:
-    """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes.
-
-    If `params` is a function, `make` receives None instead.
-    """
+    """Return the state `make(params, model_state)`, or with None for a function, sharded over a mesh, or its shapes."""
     abstract = is_abstract(mesh, params, model_state)
 
     def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
@@ -76,7 +73,7 @@ NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "
 
 
 def refuse_untrained(params: Tree) -> None:
-    """Reject a whole `nnx.Module`: its running statistics and random state would not be updated."""
+    """Reject a whole `nnx.Module`: its running statistics would not be updated."""
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
@@ -101,18 +98,15 @@ START_STEP = "start_step"
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainState(Generic[P]):
-    """Training state: parameters, optimizer state, called *slots* as in TensorFlow, and the global step.
-
-    An immutable pytree of arrays.
+    """Training state, an immutable pytree: parameters, optimizer state, called *slots* as in TensorFlow, and the step.
 
     Attributes:
         params: The trained variables, any pytree of arrays.
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
             Non-trained variables are stored in `slots["model_state"]`. Each access returns a new dict.
-        global_step: The number of training steps completed, an int32 scalar (int64 under x64). Each usually applies one
-            update.
-        roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, and not
-            saved. It is empty in a state made by hand, whose pytree structure therefore differs.
+        global_step: The number of training steps completed, an int32 scalar (int64 under x64).
+        roles: The role of each slot in its optimizer, such as an age; static and not saved. It is empty in a state made
+            by hand, whose pytree structure therefore differs.
 
     Example:
         >>> import jstep
@@ -122,8 +116,7 @@ class TrainState(Generic[P]):
         >>> state.replace(params={"w": [0.0, 0.0]}).params
         {'w': [0.0, 0.0]}
 
-    `state == other` returns a bool: whether both have the same structure and bitwise identical arrays. It raises a
-    TypeError if they are traced, and a RuntimeError if one was donated.
+    `state == other` is a bool: whether both have the same structure and bitwise identical arrays.
     """
 
     _children: ClassVar[tuple[Any, ...]]
@@ -183,12 +176,10 @@ class TrainState(Generic[P]):
             params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
                 that returns one: with a mesh it is compiled, so that no device ever holds the whole tree. Shapes
                 (`jax.ShapeDtypeStruct`), or a mesh from `jstep.topology`, give a state of shapes.
-            optimizer: The optimizer that creates the slots; an Optax transformation stands for `from_optax` of it.
+            optimizer: The optimizer that creates the slots.
             global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
-            copy: Whether to copy params and model_state, so that the caller's arrays survive when the state is donated
-                to a compiled step. False saves the memory of the copy; the first step then deletes the caller's
-                arrays.
+            copy: Whether to copy params and model_state. If False, the first compiled step deletes the caller's arrays.
             mesh: A `jax.sharding.Mesh` to shard the state over; see `shard_state` for this and the next arguments.
             param_specs: Sharding of the parameters.
             slot_axis: The mesh axis over which slots of replicated parameters are split.
@@ -274,15 +265,14 @@ class TrainState(Generic[P]):
     def with_params(self, params: P) -> Self:
         """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
 
-        These are averages, masters, the `z` of schedule-free optimizers, the slow weights of lookahead, and others that
-        start as copies of the parameters: with the old values they would undo `state.replace(params=…)` in the next
-        updates. Moments, ages, held values, the step and the model state stay.
+        These are averages, masters, the slow weights of lookahead and others, which would undo
+        `state.replace(params=…)` in the next updates. Moments, ages, held values, the step and the model state stay.
 
         Args:
-            params: The new parameters, with the structure, shapes and dtypes of the old ones; NumPy arrays and numbers
-                become arrays, and each leaf is placed like the old one. The result shares no memory with them. A leaf
-                that is the state's own array stays, and so do its slots. A low-precision leaf may be given in float32
-                if it has a master or a remainder, which keeps the bits that the parameter loses.
+            params: The new parameters, with the structure, shapes and dtypes of the old ones; each leaf is copied, and
+                placed like the old one. A leaf that is the state's own array stays, and so do its slots. A
+                low-precision leaf may be given in float32 if it has a master or a remainder, which keeps the bits that
+                the parameter loses.
 
         Raises:
             TypeError: A leaf is not an array or a number (names its path).
@@ -351,7 +341,7 @@ def _unflatten(static: tuple[Roles], children: Any) -> TrainState:
 
 
 def _copied_slots(state: TrainState) -> Any:
-    """The slots of a state, as a dict of their own, so that nothing changes the state in place."""
+    """The slots of a state, as a dict of their own."""
     slots = state._children[1]
     return dict(slots) if type(slots) is dict else slots  # JAX and users may put anything there
 
@@ -362,7 +352,7 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatt
 
 
 def keep_roles(old: object, new: object) -> Any:
-    """Return the new state, with the old roles if a step created it by hand."""
+    """Return the new state, with the old roles if it has none."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
     same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()
@@ -409,7 +399,7 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
 
 
 def _is_equal(a: object, b: object) -> bool:
-    """Whether two trees are bitwise identical; leaves on other hosts are compared by identity."""
+    """Whether two trees are bitwise identical, as far as this host sees."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
         with meshes.internal_transfers():
@@ -501,23 +491,19 @@ def shard_state(
     """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
 
     Args:
-        state: Any state; its arrays are not modified. To create a state too large for one device, pass the mesh to
-            `TrainState.create` instead. For a state of shapes, from `jax.eval_shape`, the result has shapes with
-            shardings: a target for `Saver.restore`.
+        state: Any state. To create a state too large for one device, pass the mesh to `TrainState.create` instead. For
+            a state of shapes, from `jax.eval_shape`, the result has shapes with shardings: a target for
+            `Saver.restore`.
         mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
         param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
             `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`. Other
             parameters are replicated.
         slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
             sharded like their parameters; scalars and model_state are replicated.
-        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, from which
-            each step loads them and to which it writes them back; None or `"device"` for device memory.
-
-    Returns:
-        A new state.
+        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, which each
+            step reads and writes; None or `"device"` for device memory.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the
             devices do not have that memory kind.
 
