@@ -99,9 +99,6 @@ def adamw(
     Returns:
         An `Optimizer` with the slots `m`, `v` (and, with amsgrad, `v_max`), initially 0, and `start_step`.
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.adamw(0.5, weight_decay=0.1, weight_decay_mask=["*kernel"])
@@ -235,9 +232,6 @@ def nadam(
         An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with momentum_decay, the
         scalar `mu_product` (P, initially 1).
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.nadam(0.19)
@@ -311,9 +305,6 @@ def radam(
 
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jstep
@@ -462,9 +453,6 @@ def ademamix(
     Returns:
         An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0) and `start_step`.
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.ademamix(
@@ -516,9 +504,6 @@ def adan(
     Returns:
         An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient), initially 0, and
         `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jstep
@@ -608,7 +593,7 @@ def adopt_weights(h: Values) -> dict[str, Any]:
 # Adafactor: factored second moments.
 
 HIGHEST_RELATIVE = 1e-2
-"""The upper bound of relative step sizes without a learning_rate, as in T5."""
+"""The upper bound of relative step sizes without a learning_rate."""
 
 
 @makes_optimizer()
@@ -647,9 +632,6 @@ def adafactor(
     Returns:
         An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the second) for factored
         leaves, `v` for the others, `m` with momentum, and `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -696,7 +678,7 @@ def adafactor(
 
 
 def factored_axes(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
-    """The second largest and the largest axis, or None if one has fewer than `min_size` elements."""
+    """The second largest and the largest axis; None if one has fewer than `min_size` elements."""
     if len(shape) < 2:
         return None
     second, largest = (int(axis) for axis in np.argsort(shape, kind="stable")[-2:])

@@ -48,8 +48,8 @@ class ExponentialMovingAverage:
     Attributes:
         decay: The decay in [0, 1], usually close to 1, such as 0.999; a schedule, read at the step before the update;
             or `held`, for `with_moving_average` only. None if `rate` is given.
-        num_updates: Whether the decay starts low and grows with the number n of updates, so that averages
-            move faster early in training.
+        num_updates: Whether the decay grows with the number n of updates, so that averages move faster early in
+            training.
         zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
             (1 − d) / (1 − dⁿ), where n is their age, so that the first average equals the first value.
         name: The name of the slot, and the last part of `average_name`.
@@ -58,18 +58,15 @@ class ExponentialMovingAverage:
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
-            `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
-            digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
-        model_state: Whether `with_moving_average` averages the floating leaves of the model state, too, such as the
-            statistics of BatchNorm, with the same weights: `averaged_model_state`.
+            `held`. A decay that is a schedule or `held` is a float32, whose digits near 1 are few: at 0.999999 its rate
+            is off by 1.3 %.
+        model_state: Whether `with_moving_average` averages the floating leaves of the model state, too:
+            `averaged_model_state`.
         per_step: Whether the averages of `with_moving_average` move once a step, at the update that increments the
-            global step and with the parameters as they are after it, however many updates the step makes and whichever
-            leaves have a gradient: StyleGAN's average, with its lazy regularization. By default the average of a leaf
-            moves at each update of that leaf.
+            global step, whichever leaves have a gradient, as StyleGAN's do. By default the average of a leaf moves at
+            each update of that leaf.
 
     Raises:
-        TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
-            not an integer.
         ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
 
     Example:
@@ -140,8 +137,8 @@ class ExponentialMovingAverage:
         Args:
             averages: The averages returned by `init` or `apply`.
             params: The new values.
-            num_updates: The number n of updates after which params have these values, ≥ 1 for the first.
-            age: The number of values averaged so far, including this one; by default derived from `num_updates`.
+            num_updates: The number n ≥ 1 of updates after which params have these values.
+            age: The number of values averaged so far, including this one.
 
         Raises:
             TypeError: `decay` or `rate` is held.
@@ -155,11 +152,11 @@ class ExponentialMovingAverage:
 
     @property
     def speed(self) -> tuple[str, Any]:
-        """The argument that determines how fast the averages move, `decay` or `rate`, and its value."""
+        """The argument `decay` or `rate`, and its value."""
         return (DECAY, self.decay) if self.rate is None else (RATE, self.rate)
 
     def weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
-        """The weight of new parameters: `apply` adds weight · (p − avg)."""
+        """The weight of p: `apply` adds weight · (p − avg)."""
         argument, speed = self.speed
         needed = self.num_updates or self.waits or callable(speed) or (self.zero_debias and age is None)
         if num_updates is None and needed:
@@ -253,22 +250,17 @@ def with_moving_average(
         ema: The average. Its number of updates at the update N → N + 1 is N + 1. A decay that is a schedule is read at
             the step N, and is the hyperparameter `name/decay`, a rate `name/rate`; one that is `held` is in the slot
             `held/…`.
-        var_list: The leaves to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for
-            all.
-        initial: The values from which the averages start, such as another initialization of a teacher: a function
-            `(params) -> params`, or a tree like params, in which leaves that are not averaged may be None; None for
-            copies of the parameters.
+        var_list: The leaves to average; None for all.
+        initial: The values from which the averages start: a function `(params) -> params`, or a tree like params, in
+            which leaves that are not averaged may be None; None for copies of the parameters.
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in each update that has a
-        gradient of the leaf; a step may have several, such as one for each player of a GAN. If a leaf is no longer
-        trained, its average stays where it is. Leaves that a `partition` freezes have no average. With zero_debias, the
-        age of averages comes from the optimizer's `start_step`, which is added if missing; around a `partition` each
-        label has a separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient
-        of its leaves. Averages with start_step or every do not move in every update: they have a separate age,
-        `with_moving_average/name/start_step`, or one for each label; so do averages with per_step. Inside
-        `skip_nonfinite`, a skipped update leaves the averages unchanged, also with per_step; inside `master_weights`,
-        the master weights are averaged.
+        gradient of the leaf. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages
+        is the optimizer's `start_step`, or around a `partition` a separate one for each label,
+        `with_moving_average/label/start_step`. Averages with start_step, every or per_step have an age of their own,
+        `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
+        the averages unchanged, also with per_step; inside `master_weights`, the master weights are averaged.
 
     Raises:
         ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
@@ -327,7 +319,7 @@ def with_moving_average(
         by_label: dict[int, tuple[Any, Any]] = {}
 
         def weight_of(start: Any, has_gradient: bool) -> Any:
-            """The weight of a leaf's new value, None if its average stays; one computation for each label."""
+            """The weight of a leaf's new value, None if its average stays."""
             if id(start) not in by_label:
                 age = None if start is None else slot_age(at.step, start)
                 # An average that starts at zeros becomes the first value, even without a gradient.
@@ -381,7 +373,7 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
 
     Values that are not averaged come from the state: integer leaves and leaves excluded by var_list. BatchNorm
     statistics in the model state belong to the raw parameters: average them, too (`averaged_model_state`), or recompute
-    them on some batches with the averages.
+    them.
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
@@ -389,12 +381,8 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
             there is one such slot. Or several names, such as one for each label of a `partition`, whose slots have
             different leaves: every leaf is taken from the slot that has it.
 
-    Returns:
-        A tree like `state.params`.
-
     Raises:
-        ValueError: The state has no such slot, or several; the error lists their names. Or several slots have
-            averages of the same leaf.
+        ValueError: The state has no such slot, or several, or several slots have averages of the same leaf.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -415,14 +403,11 @@ _HINT = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
 def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
     """The moving averages of the model state, kept by `ExponentialMovingAverage(…, model_state=True)`.
 
-    Leaves that have no average, such as integers and keys, come from the state.
+    Leaves that have no average come from the state.
 
     Args:
         state: A state with a model state, whose optimizer is `with_moving_average`.
         name: The slot of the averages of the parameters, or several names, as for `averaged_params`.
-
-    Returns:
-        A tree like `state.model_state`, in its dtypes.
 
     Raises:
         ValueError: The state has no such slot, or several, or its model state has no averages.
@@ -454,7 +439,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
 
 
 def move_model_state(state: TrainState, roles: Roles) -> TrainState:
-    """Move the averages of the model state by the weight with which the averages of the parameters have moved."""
+    """Move the averages of the model state like those of the parameters."""
     slots = dict(state.slots)
     for name in roles.of(Role.LAST_WEIGHT):
         slot = f"{name.rpartition('/')[0]}/{MODEL_STATE}"
@@ -478,19 +463,17 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     Args:
         optimizer: The inner optimizer, which updates the fast weights; these are the parameters.
-        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots: all updates
-            of the optimizer, or if it is a `partition`, for each label those that have a gradient of its leaves.
+        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots.
         slow_step_size: The step size α, in [0, 1], of the slow weights towards the fast ones.
 
     Returns:
         An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
-        hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing, or around a
-        `partition` from `lookahead/label/start_step`. A leaf without a gradient at a synchronizing update is not
-        synchronized; leaves that the partition freezes have no slow weights. All rows of a table are synchronized, also
-        those that `lookup` did not read.
+        hyperparameter `slow_step_size`. The age is `start_step`, or around a `partition` `lookahead/label/start_step`.
+        A leaf without a gradient at a synchronizing update is not synchronized; leaves that the partition freezes have
+        no slow weights. All rows of a table are synchronized, also those that `lookup` did not read.
 
     Raises:
-        ValueError: A number is out of its range, or the optimizer already has such a slot or hyperparameter.
+        ValueError: The optimizer already has such a slot or hyperparameter.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -533,7 +516,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
 
 def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
-    """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
+    """The update to slow + α·(p + u − slow) if due, else u; and the new slow weights."""
     u = u.to_dense() if is_slices(u) else u
     slow = slots[SLOW]
     dtype = slow.dtype

@@ -1,9 +1,8 @@
 """Updates of large leaves in loops over slices, for TPUs: no float32 array has the size of a leaf.
 
-XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In the body of a loop over
-slices of rows it keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots
-from their codes. The last operations of each leaf run in the loop if they are elementwise; everything before them, such
-as a global norm, runs first.
+XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In a loop over slices of rows it
+keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots from their codes.
+The last operations of each leaf run in the loop if they are elementwise.
 """
 
 import functools
@@ -27,13 +26,13 @@ SLICE = 2**19
 """The maximum number of elements of a slice, if the axes of the leaf allow it."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
-"""Whole tiles of a TPU's memory: elements by the dimensions of a leaf, and rows of its last two."""
+"""Whole tiles of a TPU's memory, in rows."""
 
 Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """Return the shape of a leaf's slices, which do not cut blocks; the leaf's shape if its axes cannot be cut."""
+    """Return the shape of a leaf's slices, which do not cut blocks."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
@@ -53,7 +52,7 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
-    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
+    """The last operations that compute `results`, as a program of the variables that they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
@@ -87,7 +86,7 @@ def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[
 
 
 def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, Any]) -> list[Any]:
-    """Apply a conditional to its operands before they were widened, because XLA stores each as an array."""
+    """Apply a conditional to its operands before they were widened."""
     atoms = operation.eqn.invars[1:]
     inputs = [x if isinstance(a, Literal) else widened.get(a, x) for a, x in zip(atoms, values[1:], strict=True)]
 
@@ -104,7 +103,7 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read: object) -> Any:
-    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
+    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too."""
     if of_slice == shape:
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, of_slice, strict=True)]
@@ -112,7 +111,7 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
-        """A view with separate axes for the position of a slice, which XLA slices without a new layout."""
+        """A view with separate axes for the position of a slice."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 

@@ -60,7 +60,7 @@ class _PartOptimizer:
         return self.call(updates, slots, at)
 
     def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
-        """The new values of the slots that change once a step, in an update without a gradient of this label."""
+        """The new values of the slots that change once a step, without a gradient of this label."""
         if not (roles.per_step and nested.INCREMENTS.get()):
             return {}
         with setting(IS_IDLE, True):
@@ -73,13 +73,12 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
     Args:
-        *optimizers: At least one; usually elements that transform gradients, one that turns them into updates, and
-            perhaps elements that transform updates. Two elements that multiply by −learning_rate give a warning: this
-            would be gradient ascent.
+        *optimizers: At least one. Two elements that multiply by −learning_rate give a warning: this would be gradient
+            ascent.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition` among them freezes have
-        no slots in any element. An Optax transformation or a custom optimizer may need them: a warning names the bytes.
+        no slots in any element.
 
     Raises:
         ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
@@ -113,7 +112,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     has_warned = False
 
     def parts_of(params: Params) -> list[_PartOptimizer]:
-        """The elements, each for the leaves that are trained under a label, or for all if it needs them."""
+        """The elements, each for the trained leaves, or for all if it needs them."""
         is_all = [True] * len(jax.tree.leaves(params))
         is_trained = is_all if (names := labels(params)) is None else [name is not None for name in names]
         return [
@@ -163,7 +162,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
 
 
 def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
-    """Map optimizers to the bytes of their slots for leaves without a label, if there are any."""
+    """Map optimizers to the bytes of their slots for leaves without a label."""
     sizes: dict[str, int] = {}
     for name, tree in ((name, tree) for name, trees_of in slots.items() for tree in trees_of.values()):
         if labels is not None and trees.is_like(params, tree):
@@ -180,7 +179,6 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
 
     Args:
         name: The prefix, without a trailing slash.
-        optimizer: The optimizer.
 
     Raises:
         ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
@@ -263,9 +261,8 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     Args:
         optimizers: Label → optimizer.
         labels: `labels(path, leaf) -> label`, from the leaf's shape and dtype, not its values; or a tree of labels, a
-            prefix of the parameters. The label None freezes a leaf: it has no slots, `minimize` does not differentiate
-            it, `apply_gradients` ignores its gradient, and no norm, clipping, weight decay, noise scale or guard
-            includes it.
+            prefix of the parameters. The label None freezes a leaf: it has no slots and no gradient, and no norm,
+            clipping, weight decay, noise scale or guard includes it.
 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
@@ -273,8 +270,8 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         gradient skips the step: its slots stay unchanged and do not age.
 
     Raises:
-        ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
-            and `a/b`), or, at `init`, a leaf has a label without an optimizer, or a tree of labels another structure.
+        ValueError: Two optimizers have a slot or hyperparameter of the same name (possible with labels `a` and `a/b`),
+            or, at `init`, a leaf has a label without an optimizer, or a tree of labels another structure.
 
     Example:
         >>> import jstep
@@ -315,7 +312,6 @@ class _Partition:
 
     Attributes:
         optimizers: Label → its optimizer, with the label as the prefix of its slots.
-        labels: The argument of `partition`.
         warned: The arguments of the masks whose warning was logged.
     """
 
@@ -329,7 +325,7 @@ class _Partition:
 
     @contextlib.contextmanager
     def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
-        """Yield the label of each leaf, and the optimizer of each label; masks inside see all parameters."""
+        """Yield the label of each leaf, and the optimizer of each label."""
         with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
             parts = {
@@ -396,7 +392,7 @@ class _Partition:
 
 
 def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
-    """Return the label of each leaf, from a tree of labels that is a prefix of params."""
+    """Return the label of each leaf."""
     names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names

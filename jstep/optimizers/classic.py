@@ -129,8 +129,7 @@ def sgd(
         `start_step`. Without weight decay a sparse gradient updates only its own rows.
 
     Raises:
-        ValueError: An argument is out of range, the mask matches nothing, or Nesterov momentum is combined with
-            dampening or zero momentum.
+        ValueError: Nesterov momentum is combined with dampening or zero momentum.
 
     Example:
         >>> import jstep
@@ -305,7 +304,7 @@ def rms_slots(first: float, is_centered: bool, **between: Slot) -> dict[str, Any
 
 
 def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]:
-    """Return an average of squares (the variance if there is a slot for the mean), and the new averages."""
+    """Return an average of squares, or the variance, and the new averages."""
     new = {"rms": rules.average(s.rms, g * g, decay)}
     if "mg" not in s:
         return new["rms"], new
@@ -454,9 +453,6 @@ def madgrad(
     Returns:
         An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy of the parameters in
         float32 at least), and `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range.
 
     Example:
         >>> import jstep

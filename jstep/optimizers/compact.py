@@ -1,4 +1,4 @@
-"""Compact storage between updates: `compact`, updates of stored slots, and `repack`, which converts states."""
+"""Compact storage between updates: `compact`, and `repack`, which converts states."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -63,21 +63,18 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         keep: The parameters whose slots stay as they are, as a `var_list`.
         min_size: The number of elements below which the slots of a parameter stay as they are.
         block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
-            axis that has a divisor from 32 to 2·block, and have the nearest such size; without such an axis the last
-            axis is one block.
+            axis that has a divisor from 32 to 2·block, or else the last axis is one block.
 
     Returns:
         An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or square `m` has
         int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
-        parameters have the slot `remainder`: each is its master, rounded half up; if you change it, the master follows,
-        to half a unit in the last place. `get_slot` and other functions of a state return float32 values. Slots without
-        a declared content (`Slot(holds=…)`) or of other shapes, and those of float64 parameters, stay as they are.
+        parameters have the slot `remainder`, and each is its master, rounded half up. `get_slot` and other functions of
+        a state return float32 values. Slots without a declared content (`Slot(holds=…)`) or of other shapes, and those
+        of float64 parameters, stay as they are.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `min_size` or `block` is out of range; the optimizer contains `master_weights`,
-            `stochastic_rounding`, `compact` or a `Slot` with a dtype; or (at `init`) a parameter is float16, or an
-            entry of `keep` matches nothing.
+        ValueError: The optimizer contains `master_weights`, `stochastic_rounding`, `compact` or a `Slot` with a dtype;
+            or (at `init`) a parameter is float16, or an entry of `keep` matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -215,7 +212,7 @@ class StoredState(NamedTuple):
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        """The position of each leaf and slot in the rounding sequence; no two are equal."""
+        """The unique position of each leaf and slot in the rounding sequence."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
@@ -275,7 +272,7 @@ def _update_together(stored: StoredState, inner: Inner, updates: Updates) -> tup
 def _encode(
     stored: StoredState, before: Slots, masters: Params, updates: Updates, after: Slots, separate: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
-    """The updates and slots as they are stored; `separate` has the leaves with programs of their own."""
+    """The updates and slots as they are stored."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
     old = stored.rows(before)
@@ -442,7 +439,6 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
 
     Args:
         state: A state of the old optimizer.
-        old_optimizer: The optimizer of the state.
         new_optimizer: The same optimizer with or without `compact`, with another `keep`, `min_size` or `block`, or in
             `master_weights`.
 
@@ -450,7 +446,6 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         A state of the new optimizer at the same step. Codes are rounded to nearest.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: The state is not one of the old optimizer, or the new one has other slots.
 
     Example:

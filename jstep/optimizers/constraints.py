@@ -29,19 +29,16 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     The new parameters are bitwise identical to `fn(p + u)`. The metric `update_norm` is the norm of the whole move.
 
     Args:
-        optimizer: The optimizer that computes the updates u. Only guards, `with_moving_average`, `update_every`,
-            `master_weights`, `partition` and `scope` belong around the projection: wrappers that change updates undo
-            it.
+        optimizer: The optimizer. Only guards, `with_moving_average`, `update_every`, `master_weights`, `partition` and
+            `scope` belong around the projection: wrappers that change updates undo it.
         fn: `fn(params) -> params`, a pure function that keeps structure, shapes and dtypes. Below a label of
             `partition`, the leaves of other labels are None. Results for integer leaves are ignored.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters. A leaf without an update, because it has no gradient or
-        a wrapper skipped it, keeps its value. Sparse updates are added to their tables before the projection, which
-        reads whole tables.
+        An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value. Sparse updates
+        are added to their tables before the projection.
 
     Raises:
-        TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
         ValueError: In a step, `fn` returns another structure, shape or dtype.
 
     Example:

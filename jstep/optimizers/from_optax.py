@@ -19,21 +19,20 @@ def from_optax(
 ) -> Optimizer:
     """An optimizer from an Optax transformation, by its `init` and `update`; Optax itself is not imported.
 
-    Wherever jstep accepts an optimizer, it accepts a transformation, as `from_optax(transformation)`. Call the function
-    to report hyperparameters or to name the slots.
+    Wherever jstep accepts an optimizer, it accepts a transformation. Call the function to report hyperparameters or to
+    name the slots.
 
     The state becomes slots; state with the structure of the parameters, such as moments, is sharded like them. The
     transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None is a constant
-    for it: neither the leaf nor its state changes. A transformation that needs all leaves, such as one whose mask is a
-    tree, gets zeros for it. `IndexedSlices` become dense arrays.
+    for it; if it needs all leaves, its gradient is zero. `IndexedSlices` become dense arrays.
 
     A training step of `minimize` passes extra arguments such as those of `optax.lbfgs()`, `optax.polyak_sgd` or
     `optax.contrib.reduce_on_plateau`: `value`, `grad` (the gradients passed to the transformation) and `value_fn` (the
     loss on the batch of the step). With `apply_gradients` they come from `context=jstep.Context(...)`.
 
     Optax's schedules see its own count of updates, which differs from the global step if updates are skipped or the
-    slots are created later in the run. To report the rate that is used in any case, leave it to jstep:
-    `chain(from_optax(optax.scale_by_adam()), scale_by_learning_rate(rate))`.
+    slots are created later in the run. jstep's see the step: `chain(from_optax(optax.scale_by_adam()),
+    scale_by_learning_rate(rate))`.
 
     Args:
         transformation: An Optax transformation, such as `optax.adam(1e-3)`.
@@ -43,9 +42,8 @@ def from_optax(
 
     Raises:
         TypeError: `transformation` has no `init` and `update`. From `TrainState.create`: it contains `optax.lookahead`
-            or `optax.contrib.differentially_private_aggregate` (`dpsgd`), which need other parameters and gradients
-            than a step has. From the step: it needs extra arguments that the step does not have.
-        ValueError: The name cannot be a prefix.
+            or `optax.contrib.differentially_private_aggregate` (`dpsgd`). From the step: it needs extra arguments that
+            the step does not have.
 
     Example:
         >>> import jax, jstep

@@ -37,15 +37,11 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     Args:
         eta: The variance η ≥ 0 at step 0.
         gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
-        key: A PRNG key. The noise depends on the key, the step and the leaf, so it is the same in a resumed run and
-            with every sharding.
+        key: A PRNG key. The noise depends on the key, the step and the leaf only.
 
     Returns:
         An element of a chain without slots, with the hyperparameters `noise_eta` and `noise_gamma`. Leaves without a
         gradient get no noise; sparse gradients become dense.
-
-    Raises:
-        ValueError: A number is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -283,9 +279,6 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     Args:
         factor: A finite number, negative if the updates are to be added to parameters.
 
-    Raises:
-        ValueError: The factor is not finite.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.chain(jstep.scale_by_lion(), jstep.scale(-0.5))
@@ -304,9 +297,6 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
 
     Args:
         learning_rate: The step size lr ≥ 0.
-
-    Raises:
-        ValueError: The learning rate is negative.
 
     Example:
         >>> import jstep
@@ -333,8 +323,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay sparse.
 
     Raises:
-        TypeError: A factor is not a number, an array or a schedule, or `factors` is neither a mapping nor a function.
-        ValueError: A factor is out of range, or a glob matches nothing; the error lists the nearest paths.
+        ValueError: A factor is out of range, or a glob matches nothing.
 
     Example:
         >>> import jstep
@@ -375,7 +364,7 @@ def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 DecayRates: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
 
 DECAY = "decay"
-"""The flag for the decay of a leaf: the hyperparameter's name and a factor, or None."""
+"""The flag for a leaf's decay: the hyperparameter's name and a factor, or None."""
 
 
 @makes_optimizer()
@@ -389,7 +378,7 @@ def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, floa
         weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves without a match do not
             decay.
         mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
-            `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
+            `mup(...).decays`; 1 without a match.
 
     Returns:
         An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
@@ -461,7 +450,6 @@ def decay_weights(
 
 
 def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
-    """The hyperparameters and the flag of a weight decay, from the arguments of `add_weight_decay`."""
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
         hyper = _by_glob(name, "weight_decay", weight_decay)

@@ -29,10 +29,9 @@ from jstep.slots.roles import AGES, Role, Roles, roles_of
 
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
-"""The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. The
-value stays if the guard is not reached, because its label has no gradient."""
+"""The value that a step writes to `last_finite_step` before an update; it stays if the guard is not reached."""
 SKIPPED_MARK = -2
-"""The value that a guard writes to `last_finite_step` if it skips the update."""
+"""The value that a guard writes there if it skips the update."""
 
 
 @makes_optimizer(1)
@@ -41,16 +40,14 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
     In a step of `minimize`, the model_state that the loss returns is not used either.
 
-    A skipped update still advances the global step, which counts the steps of the run, but not the age of
-    the slots: `start_step` advances, too, so that bias corrections count applied updates only.
+    A skipped update still advances the global step, but not the age of the slots: `start_step` advances, too.
 
     Args:
         optimizer: The optimizer to guard. Put the guard outermost: around chains, clipping and moving averages.
 
     Returns:
-        An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the
-        global step after the last finite update. A training step's metrics show `skipped`: 1 if the update was
-        skipped, else 0.
+        An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the global
+        step after the last finite update. A training step's metrics show `skipped`, 1 or 0.
 
     Raises:
         ValueError: The optimizer has a slot named `last_finite_step`, for example because it is already guarded.
@@ -91,20 +88,14 @@ def _mark_skipped(last: Array) -> Array:
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
-    """Whether the gradients and the sum of their squares are finite.
-
-    A finite gradient whose square overflows would make slots infinite.
-    """
+    """Whether the gradients and the sum of their squares are finite."""
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
 
 def conditional_update(
     condition: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, is_guard: bool = False
 ) -> tuple[Updates, Slots]:
-    """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
-
-    With `is_guard`, an update is skipped, rather than not due.
-    """
+    """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
     roles = roles_of(optimizer, at.params)
     nested.report_condition(nested.Condition(at.params, condition))
     with only_if(condition):
@@ -143,7 +134,7 @@ def _zero_unless(condition: Array, update: Array) -> Array:
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-"""The bounds within which the scale and its reciprocal are normal float32 numbers."""
+"""Bounds of the scale: it and its reciprocal are normal float32 numbers."""
 
 
 @makes_optimizer(1)
@@ -158,21 +149,19 @@ def dynamic_loss_scale(
 
     Args:
         optimizer: The inner optimizer, which sees unscaled gradients. An update whose gradients are not finite is
-            skipped as by `skip_nonfinite`, even if the optimizer has no such guard. The scale applies to the whole
-            loss, so this wrapper must be outermost: put partitions, chains, clipping and guards inside. Only `scope`,
-            `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
-            `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it. Under a label, or
-            next to another element of a chain, the first step raises an error.
+            skipped as by `skip_nonfinite`. This wrapper must be outermost: put partitions, chains, clipping and guards
+            inside. Only `scope`, `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
+            `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it.
         initial: The initial scale, > 0.
         period: The number of successive updates, ≥ 1, after which the scale grows.
         factor: The factor by which the scale grows and shrinks, > 1.
 
     Returns:
         An `Optimizer` with two more scalar slots: `loss_scale`, and `scale_since`, the step of its last change. A
-        training step's metrics show `loss_scale`, and `skipped`: 1 if the update was skipped, else 0.
+        training step's metrics show `loss_scale`, and `skipped`, 1 or 0.
 
     Raises:
-        ValueError: A number is out of its range, or the optimizer already has one of these slots.
+        ValueError: The optimizer already has one of these slots.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -206,7 +195,7 @@ def dynamic_loss_scale(
 
 
 def _inner_roles(roles: Roles) -> Roles:
-    """The roles inside a wrapper that skips updates, and outside of which a loss scale belongs."""
+    """The roles inside a wrapper that skips updates."""
     return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
 
@@ -224,7 +213,7 @@ def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
 
 
 def unscale(updates: Updates, scale: Any) -> Updates:
-    """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
+    """The gradients divided by the scale, in at least float32."""
     # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
     return wide_updates(updates, lambda g: g * (1 / scale).astype(g.dtype))
 
@@ -242,36 +231,33 @@ NOISE_SLOTS = {
 def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer:
     """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
-    Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
-    1/(1 + noise_scale/B) of the progress with the exact gradient, where B is the batch size: a batch much smaller than
-    the noise scale wastes steps, a much larger one wastes examples.
-    `minimize(..., num_microbatches=n, metrics=("noise_scale",))` measures both from the gradients of the n
-    microbatches, which it computes anyway:
+    Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about 1/(1 +
+    noise_scale/B) of the progress with the exact gradient, where B is the batch size: a batch much smaller than the
+    noise scale wastes steps, a much larger one wastes examples. `minimize(..., num_microbatches=n,
+    metrics=("noise_scale",))` measures both from the gradients of the n microbatches:
 
         tr Σ = (small − big)·W/(n − 1),  |G|² = big − tr Σ/W
 
     big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the microbatch
     gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Both estimates are
-    unbiased, and they are averaged separately, not as a ratio. Gradients are the loss gradients before clipping, noise
-    and weight decay, without the loss scale.
+    unbiased, and averaged separately. Gradients are those of the loss, before clipping, noise and weight decay.
 
     Args:
         optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
-            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may. Under a label, or next to another
-            element of a chain, the first step raises an error.
+            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may.
         decay: The decay of the averages, in [0, 1): 0.99 leaves a spread of about 5 % at n = 4, 0.999 of 2 %.
 
     Returns:
         An `Optimizer` with three more scalar slots, `noise/gradient_noise`, `noise/gradient_square` and `noise/weight`,
-        which corrects the bias of the averages. Only measurements count: a step that does not request `noise_scale`,
-        that a guard skipped, or that has fewer than two microbatches of positive weight, changes no slot.
+        which corrects the bias of the averages. A step that does not request `noise_scale`, that a guard skipped, or
+        that has fewer than two microbatches of positive weight, changes no slot.
+
         A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
         or in the unit of `weight_fn`. They are NaN before the first measurement, and `noise_scale` is NaN until the
         averaged |G|² is positive.
 
     Raises:
-        TypeError: `optimizer` is not an `Optimizer`, or `decay` is not a plain number.
-        ValueError: `decay` is out of its range, or the optimizer already has slots of these names.
+        ValueError: The optimizer already has slots of these names.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -310,7 +296,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
 
 def noise_slots(roles: Roles) -> list[str]:
-    """The slots of the averages, in the order of `NOISE_SLOTS`; raise if they are not outermost."""
+    """The slots of the averages; raise if they are not outermost."""
     return _outermost("with_noise_scale", roles, *NOISE_SLOTS.values())
 
 
@@ -330,7 +316,7 @@ def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
 NOTHING = -0.0
-"""The sum of no gradients, the identity of addition in floating point: −0 + x = x for every x."""
+"""The sum of no gradients: −0 + x = x for every x."""
 
 
 @makes_optimizer(2)
@@ -338,28 +324,23 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
-    evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as does the period
-    of `lookahead` inside it. Averages inside it move at its own updates. Averages with `every` also wait for their
-    global steps: make `every` a multiple of k, and `start_step` equal to phase modulo k. Averages around it move at
-    every step.
+    evaluated at the global step. Ages count the optimizer's own updates, as does the period of `lookahead` inside it.
+    Averages inside it move at its own updates; with `every` they also wait for their global steps: make `every` a
+    multiple of k, and `start_step` equal to phase modulo k. Averages around it move at every step.
 
     Args:
-        k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.
-        optimizer: The optimizer. If no leaf has a gradient, it skips the step, whether an update was due or not: it
-            does not age, and a due update is not made later.
+        k: The number of steps from one update to the next, ≥ 1.
+        optimizer: The optimizer. If no leaf has a gradient, it skips the step: a due update is not made later.
         phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
         accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
-            gradient at the step of an update keeps its mean until the next one. The mean of `IndexedSlices` names
-            the rows that any of them named. Otherwise an update uses only the gradient of its own step. In both cases
-            an optimizer with `takes_context` sees only the loss of its own step.
+            gradient at the step of an update keeps its mean until the next one. An optimizer with `takes_context` sees
+            only the loss of its own step.
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots. With accumulate there are two more slots:
-        `gradient_sum`, in at least float32, and `gradient_count`, the number of gradients in the sum of each leaf. A
-        row that none of them named is −0 in the sum.
+        `gradient_sum`, in at least float32, and `gradient_count`, the number of gradients in the sum of each leaf.
 
     Raises:
-        TypeError: k or phase is not an integer, or accumulate is not a bool.
         ValueError: k or phase is out of its range, or the optimizer already has such a slot.
 
     Example:
@@ -433,5 +414,5 @@ _mean_and_sums_of_dense = jax.jit(_mean_and_sums)  # one trace for all leaves of
 
 
 def _named_zeros(values: Array) -> Array:
-    """Values without −0, so that a sum with them is not −0 either."""
+    """Values without −0."""
     return jnp.where(values == 0, jnp.zeros_like(values), values)

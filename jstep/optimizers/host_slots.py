@@ -3,8 +3,8 @@
 Without loops XLA would load all slots at the same time: it moves transfers across barriers, but not out of loops. Small
 leaves are loaded together before the update, large ones slice by slice if their rule is elementwise.
 
-Most operations of JAX reject arrays in host memory. The updates of this package read them by `per_leaf` or pass them
-on, and are marked with `loads_slots`. Other updates get all their slots in device memory.
+Updates that read slots in host memory by `per_leaf`, or pass them on, are marked with `loads_slots`. Others get all
+their slots in device memory.
 """
 
 import contextvars
@@ -40,7 +40,7 @@ class Transfers:
 
     Attributes:
         limit: The bytes that should be on the devices at a time.
-        turns: 1, or 0 in a skipped update, unknown to XLA, which inlines loops of one iteration.
+        turns: 1, or 0 in a skipped update, unknown to XLA.
         is_certain: Whether no condition can skip the update.
     """
 
@@ -50,7 +50,7 @@ class Transfers:
 
 
 TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
-"""How slots in host memory are loaded, leaf by leaf; None if all are loaded together."""
+"""How slots in host memory are loaded; None if all are loaded together."""
 
 
 def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
@@ -62,7 +62,7 @@ def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
 
 
 def is_worth_loops(state: Tree) -> bool:
-    """Whether a traced state has arrays in host memory, and its compiler supports loops of transfers."""
+    """Whether a traced state has arrays in host memory, and its compiler supports loops."""
     # On a CPU, device memory is host memory. The GPU compiler is untested.
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
@@ -73,7 +73,7 @@ def is_worth_loops(state: Tree) -> bool:
 
 
 def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
-    """Load the slots that need no loop; return all slots, and the limit for the others, None without loops."""
+    """Load the slots that need no loop; return all slots, and the limit for the others."""
     params, slots = state.params, state.slots
     if not is_worth_loops(state):
         return on_devices(slots), None
@@ -123,8 +123,7 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
 def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
-    The rule sees arrays on the devices, and may return fewer slots; new slots are in the old memory. In a skipped
-    update, they keep their values, and the result is unspecified.
+    The rule may return fewer slots. In a skipped update, they keep their values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
@@ -163,7 +162,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
 
 
 def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
-    """Call `per_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
+    """Call `per_leaf` with each `(rule, *args)`, unless None, and put new slots into the lists."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
         if call is not None:
@@ -175,7 +174,7 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
 
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
-    """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
+    """The index of the array that each output replaces, or None."""
     leaves, treedef = trees.flatten((slots, args))
     of_slots, of_args = treedef.unflatten(range(len(leaves)))
     free = dict(zip(jax.tree.leaves(of_args), jax.tree.leaves(args), strict=True))
@@ -189,7 +188,7 @@ def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | 
 
 
 def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
-    """The number of slices along the first axis; 1 if the program cannot be computed in slices."""
+    """The number of slices along the first axis."""
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:

@@ -23,22 +23,21 @@ from jstep.state.train_state import TrainState
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 
 HELD_PART = "held"
-"""The part of a slot's name that marks held hyperparameters: `held/name`, or `embed/held/name` under a label."""
+"""The part of a slot's name that marks held hyperparameters."""
 
 
 def held(name: str, value: object) -> Held:
     """A hyperparameter stored in the state, given in place of a number or a schedule.
 
-    It is saved with the state in the float32 scalar slot `held/name` (`embed/held/name` under a scope or label), and
-    shown in the step's metrics under its name. `set_hyperparameter` changes it without recompiling.
-    `optimizer.hyperparameters(step)` omits it, because it depends on the step only.
+    It is saved in the float32 scalar slot `held/name` (`embed/held/name` under a scope or label), and shown in the
+    step's metrics under its name. `set_hyperparameter` changes it without recompiling.
 
     Args:
         name: Its name; equal names collide, as for slots.
-        value: The initial value, a number or a scalar array, in the range of its argument.
+        value: The initial value, a number or a scalar array.
 
     Raises:
-        ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not finite.
+        ValueError: The name begins or ends with a slash, or has the part `held`; or the value is not finite.
 
     Example:
         >>> import jstep
@@ -126,8 +125,8 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
             all, or an array with one value per state.
 
     Raises:
-        KeyError: The state holds no such hyperparameter; the error lists the names of the others.
-        ValueError: The value is not finite, or its shape differs from the shape of the stored value.
+        KeyError: The state holds no such hyperparameter.
+        ValueError: The value is not finite, or has another shape than the stored one.
 
     Example:
         >>> import jstep
@@ -196,7 +195,7 @@ Hyper: TypeAlias = dict[str, Any]
 
 
 def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
-    """Check a number, an array or the initial value of a held one; return schedules as they are."""
+    """Check a number, an array or the initial value of a held one."""
     if isinstance(value, Held):
         return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
     if callable(value):
@@ -205,14 +204,14 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number that is fixed when the optimizer is created: no schedule, no `held`."""
+    """Check a number that is neither a schedule nor `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
     return float(check_hyperparameter(name, value, **bounds))
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:
-    """The value at a step, held values from `slots`: a Python float if constant, else a float scalar array."""
+    """The value at a step: a Python float if constant, else a float scalar array."""
     if isinstance(value, float):
         return value
     if isinstance(value, Held):
@@ -231,18 +230,16 @@ def values_at(hyper: Mapping[str, Any], step: Step, slots: Slots | None = None) 
 
 
 def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step], Any]:
-    """Convert a number, an array or a schedule to a function of the step, for hyperparameters of custom optimizers.
+    """Convert a number, an array or a schedule to a function of the step.
 
     Args:
-        value: A number, a scalar array or a schedule.
-        name: Its name, for errors.
+        name: The name of the value, for errors.
 
     Returns:
         `schedule(step)`, a scalar; a plain number stays a Python float, which is exact.
 
     Raises:
         TypeError: The value is not a number, an array or a schedule, such as `held`.
-        ValueError: The value is not a scalar, or not finite.
 
     Example:
         >>> import jstep
@@ -258,8 +255,7 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
 def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones.
 
-    Under a trace, constants are NumPy scalars: a compiled step does not return them, which would cost 2 µs each per
-    call on a CPU, and `training` adds them outside of it.
+    Under a trace, constants are NumPy scalars, which a compiled step does not return.
     """
     hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}
 
@@ -267,7 +263,7 @@ def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
 
 
 def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
-    """The hyperparameters that a function reports, and whether they depend on the step. Uses no device."""
+    """The hyperparameters that a function reports, and whether they depend on the step."""
     names: dict[str, bool] = {}
     with contextlib.suppress(Exception):  # it may need a concrete step, which no compiled step provides
         abstractly(lambda step: names.update({key: trees.is_traced(value) for key, value in reported(step).items()}))

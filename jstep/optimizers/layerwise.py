@@ -49,9 +49,6 @@ def lamb(
         An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. Layers that are stacked in one leaf
         share one norm.
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.lamb(0.25)
@@ -99,9 +96,6 @@ def lars(
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
-
-    Raises:
-        ValueError: An argument is out of range, or a mask matches nothing.
 
     Example:
         >>> import jstep
@@ -152,9 +146,6 @@ def novograd(
 
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jstep

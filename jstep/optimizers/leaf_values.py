@@ -23,7 +23,6 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
     """The flag for whether each leaf is selected by a `var_list`; None selects all.
 
     An entry that matches no leaf is an error. With `warns`, a function or a tree that selects nothing is one warning.
-    Inside `partition`, it is enough to match leaves of other labels, or that the mask of another label matches some.
     """
     check_form(var_list, argument)
     warned: set[str] = set()
@@ -70,10 +69,7 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
-    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
-
-    The path of a leaf matches only that leaf, even with glob characters.
-    """
+    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf."""
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
@@ -102,7 +98,7 @@ def leaf_numbers(params: Params) -> list[int]:
 
 
 def on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
-    """Apply `fn` to all parameters, even inside `partition`, and return its values for the leaves of params."""
+    """Apply `fn` to all parameters, even inside `partition`; return its values for the leaves of params."""
     whole = _WHOLE.get()
     all_leaves, whole_structure = trees.flatten(whole, is_leaf=trees.is_none)
     leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
@@ -117,7 +113,7 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 
 def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
-    """Let masks see `params` in this context, even if inner optimizers get None or another dtype."""
+    """Let masks see `params` in this context."""
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
@@ -127,7 +123,7 @@ MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixAxes]:
-    """`(path, leaf) -> (rows, columns)`, the axes of its matrix, by default the last two; raises for fewer."""
+    """`(path, leaf) -> (rows, columns)`, the axes of its matrix, by default the last two."""
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
 
     def of_leaf(path: str, leaf: Any) -> MatrixAxes:
@@ -147,7 +143,7 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
 
 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
-    """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
+    """The input and output axes of a leaf, as nonnegative indices."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
     ins, outs = (_counted(side, ndim, path) for side in pair)
@@ -170,7 +166,7 @@ UnitAxes: TypeAlias = Ints | int | Callable[[str, Any], Any] | None
 
 
 def unit_axes(axes: UnitAxes, default: Callable[[Ints], Ints]) -> Callable[[str, Any], Ints]:
-    """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`; raises for a missing axis."""
+    """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`."""
 
     def of_leaf(path: str, leaf: Any) -> Ints:
         if axes is None:

@@ -37,11 +37,10 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         dtype: The dtype of the master weights; wider parameters keep theirs.
 
     Returns:
-        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: the
-        next update reverts a change of the parameters alone.
+        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. The next update reverts a
+        change of the parameters alone.
 
     Raises:
-        TypeError: `dtype` is not a floating dtype of at least 32 bits.
         ValueError: The optimizer already has a slot `master`, or contains `compact`.
 
     Example:
@@ -110,10 +109,8 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     Small updates are then not lost on average, without the second copy of `master_weights`.
 
     Args:
-        optimizer: The optimizer that computes the updates u. Put the rounding outermost, because wrappers that change
-            updates undo it. Only `with_projection` belongs around it.
-        key: A PRNG key. The random bits depend on the key, the step and the leaf, so they are the same in a resumed
-            run.
+        optimizer: The optimizer. Put the rounding outermost; only `with_projection` belongs around it.
+        key: A PRNG key. The random bits depend on the key, the step and the leaf only.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;

@@ -1,4 +1,4 @@
-"""Muon: orthogonalization of matrices, and their distribution over devices."""
+"""Muon, and the distribution of matrices over devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Names = tuple[str, ...]
 
 
 class MatrixLayout(NamedTuple):
-    """The sharding of a stack of matrices: the mesh axes of its batch (major first), rows and columns."""
+    """The mesh axes of a stack of matrices: of its batch (major first), rows and columns."""
 
     mesh: Any
     batch: Names
@@ -46,7 +46,7 @@ class MatrixLayout(NamedTuple):
 
 
 def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> MatrixLayout | None:
-    """The layout of an array as a stack of matrices; None if it has none, or is unknown."""
+    """The layout of an array as a stack of matrices, or None."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
@@ -170,7 +170,7 @@ class Iteration(NamedTuple):
 
     Attributes:
         dtype: The dtype of the products; None for the dtype of the matrices.
-        safety: A factor on the norm, because steep polynomials diverge just above 1.
+        safety: A factor on the norm.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -184,7 +184,7 @@ def orthogonalize_matrices(
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
 
-    Matrices of one shape are batched, except for large ones on CPUs, and distributed over the mesh of their layout.
+    Matrices of one shape are batched, and distributed over the mesh of their layout.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
@@ -338,9 +338,8 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 
     Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
     weight decay would have no effect. Use it for linear layers; train embeddings, biases, gains, routers and gates with
-    Adam. Do not change the updates after it (`cautious`, `decay_weights`, `scale_updates`). An average of the
-    parameters has a smaller norm. In bfloat16, wrap the whole optimizer in `master_weights`: small steps are lost
-    otherwise.
+    Adam. Do not change the updates after it (`cautious`, `decay_weights`, `scale_updates`). In bfloat16, wrap the whole
+    optimizer in `master_weights`: small steps are lost otherwise.
 
     Args:
         learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
@@ -392,9 +391,9 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 
 
 def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums in one pass over p and u.
+    """The update p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), in one pass over p and u.
 
-    Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1; computing R/‖q‖ − 1 directly would lose half the digits.
+    Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1, as R/‖q‖ − 1 would lose half the digits.
     """
     axes = tuple(axis for part in h.axes for axis in part)
     square_p, square_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
@@ -464,16 +463,10 @@ def muon(
         learning_rate: The step size lr ≥ 0; with scale "rms" about the same as AdamW's.
         momentum: The decay μ of the average of gradients, in [0, 1].
         use_nesterov: Whether to use Nesterov momentum.
-        ns_steps: The number of iterations, ≥ 1; see `orthogonalize`.
-        ns_coefficients: The coefficients of the iterations; see `orthogonalize`.
-        epsilon: The lower bound of the norm in the divisor, > 0.
         scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
         weight_decay: Decoupled weight decay ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
-        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`.
-        ns_dtype: The dtype of the iteration's products.
-        normalization: The norm in the divisor, "frobenius" or "schatten"; see `orthogonalize`.
-        distribute: Whether to distribute matrices over the devices; see `orthogonalize`.
+        ns_steps, ns_coefficients, epsilon, axes, ns_dtype, normalization, distribute: See `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).

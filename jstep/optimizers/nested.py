@@ -1,4 +1,4 @@
-"""Optimizers inside others: how a wrapper adds slots and hyperparameters, and calls the inner update."""
+"""How a wrapper adds slots and hyperparameters, and calls the inner update."""
 
 import contextvars
 import dataclasses
@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
 
     Attributes:
         h: The values of a wrapper's hyperparameters.
-        starts: The `start_step` of each leaf of an aged wrapper; None for a leaf that is never updated.
+        starts: The `start_step` of each leaf of an aged wrapper, or None.
     """
 
     params: Params
@@ -59,12 +59,11 @@ class WrapperSlots:
     Attributes:
         slots: Slot name → `make(params, global_step)`.
         hyper: Name → value from `check_hyperparameter`; held ones are slots, too.
-        aged: Whether the update needs `at.starts`. The age is the inner `start_step` if there is one, otherwise a
-            separate slot; around a `partition`, one for each label.
+        aged: Whether the update needs `at.starts`: the inner `start_step`, or else a separate slot; around a
+            `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
-        per_step: Whether the slots change once a step, at the update that increments the global step, whichever leaves
-            have a gradient in it.
+        per_step: Whether the slots change once a step, at the update that increments the global step.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
@@ -105,9 +104,8 @@ def wrap_optimizer(
     """Wrap an optimizer.
 
     Args:
-        guarded: As in `is_guarded`; by default as in the inner optimizer.
         inner_roles: Maps the inner roles to those that outer wrappers see.
-        init_on: Maps params to the parameters from which the inner optimizer creates its slots.
+        init_on: Maps params to those from which the inner optimizer creates its slots.
     """
     outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
@@ -166,14 +164,14 @@ class Ages(NamedTuple):
 
     Attributes:
         of_leaves: The name of the slot with the `start_step` of each leaf, or None.
-        slots: Name of such a slot → whether the wrapper keeps it, and not the inner optimizer.
+        slots: Name of such a slot → whether the wrapper keeps it.
     """
 
     of_leaves: Labels
     slots: Mapping[str, bool]
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
-        """The wrapper's age slots after an update, later by one if the update does not count for their leaves."""
+        """The wrapper's age slots after an update."""
         has_gradient = [INCREMENTS.get() if outer.per_step else g is not None for g in gradients]
         updated = {slot for slot, is_updated in zip(self.of_leaves, has_gradient, strict=True) if is_updated}
 
@@ -188,7 +186,7 @@ class Ages(NamedTuple):
 def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer, with the context if it accepts one.
+    """Call the update of an optimizer.
 
     With `exact` the result may contain `Replacement` leaves: pass it on unchanged, or to `apply_updates`.
     """
@@ -224,7 +222,7 @@ def inner_context(
 def update_masters(
     optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
 ) -> tuple[Updates, Slots]:
-    """Call an optimizer's update on the masters of the parameters, with gradients as wide as these.
+    """Call an optimizer's update on the masters of the parameters.
 
     Labels, masks and the loss still see the parameters, `rounded(p, master)`.
     """
@@ -269,7 +267,7 @@ NamedOptimizers = Mapping[str, Optimizer]
 
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge dicts with names for errors; raise if an entry occurs twice. `what` is the kind of the entries."""
+    """Merge dicts with names for errors; raise if an entry occurs twice."""
 
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
@@ -303,7 +301,7 @@ def check_names(named: NamedOptimizers) -> None:
 
 
 def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
-    """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
+    """Raise if an optimizer contains a format of `why`."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")
 
@@ -323,7 +321,7 @@ class Condition(NamedTuple):
 Conditions = list[Condition]
 
 CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar("jstep_conditions", default=())
-"""The lists in which the conditions of updates are collected, one for each wrapper that observes them."""
+"""The lists in which the conditions of updates are collected."""
 
 
 def report_condition(condition: Condition) -> None:
@@ -332,7 +330,7 @@ def report_condition(condition: Condition) -> None:
 
 
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
-    """The condition under which each leaf was updated, in order; None if it always was."""
+    """The condition under which each leaf was updated, or None."""
     by_path: dict[Any, Array] = {}
     for partial, condition in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(partial):

@@ -65,9 +65,6 @@ def prodigy(
         An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the parameters), and the scalars
         `d`, `d_max`, `d_numerator` and `start_step`. In a `partition`, each label has a separate estimate.
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.prodigy(d0=0.1)
@@ -194,10 +191,7 @@ def schedule_free_adamw(
     Returns:
         An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the scalars
         `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y. In bfloat16, wrap the
-        optimizer in `master_weights`: x needs the digits that rounding y loses.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
+        optimizer in `master_weights`.
 
     Example:
         >>> import jstep
@@ -242,9 +236,6 @@ def schedule_free_sgd(
     Returns:
         An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,
         `beta1` and `start_step`.
-
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
 
     Example:
         >>> import jstep

@@ -16,14 +16,14 @@ slots, which exists only with a `prepare`: a function that computes additional v
     def correction(h):
         return {"unbias": 1 / bias_correction(h.beta1, h.age)}
 
-Everything else is done for all optimizers: ranges (`BOUNDS`, by the name of the hyperparameter), sign, learning rate,
-decay and its mask, schedules and `held` values, None and integer leaves, sparse gradients, dtypes, ages, and the order
-in which XLA overwrites slots. An equation of another form, such as FTRL's, is a rule for `from_update`: its result is
-added to the parameter or, without a learning rate, is the gradient of the next element of a chain.
+Everything else is done for all optimizers: ranges (`BOUNDS`), sign, learning rate, decay and its mask, schedules and
+`held` values, None and integer leaves, sparse gradients, dtypes and ages. An equation of another form, such as FTRL's,
+is a rule for `from_update`: its result is added to the parameter or, without a learning rate, is the gradient of the
+next element of a chain.
 
 A rule is a module-level function of arrays of one floating dtype. It sees the whole leaf, so norms, matrix products and
-`lax.cond` are allowed, but with `sparse=True` only some rows of a table, so it must be elementwise. Hyperparameters
-that are plain numbers are Python floats in h, so that 1 − 0.999 is exact.
+`lax.cond` are allowed, but with `sparse=True` only some rows of a table, so it must be elementwise. Plain numbers are
+Python floats in h, so that 1 − 0.999 is exact.
 """
 
 import dataclasses
@@ -58,10 +58,7 @@ DECAYED = "decayed"
 
 @jax.tree_util.register_pytree_with_keys_class
 class Values(dict[str, Any]):
-    """Slots, hyperparameters and other values of a step: a dict whose entries are also attributes.
-
-    A name that is a method of dicts is read by `h["copy"]`.
-    """
+    """Slots, hyperparameters and other values of a step: a dict whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -89,8 +86,7 @@ class Slot:
     """The initial value, shape and dtype of a slot, for `leafwise`.
 
     Attributes:
-        initial: A number, an array, a schedule of the step of creation, or `"copy"` for a copy of the parameter. A
-            partial restore from a checkpoint without such a copy copies the restored parameter.
+        initial: A number, an array, a schedule of the step of creation, or `"copy"` for a copy of the parameter.
         shape: `shape(path, leaf)`, the shape of the slot for a trainable leaf, or None for no slot; by default the
             parameter's shape. On a mesh the slot is sharded like the parameter, without the dimensions that it lacks.
         dtype: The dtype in which the slot is stored; by default the dtype of arithmetic (the parameter's, at least
@@ -100,8 +96,8 @@ class Slot:
         holds: The kind of the values, for `compact`: `"mean"` for an average of signed values with a decay of at most
             0.99, `"slow"` for a slower one, a sum, or values whose rounding errors would be amplified, `"square"` for a
             divisor that is never negative, `"weight"` for values like the parameter's. None stores them as they are.
-        in_order: Whether anything besides the slot's new value, such as Lion's update, is computed from its old value.
-            XLA copies such a slot on CPUs, unless the parameter is computed first, then the slots in their order.
+        in_order: Whether anything besides the slot's new value, such as Lion's update, is computed from its old value:
+            the parameter is then computed first, and the slots in their order.
         computes_params: Whether the rule computes the parameters from the slot, as FTRL does: `with_params` is an
             error.
 
@@ -163,9 +159,9 @@ def from_direction(
     The slots s and the hyperparameters h are attributes; h also has `step`, `dtype` and, with `prepare`, `age`.
 
     Args:
-        name: The optimizer's name, which run cards show.
-        direction: `direction(g, p, s, h) -> (u, new slots)`, all floating arrays of one dtype. Slots that are not
-            returned stay unchanged.
+        name: The optimizer's name.
+        direction: `(g, p, s, h) -> (u, new slots)`, floating arrays of one dtype. Slots that are not returned stay
+            unchanged.
         slots: Name of each slot → its initial value or a `Slot`.
         hyper: Name of each hyperparameter → a number, an array, a schedule or `held`. `learning_rate` is required,
             `weight_decay` optional. A name that jstep's optimizers use has their range: a `beta1` is in [0, 1).
@@ -176,8 +172,6 @@ def from_direction(
 
     Raises:
         AttributeError: The direction, or `prepare`, reads a value that does not exist; the error lists all that do.
-        TypeError: A hyperparameter is not a number, an array or a schedule; or the direction does not return two
-            values.
         ValueError: A hyperparameter is out of range, or there is a `weight_decay_mask` without a weight_decay.
 
     Example:
@@ -220,12 +214,10 @@ def from_update(
     """An optimizer whose rule returns the update of a leaf.
 
     Args:
-        name: As in `from_direction`.
         slots: Name → initial value, `Slot` or `Scalar`; or a function from params to these. List a slot after the slots
             that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
-        prepare: As in `from_direction`.
-        by_rows: Whether a sparse gradient updates only its rows.
+        name, prepare, by_rows: As in `from_direction`.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
@@ -279,7 +271,7 @@ def positive(name: str, value: Any) -> Any:
 
 
 def decays(h: Values) -> bool:
-    """Whether this leaf decays; False only if tracing shows that it does not."""
+    """Whether this leaf may decay."""
     return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
@@ -327,7 +319,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "learning_rate_power": {"high": 0},
     "threshold": {"low": 4},
 }
-"""Name of a hyperparameter → its range (`beta` is FTRL's). An optimizer that needs another range checks it itself."""
+"""Name of a hyperparameter → its range, by default."""
 
 RULE = "_rule"
 
@@ -366,7 +358,6 @@ def leafwise(
     `dtype`, `age` if aged, and the values returned by `prepare`, `measure` and `conclude`.
 
     Args:
-        rule: The update of one leaf.
         hyper: Name of each hyperparameter → a number, an array, a schedule or `held`.
         slots: Name of each slot → its initial value or a `Slot`; or a function from params to such a mapping. List a
             slot after the slots that are computed from its old value: CPUs overwrite them in this order.
@@ -383,7 +374,6 @@ def leafwise(
         finished: Whether the updates include −learning_rate; by default, whether `hyper` has a learning_rate.
 
     Raises:
-        TypeError: A hyperparameter is not a number, an array or a schedule; or the rule does not return two values.
         ValueError: A hyperparameter is not a scalar, or two held ones have the same name; or the shape of the update
             differs from the shape of the gradient.
 
@@ -520,15 +510,12 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 
 
 def _static(values: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
-    """Static arguments of a rule. With their reprs, since 1, True and 1.0, or 0.0 and -0.0, are equal to Python."""
+    """Static arguments of a rule, with their reprs: 1, True and 1.0 are equal to Python."""
     return tuple((name, value, repr(value)) for name, value in values.items())
 
 
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
-    """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
-
-    Otherwise 1000 leaves take four times as long to trace and lower.
-    """
+    """The rule with dtypes and sparse rows handled, traced once for all leaves of equal shape and flags."""
 
     def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
         dtype = trees.compute_dtype(leaf.dtype)
@@ -569,7 +556,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule to check its result: a wrong one raises an obscure error about trees."""
+    """Wrap a rule to check its result."""
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)

@@ -36,9 +36,6 @@ def lion(
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jstep
         >>> optimizer = jstep.lion(0.25)

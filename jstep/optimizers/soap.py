@@ -56,9 +56,6 @@ def soap(
         An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square,
         initially 0), and `start_step`.
 
-    Raises:
-        ValueError: An argument is out of range, or the mask matches nothing.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> state = jstep.TrainState.create({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jstep.soap())
@@ -170,8 +167,8 @@ class EigenbasisUpdate(NamedTuple):
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    For TPUs XLA compiles a program for each call of `eigh`, which takes minutes. There one loop processes all matrices
-    of one size, by Jacobi's method and `orthonormal`, whose programs do not grow with the size.
+    XLA takes minutes to compile each call of `eigh` for TPUs. There one loop processes all matrices of one size, by
+    Jacobi's method and `orthonormal`.
     """
     if not leaves:
         return []
@@ -258,14 +255,13 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
 
 
 WIDTH = 128
-"""The number of columns per block of reflections: the side of a TPU's matrix unit."""
+"""The number of columns per block of reflections."""
 
 
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
-    """The Q of the QR decomposition of a square matrix, by Householder reflections; orthogonal even if it is singular.
+    """The Q of a square matrix's QR decomposition, by Householder reflections; orthogonal even if it is singular.
 
-    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile; here they are loops. The signs
-    of columns may differ.
+    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`; here they are loops. The signs of columns may differ.
     """
     n = matrix.shape[0]
     width = min(width, n)
@@ -288,7 +284,7 @@ def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
 
 
 def _reflections(panel: Array, start: Array) -> tuple[Array, Array]:
-    """V and T of I − V·T·Vᵀ: reflections that zero a panel below its diagonal, which begins at row `start`."""
+    """V and T of I − V·T·Vᵀ, which zeros a panel below its diagonal, from row `start`."""
     rows = jnp.arange(panel.shape[0])
     width = panel.shape[1]
 

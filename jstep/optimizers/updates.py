@@ -1,4 +1,4 @@
-"""Updates, also new values that p + u cannot represent exactly: maps over them, and their addition."""
+"""Updates, maps over them, and their addition."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -21,16 +21,13 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A leaf of updates that replaces the parameter by `value`, because the difference might be rounded.
-
-    Only wrappers that call `call_update(…, exact=True)` see it, and pass it on.
-    """
+    """A leaf of updates that replaces the parameter by `value`, because the difference might be rounded."""
 
     value: Any
 
 
 def is_update(x: object) -> bool:
-    """Whether a node of a tree of updates is an `IndexedSlices` or a `Replacement`, for `is_leaf`."""
+    """Whether a node of a tree of updates is a leaf."""
     return isinstance(x, IndexedSlices | Replacement)
 
 
@@ -60,8 +57,7 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
     """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
 
     XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
-    parameter first, then the slots in the order of the dict. Only leaves with a slot in `names` are ordered, and slots
-    of the parameter's shape.
+    parameter first, then the slots in the order of the dict. Only leaves with a slot in `names` are ordered.
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -142,14 +138,10 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
 
     Args:
         fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
-        params: The parameters.
         *others: Trees like params, such as gradients and slots.
 
     Returns:
         A tree like params, with None where `fn` was not called.
-
-    Raises:
-        ValueError: A tree does not have the structure of params.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -177,7 +169,7 @@ def _wide(x: Any, dtype: DTypeLike) -> Any:
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
-    """Map `fn` over updates in at least float32: rounding to a low-precision dtype would reach the slots."""
+    """Map `fn` over updates in at least float32."""
 
     def wide(u: Any) -> Any:
         if is_slices(u):
