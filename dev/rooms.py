@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
+PICTURE = ROOT / "dev" / "rooms.svg"
 WIDTH, ROW, HEIGHT, MARGIN, SHIFT = 1280, 96, 54, 16, 75
 TOGETHER = {"watching": "loop"}
 """The room of those that watch, whose interface the loop calls, is drawn beside it."""
