@@ -108,57 +108,64 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         raise
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
+    functions = _Chain(named)
+    init = Init(
+        functions.init,
+        lambda params: nested.merge_roles(named, params),
+        finished=bool(finished),
+        guarded=nested.is_guarded(elements[0]),
+        labels=functions.labels,
+        needs_all=any(map(needs_all_params, elements)),
+    )
+    takes_context = any(optimizer.takes_context for optimizer in elements)
+    return Optimizer(init, with_inputs(functions.update), nested.merge_hyperparameters(named), takes_context)
 
-    has_warned = False
 
-    def parts_of(params: Params) -> list[_PartOptimizer]:
+class _Chain:
+    """The functions of a chain."""
+
+    def __init__(self, named: Mapping[str, Optimizer]) -> None:
+        self._named = named
+        self._has_warned = False
+
+    def parts(self, params: Params) -> list[_PartOptimizer]:
         """The elements, each for the trained leaves, or for all if it needs them."""
         is_all = [True] * len(jax.tree.leaves(params))
-        is_trained = is_all if (names := labels(params)) is None else [name is not None for name in names]
+        is_trained = is_all if (names := self.labels(params)) is None else [name is not None for name in names]
         return [
-            _PartOptimizer(params, is_all if needs_all_params(element) else is_trained, element) for element in elements
+            _PartOptimizer(params, is_all if needs_all_params(element) else is_trained, element)
+            for element in self._named.values()
         ]
 
-    def init_elements(params: Params, step: Step) -> Slots:
-        nonlocal has_warned
+    def labels(self, params: Params) -> Labels | None:
+        labeled = [names for element in self._named.values() if (names := init_labels(element, params)) is not None]
+        rows = list(zip(*labeled, strict=True))
+        return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
+
+    def init(self, params: Params, step: Step) -> Slots:
         with leaf_values.partial_params(params):
-            parts = parts_of(params)
-            slots = dict(zip(named, [part.optimizer.init(part.params, step) for part in parts], strict=True))
-        for name, size in _bytes_of_frozen(params, labels(params), slots).items():
-            if not has_warned:
+            values = [part.optimizer.init(part.params, step) for part in self.parts(params)]
+        slots = dict(zip(self._named, values, strict=True))
+        for name, size in _bytes_of_frozen(params, self.labels(params), slots).items():
+            if not self._has_warned:
                 logger.warning(
                     "%s: its slots of parameters that are trained under no label take %s; whether it can do without "
                     "is not known of an Optax transformation or a custom optimizer: put it below the labels",
                     name,
                     format_bytes(size),
                 )
-            has_warned = True
+            self._has_warned = True
         return nested.merge(slots.items(), "slot")
 
-    def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
         with leaf_values.partial_params(at.params):
-            for i, part in enumerate(parts_of(at.params)):
+            parts = self.parts(at.params)
+            for part in parts:
                 old = nested.slots_of(part.optimizer, slots, part.params)
-                updates, new = part.call(updates, old, at, exact=i == len(elements) - 1)
+                updates, new = part.call(updates, old, at, exact=part is parts[-1])
                 all_slots |= new
         return updates, all_slots
-
-    def labels(params: Params) -> Labels | None:
-        labeled = [names for optimizer in elements if (names := init_labels(optimizer, params)) is not None]
-        rows = list(zip(*labeled, strict=True))
-        return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
-
-    init = Init(
-        init_elements,
-        lambda params: nested.merge_roles(named, params),
-        finished=bool(finished),
-        guarded=nested.is_guarded(elements[0]),
-        labels=labels,
-        needs_all=any(map(needs_all_params, elements)),
-    )
-    takes_context = any(optimizer.takes_context for optimizer in elements)
-    return Optimizer(init, with_inputs(update), nested.merge_hyperparameters(named), takes_context)
 
 
 def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
