@@ -22,7 +22,7 @@ from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import restore_position
 from jstep.hooks.hook import check_step
-from jstep.look.own_events import logged_losses, logged_states
+from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchCopies
@@ -217,7 +217,10 @@ class _Recorded:
     def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
         self._start, self._step = start, step
         self._fingerprints = {} if where is None else self._between(logged_states(where))
-        self._losses = {} if where is None or self._fingerprints else self._between(logged_losses(where, prefix))
+        self._losses = dict[int, float]()
+        with contextlib.suppress(OSError):
+            if where is not None and not self._fingerprints:
+                self._losses = self._between(run_folder(where, prefix).losses())
         self.steps = sorted({*self._fingerprints, *self._losses})
 
     def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:

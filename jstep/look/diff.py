@@ -14,10 +14,9 @@ from jstep.look import cli
 from jstep.look.checkpoints import Checkpoint, at, below
 from jstep.look.divergence import divergence
 from jstep.look.ranges import is_inexact
-from jstep.look.run_summary import start_with_card
-from jstep.look.start_rows import NOT_COMPARED, SHOWN, changes_of_starts, first_lines, start_rows
+from jstep.look.run_folder import find_run_folders, run_folders
+from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes
 from jstep.record.differences import IN_A_AND_B, changes
-from jstep.record.starts import find_starts, read_starts
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 
@@ -110,11 +109,10 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
 def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-        for name, starts in read_starts(where).items():
-            unread = [start for start in starts if start["problem"]]
-            problems += [f"{where}: its start {start['number']} {start['problem']}" for start in unread]
-            if start := start_with_card(where, starts):
-                found[name] = start
+        for folder in run_folders(where):
+            problems += [f"{where}: {problem}" for problem in folder.unreadable_starts]
+            if folder.trained_with_card:
+                found[folder.prefix] = folder.trained_with_card
     # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
     return {prefix: found[prefix]} if prefix in found else found
 
@@ -176,8 +174,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # As for two runs, the starts do not decide the exit code.
         run = location(arguments.a, "A")
-        rows = [row for starts in find_starts(run).values() for row in start_rows(run, starts)]
-        return cli.answer(arguments, {"run": run, "starts": rows}, changes_of_starts(rows))
+        starts = [start for folder in find_run_folders(run) for start in folder.facts_with_changes]
+        return cli.answer(arguments, {"run": run, "starts": starts}, lines_of_changes(starts))
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")

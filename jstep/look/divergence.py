@@ -5,16 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jstep.look.own_events import events_of_run, logged_states
-from jstep.record.starts import read_starts, valid
-from jstep.stores.event_files import read_series
+from jstep.look.run_folder import RunFolder, logged_states, run_folders
 
 _TIMED = re.compile(
     r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b", re.IGNORECASE
 )
 """Tags of scalars that measure time, and differ in each run."""
 
-Run: TypeAlias = tuple[str, str | None]
+Place: TypeAlias = tuple[str, str | None]
 """A directory and a prefix of checkpoints; None for all prefixes."""
 
 
@@ -25,29 +23,28 @@ class Divergence(NamedTuple):
     differ_at: int | None
     compared_by: list[str]
 
-    def text(self, runs: Sequence[Run]) -> str:
+    def text(self, places: Sequence[Place]) -> str:
         """Describe it, with the starts of the runs in between; "" if nothing differs."""
         if self.differ_at is None:
             return ""
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
         text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
-        for path, prefix in runs:
-            records = [starts for name, starts in read_starts(path).items() if prefix in (None, name)]
-            spans = [start["step"] for starts in records for start in valid(starts)]
+        for path, prefix in places:
+            spans = [start["step"] for folder in _folders(path, prefix) for start in folder.valid_starts]
             firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
             text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
         return text
 
 
-def divergence(runs: Sequence[Run], source: str = "", compared: Mapping[int, bool] | None = None) -> Divergence:
+def divergence(places: Sequence[Place], source: str = "", compared: Mapping[int, bool] | None = None) -> Divergence:
     """Compare two runs by their logs; `compared` has the steps that `source` has compared: step → whether equal."""
     sources = [source] if source else []
     same = dict(compared or {})
     # Two runs in one directory have one file of fingerprints.
-    states = [{} if runs[0][0] == runs[1][0] else logged_states(path) for path, _ in runs]
+    states = [{} if places[0][0] == places[1][0] else logged_states(path) for path, _ in places]
     logs: dict[str, list[dict[tuple[int, str], Any]]] = {
         "fingerprints": [{(step, ""): state for step, state in log.items()} for log in states],
-        "scalars": _scalars(runs),
+        "scalars": _scalars(places),
     }
     for name, (of_a, of_b) in logs.items():
         common = of_a.keys() & of_b.keys()
@@ -59,19 +56,23 @@ def divergence(runs: Sequence[Run], source: str = "", compared: Mapping[int, boo
     return Divergence(equal, differ, sources)
 
 
-def _scalars(runs: Sequence[Run]) -> list[dict[tuple[int, str], Any]]:
+def _folders(path: str, prefix: str | None) -> list[RunFolder]:
+    return [folder for folder in run_folders(path) if prefix in (None, folder.prefix)]
+
+
+def _scalars(places: Sequence[Place]) -> list[dict[tuple[int, str], Any]]:
     """Return the scalars of each run by step and tag; several prefixes of a directory are compared by their names."""
     with contextlib.suppress(OSError, ValueError, ImportError):
-        prefixes = [list(read_starts(path)) if prefix is None else [prefix] for path, prefix in runs]
-        is_pair = all(len(names) == 1 for names in prefixes)
+        sides = [_folders(path, prefix) for path, prefix in places]
+        is_pair = all(len(folders) == 1 for folders in sides)
         return [
             {
-                (step, tag if is_pair else f"{name}: {tag}"): value
-                for name in names
-                for tag, points in read_series(events_of_run(path, name)[0], lambda error: None).items()
+                (step, tag if is_pair else f"{folder.prefix}: {tag}"): value
+                for folder in folders
+                for tag, points in folder.series().items()
                 if not _TIMED.search(tag)
                 for step, value in zip(points.steps, points.values, strict=True)
             }
-            for (path, _), names in zip(runs, prefixes, strict=True)
+            for folders in sides
         ]
     return [{}, {}]

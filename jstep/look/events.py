@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jstep.look.cli import Command, answer, choose, complain, table
-from jstep.look.own_events import events_of_run
+from jstep.look.run_folder import run_folder
 from jstep.look.runs import distinct, run_names, runs
 from jstep.stores import event_files
 from jstep.stores.files import is_directory
@@ -67,7 +67,7 @@ def _files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, 
         try:
             if run.error is not None:
                 raise ValueError(run.error)
-            files, not_shown = events_of_run(run.path, run.prefix)
+            files, not_shown = run_folder(run.path, run.prefix).event_files
             complain("events", *not_shown)
             yield name, files
         except (OSError, ValueError) as error:

@@ -135,7 +135,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    return of_run(_starts_of(path, prefix))
+    return goodput_of_starts(_starts_of(path, prefix))
 
 
 def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
@@ -149,12 +149,12 @@ def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
     return found[prefix]
 
 
-def of_run(starts: Sequence[Start]) -> Goodput:
+def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
     """Account for the time of a run."""
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
-    of_starts = by_start(known)
+    of_starts = goodput_by_start(known)
     names = (*_ALL, "computing", "steps")
     stalled_parts = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
     stalled = {part: sum(start.stalled.get(part, 0.0) for start in of_starts) for part in stalled_parts}
@@ -206,7 +206,7 @@ def part_changes(starts: Sequence[Start]) -> list[str]:
     return found
 
 
-def by_start(starts: Sequence[Start]) -> list[Goodput]:
+def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
     """Account for the time of each start and the downtime before it."""
     found: list[Goodput] = []
     ended = starts[0]["began"] if starts else 0.0
@@ -266,7 +266,7 @@ def _print_goodput(arguments: argparse.Namespace) -> int:
 
 def _print_one(path: str, arguments: argparse.Namespace) -> int:
     starts = _starts_of(path, arguments.prefix)
-    result = of_run(starts)
+    result = goodput_of_starts(starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
     rows = [
         {"start": start["number"], "from": start["step"][0], **by_part}

@@ -9,7 +9,7 @@ from jstep.core.drawing import NEUTRAL, Curve, Mark, legend_key, picture
 from jstep.core.html_tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.divergence import divergence
-from jstep.look.goodput import Goodput, by_start, of_run
+from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
 from jstep.look.run_files import RunFiles
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
@@ -93,7 +93,7 @@ def _odd(sweep: Sweep) -> list[str]:
 
 
 def _facts(row: RunFiles) -> list[str]:
-    run, total = row.run, of_run(row.starts) if row.starts else None
+    run = row.run
     times = {"started": run.started, "ended": run.ended}
     notes = {name: f"; {note}" for name, note in run.best_notes.items()}
     numbers = {f"best {name}": (value, f" at step {at}{notes.get(name, '')}") for name, (value, at) in run.best.items()}
@@ -107,7 +107,7 @@ def _facts(row: RunFiles) -> list[str]:
         "parameters": run.parameters and f"{run.parameters:,}",
         "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
         "mfu": run.mfu and f"{run.mfu:.3g}",
-        "goodput": total and f"{total.fraction:.1%}",
+        "goodput": run.goodput is not None and f"{run.goodput:.1%}",
         "commit": run.commit and run.commit + f", with edits ({run.edits})" * bool(run.edits),
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         **{name: f"{value:.4g}{at}" for name, (value, at) in numbers.items()},
@@ -124,7 +124,7 @@ def _facts(row: RunFiles) -> list[str]:
 
 def _recorded(row: RunFiles) -> str:
     groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
-    for name, (section, value) in values_of(row.trained).items():
+    for name, (section, value) in values_of(row.folder.trained_with_card).items():
         if section not in ("config", "settings") and value is not None:
             group = groups.setdefault("program" if section == "programs" else section, {})
             group[name.partition(": ")[2] or name] = value
@@ -296,15 +296,14 @@ def _differences(sweep: Sweep) -> list[str]:
 
 def _times(sweep: Sweep) -> list[str]:
     """A line for each run, or of one run for each start: how its time is divided."""
-    known = [row for row in sweep.rows if row.starts]
-    lines = [(row.name, of_run(row.starts), "") for row in known]
-    for row in known if len(sweep.rows) == 1 else ():
-        facts = [fact for fact in row.run.starts if fact["began"] is not None]
-        for item, start, fact in zip(by_start(row.starts), row.starts, facts, strict=True):
-            steps = "steps {} to {}".format(*start["step"]) if start["step"] else "no step"
-            lines.append(
-                (f"start {start['number']}", item, f"{steps}, {fact['status']}: {fact['reason']}".rstrip(": "))
-            )
+    known = [row for row in sweep.rows if row.folder.valid_starts]
+    lines = [(row.name, goodput_of_starts(row.folder.valid_starts), "") for row in known]
+    for folder in [row.folder for row in known] if len(sweep.rows) == 1 else ():
+        for start, item in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
+            facts = folder.facts_of(start)
+            steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {facts['last']}"
+            words = f"{steps}, {facts['status']}: {facts['reason']}".rstrip(": ")
+            lines.append((f"start {start['number']}", item, words))
     names = list(Goodput().parts)
     used = [name for name in names if any(item.parts[name] for _, item, _ in lines)]
     keys = " ".join(f'<span class="key"><span class="box b{names.index(name)}"></span> {name}</span>' for name in used)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,13 +11,10 @@ from jstep.core.checks import truncate
 from jstep.core.drawing import Mark, Numbers, thin
 from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
-from jstep.look.own_events import events_of_run
-from jstep.look.run_summary import RunSummary, start_with_card
-from jstep.look.start_rows import start_rows
-from jstep.record.schema import Start
+from jstep.look.run_folder import RunFolder, run_folder
+from jstep.look.run_summary import RunSummary
 from jstep.record.stall_files import missing_threads, read_stalls
-from jstep.record.starts import read_starts, valid
-from jstep.stores.event_files import Series, read_series
+from jstep.stores.event_files import Series
 from jstep.stores.urls import is_url
 
 _SKIPPED = "skipped"
@@ -35,9 +31,8 @@ class RunFiles:
     """What is shown of a run.
 
     Attributes:
+        folder: Its starts; none if they cannot be read.
         odd: What is odd, as sentences; also why some files are not shown.
-        trained: The start that the run is, with its card; {} if there is none.
-        rows: Its starts, as `start_rows` returns them.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
         clock: Steps and the seconds since the first one.
@@ -45,10 +40,8 @@ class RunFiles:
 
     run: RunSummary
     name: str
+    folder: RunFolder
     odd: Sequence[str] = ()
-    starts: Sequence[Start] = ()
-    trained: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rows: Sequence[Mapping[str, Any]] = ()
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
     clock: Sequence[tuple[int, float]] = ()
@@ -56,20 +49,17 @@ class RunFiles:
     @classmethod
     def of(cls, run: RunSummary, name: str, columns: int) -> "RunFiles":
         """Read the files of a run; whatever they hold, this raises nothing."""
+        folder = RunFolder(run.path, run.prefix, ())
         if run.error is not None:
-            return cls(run, name, [run.error])
+            return cls(run, name, folder, [run.error])
         problems = list[str]()
         series = dict[str, Series]()
-        found = cls(run, name)
         try:
-            starts = read_starts(run.path).get(run.prefix, ())
-            problems += [f"its start {start['number']} {start['problem']}" for start in starts if start["problem"]]
-            rows, trained = start_rows(run.path, starts), start_with_card(run.path, starts)
-            found = cls(run, name, (), valid(starts), trained, rows)
-            problems += _oddities(found)
-            files, not_shown = events_of_run(run.path, run.prefix)
-            problems += not_shown
-            series = read_series(files, lambda error: problems.append(f"{error}; what follows is not shown"))
+            folder = run_folder(run.path, run.prefix)
+            problems += folder.unreadable_starts
+            problems += _oddities(run, folder)
+            problems += folder.event_files[1]
+            series = folder.series(lambda error: problems.append(f"{error}; what follows is not shown"))
             problems += [*_not_finite(series), *_skipped(series)]
         except Exception as error:
             is_plain = isinstance(error, OSError | ImportError | ValueError)
@@ -77,8 +67,10 @@ class RunFiles:
         if len(series) > _MAX_TAGS:
             problems.append(f"it has {len(series)} scalars; the first {_MAX_TAGS} are shown")
         some = {tag: points for tag, points in itertools.islice(series.items(), _MAX_TAGS) if points.steps}
-        return dataclasses.replace(
-            found,
+        return cls(
+            run,
+            name,
+            folder,
             odd=list(dict.fromkeys(problems)),
             series={tag: _thinned(points.steps, points.values, columns) for tag, points in some.items()},
             rewound={tag: [_thinned(*old, columns) for old in points.rewound] for tag, points in some.items()},
@@ -86,9 +78,9 @@ class RunFiles:
         )
 
     def marks(self) -> list[Mark]:
-        spans = [start["step"] for start in self.starts if start["step"]]
+        spans = [start["step"] for start in self.folder.valid_starts if start["step"]]
         marks = [Mark("start", first, f"start from step {first}") for first, _ in spans if first]
-        stages = (self.trained.get("card") or {}).get("stages") or {}
+        stages = (self.folder.trained_with_card.get("card") or {}).get("stages") or {}
         known = {int(at): name for at, name in stages.items() if at.isdecimal() and len(at) < 19}
         marks += [Mark("stage", at, f"stage {name}") for at, name in known.items() if at]
         saves = [] if is_url(self.run.path) else entries(self.run.path, self.run.prefix)
@@ -111,28 +103,27 @@ def _clock(series: Series | None) -> list[tuple[int, float]]:
     return [(series.steps[i], float(at)) for i, at in zip(kept, seconds, strict=True)] if is_known else []
 
 
-def _oddities(found: RunFiles) -> Iterator[str]:
-    run = found.run
+def _oddities(run: RunSummary, folder: RunFolder) -> Iterator[str]:
     if run.status not in ("finished", "running"):
         yield f"it is {run.status}: {run.reason}".rstrip(": ")
     if (refused := run.refused) is not None:
         what = f"{refused['status']}: {refused['reason']}".rstrip(": ")
         yield f"the start that ended {utc_text(refused['time'])} took no step: {what}"
-    for stall in (stall for start in found.starts for stall in start["stalls"]):
+    for stall in (stall for start in folder.valid_starts for stall in start["stalls"]):
         seconds, what = stall.get("stalled"), truncate(str(stall.get("what")), 200)
         yield f"process {stall.get('process')} stalled for {seconds} s at step {stall.get('step')}: {what}"
     ended, _ = read_stalls(run.path, run.prefix, ended=True)
     for waiting in (process for process in ended if process["stall"]):
         yield f"before it ended, process {waiting['process']} was {truncate(waiting['what'], 200)}: {waiting['line']}"
     yield from missing_threads(ended)
-    spans = [start["step"] for start in found.starts if start["step"]]
+    spans = [start["step"] for start in folder.valid_starts if start["step"]]
     for earlier, later in itertools.pairwise(spans):
         if later[0] < earlier[1]:
             yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
-    yield from part_changes(found.starts)
-    for row in found.rows:
-        for change in row["changes"] or ():
-            yield f"changed before the start of {utc_text(row['began'])}: {truncate(change, 300)}"
+    yield from part_changes(folder.valid_starts)
+    for start in folder.facts_with_changes:
+        for change in start["changes"] or ():
+            yield f"changed before the start of {utc_text(start['began'])}: {truncate(change, 300)}"
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -19,10 +18,11 @@ from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.html_tables import html_table
 from jstep.core.tables import breadth, columns, fold, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
-from jstep.look.run_summary import RunSummary, start_with_card, summarize, summary_fields, unreadable_run
-from jstep.look.start_rows import start_rows, table_of_starts
+from jstep.look.run_folder import run_folder, run_folders
+from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
+from jstep.look.starts import table_of_starts
 from jstep.record.differences import values_of
-from jstep.record.starts import FOLDER, read_starts
+from jstep.record.starts import FOLDER
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 
@@ -50,7 +50,7 @@ class RunList(list[RunSummary]):
 
 def _given(run: RunSummary) -> Mapping[str, Any]:
     with contextlib.suppress(OSError):
-        return start_with_card(run.path, read_starts(run.path).get(run.prefix, ()))
+        return run_folder(run.path, run.prefix).trained_with_card
     return {}
 
 
@@ -107,7 +107,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
         try:
             if error is not None:
                 raise error
-            found += [summarize(where, prefix, starts) for prefix, starts in read_starts(where).items()]
+            found += map(summarize, run_folders(where))
         except OSError as problem:
             found.append(unreadable_run(where, "", problem))
     known = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
@@ -226,25 +226,17 @@ _DRAWN = 16
 
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
-    """Return a function that finds the parent of a run: at the recorded path, or else the only one with its run ID."""
-    by_place: dict[tuple[str, str | None], RunSummary] = {}
-    for run in summaries if any(run.parent for run in summaries) else ():
-        where = resolve_path(run.path)
-        by_place.setdefault((where, run.prefix), run)
-        by_place.setdefault((where, None), run)  # for other checkpoints, such as the best ones
+    """Return a function that finds the parent of a run by its run ID: of copies, the one at the recorded path."""
     by_id = _by_id(summaries)
 
     def parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
             return None
-        folder, checkpoint = split_path(run.parent[0])
-        folder = resolve_path(folder)
-        found = by_place.get((folder, checkpoint.rpartition("-")[0])) or by_place.get((folder, None))
-        if run.parent_run is not None and (found is None or found.run not in (None, run.parent_run)):
-            copies = by_id.get(run.parent_run, [])
-            above = [x for x in copies if join_path(folder, "").startswith(join_path(resolve_path(x.path), ""))]
-            (found,) = some if len(some := above or copies) == 1 else (None,)
-        return found
+        place = resolve_path(split_path(run.parent[0])[0])
+        copies = by_id.get(run.parent_run or "", [])
+        above = [copy for copy in copies if join_path(place, "").startswith(join_path(resolve_path(copy.path), ""))]
+        found = above or copies
+        return found[0] if len(found) == 1 else None
 
     return parent
 
@@ -252,8 +244,8 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
 def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
     found: dict[str, list[RunSummary]] = {}
     for run in summaries:
-        if run.run is not None:
-            found.setdefault(run.run, []).append(run)
+        if run.run_id is not None:
+            found.setdefault(run.run_id, []).append(run)
     return found
 
 
@@ -264,7 +256,7 @@ def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
         if run.parent is not None:
             path, step = run.parent
             folder, checkpoint = split_path(path)
-            is_own = resolve_path(folder) == resolve_path(run.path) and run.parent_run not in (None, run.run)
+            is_own = resolve_path(folder) == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
             above = find_parent(run)
             if above is not None and above is not run and (is_own or not is_directory(folder)):
                 inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
@@ -402,7 +394,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     found = list[dict[str, Any]]()
     for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
-        starts = start_rows(row.run.path, read_starts(row.run.path).get(row.run.prefix, ()))
+        starts = run_folder(row.run.path, row.run.prefix).facts_with_changes
         found += [{"run": name, **start} for start in starts]
         if not arguments.json and starts:
             print("\n".join([*[f"{name}:"] * (len(rows) > 1), *table_of_starts(starts)]))
@@ -419,14 +411,15 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     metrics = main_metrics(summaries, arguments.metrics)
     differences = RunList(summaries).differences() if arguments.differences else {}
     if arguments.sort is not None:
-        order = sorted(range(len(rows)), key=_key(summaries, differences, arguments.sort))
+        values = _values_of(arguments.sort, summaries, differences)
+        order = sorted(range(len(rows)), key=lambda i: _place_of(values[i]))
         summaries = [summaries[i] for i in order]
         rows = list(map(Row, summaries))
         differences = {name: [values[i] for i in order] for name, values in differences.items()}
     if arguments.json:
-        fields = [summary_fields(run) for run in summaries]
-        for i, of_run in enumerate(fields if arguments.differences else ()):
-            of_run["differences"] = {name: values[i] for name, values in differences.items()}
+        fields = list(map(as_json_fields, summaries))
+        for i, run_fields in enumerate(fields if arguments.differences else ()):
+            run_fields["differences"] = {name: values[i] for name, values in differences.items()}
         print(as_strict_json(fields))
     else:  # without a terminal, lines are whole
         print("\n".join(_lines(rows, metrics, differences)))
@@ -434,28 +427,24 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
-def _key(
-    summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]], name: str
-) -> Callable[[int], tuple[bool, bool, Any]]:
-    metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
-    values: Sequence[Any]
+def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+    """Return the values of a column, a metric or an option, by which runs are sorted."""
     if name in _OWN:
-        values = [getattr(run, _OWN[name]) for run in summaries]
-    elif name in metrics:
-        values = [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
-    elif name in differences:
-        values = differences[name]
-    else:
+        return [getattr(run, _OWN[name]) for run in summaries]
+    metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
+    if name in metrics:
+        return [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
+    if name not in differences:
         choices = ", ".join([*_OWN, *sorted(metrics), *differences])
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {choices}")
+    return differences[name]
 
-    def key(i: int) -> tuple[bool, bool, Any]:
-        value = values[i]
-        is_none = value is None or (isinstance(value, float) and math.isnan(value))
-        is_text = not isinstance(value, int | float)  # options may be of several types
-        return is_none, is_text, 0 if is_none else str(value) if is_text else value
 
-    return key
+def _place_of(value: Any) -> tuple[int, Any]:
+    """Numbers come first, then strings (an option may have both), then what is not known, and NaN."""
+    if value is None or value != value:
+        return 2, 0
+    return (0, value) if isinstance(value, int | float) else (1, str(value))
 
 
 RUNS = Command(_add_arguments, _print_runs)

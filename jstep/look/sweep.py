@@ -37,7 +37,7 @@ class Ranking(NamedTuple):
             raise ValueError(f"metric={name!r}: must be a metric of the runs; there are {known}")
         if name is None:
             kept = Counter(tag for row in rows for tag in row.run.best)
-            prefixes = {prefix for row in rows for prefix in _evaluations(row.trained)}
+            prefixes = {prefix for row in rows for prefix in _evaluations(row.folder.trained_with_card)}
             first = (tag for tag in names if tag.partition("/")[0] in prefixes or tag.partition("/")[2] in names)
             name = kept.most_common(1)[0][0] if kept else next(first, "loss")
         return cls(name, {None: mode == "max", True: True, False: False}[_is_max(rows, name)])
@@ -63,7 +63,7 @@ def _evaluations(start: Mapping[str, Any]) -> list[str]:
 
 def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
     """Whether a `KeepBest` keeps the greatest value; None if there is none."""
-    modes = [start["kept"][name]["mode"] for row in rows for start in row.starts if name in start["kept"]]
+    modes = [start["kept"][name]["mode"] for row in rows for start in row.folder.valid_starts if name in start["kept"]]
     return next((mode == "max" for mode in reversed(modes) if mode is not None), None)
 
 
@@ -92,7 +92,8 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> li
     """The options of configs that vary; where no run has a config, the hyperparameters."""
     names = [name for name in differ if name.startswith(SECTIONS["config"])]
     if not any(row.run.config for row in rows):
-        every = [item for row in rows if row.trained for item in values_of(row.trained).items()]
+        cards = (row.folder.trained_with_card for row in rows)
+        every = [item for start in cards if start for item in values_of(start).items()]
         numbers = {name for name, (section, value) in every if section == "programs" and is_finite_number(value)}
         names = [name for name in differ if name in numbers]
     paths = [name.removeprefix(SECTIONS["config"]) for name in names]
@@ -116,7 +117,7 @@ def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -
     seeds = [values for name, values in differ.items() if is_seed(name)]
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        if row.trained:
+        if row.folder.trained_with_card:
             key = json.dumps([row.run.parent, *[values[i] for values in fixed]], default=str)
             groups.setdefault(key, []).append(i)
     return [group for group in groups.values() if any(len({str(values[i]) for i in group}) > 1 for values in seeds)]
@@ -152,7 +153,7 @@ class Sweep:
         colors = [NEUTRAL] * len(rows)
         for place, i in enumerate(ranked[:COLORS]):
             colors[i] = place
-        differ = differences_of([row.trained for row in rows])
+        differ = differences_of([row.folder.trained_with_card for row in rows])
         return cls(rows, metric, best, colors, differ, options(rows, differ), seed_groups(rows, differ))
 
     def ranked(self) -> list[int]:

@@ -109,7 +109,7 @@ def test_the_best_of_a_copy_counts_from_its_own_first_step(tmp_path):
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_no_run_is_its_own_parent(is_listed, tmp_path):
     train(tmp_path / "a", 10)
-    name = only(tmp_path / "a").run
+    name = only(tmp_path / "a").run_id
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     train(tmp_path / "b", 15)
     os.rename(tmp_path / "a", tmp_path / "c")

@@ -17,9 +17,9 @@ from written_runs import TIME, write_run
 import jstep
 from jstep import summary
 from jstep.core.drawing import Curve, Mark, picture
-from jstep.look import run_files
+from jstep.look import run_folder
 from jstep.look.cli import main
-from jstep.look.goodput import by_start
+from jstep.look.goodput import goodput_by_start
 from jstep.record.starts import read_starts
 
 optimizer, train_step = number(0.25)
@@ -90,7 +90,7 @@ def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted,
     def missing(*_):
         raise ImportError("an event file needs tensorboard")
 
-    monkeypatch.setattr(run_files, "read_series", missing)
+    monkeypatch.setattr(run_folder, "read_series", missing)
     for paths in ([where], [where, restarted]):
         odd = jstep.report(paths).html.partition("What is odd")[2].partition("<h2>")[0]
         assert "took no step: failed: ValueError: no batch" in odd
@@ -102,7 +102,7 @@ def test_the_numbers_are_those_of_the_other_tools(restarted):
     where = restarted / "trunk"
     page = jstep.report(where).html
     rows = tables(page)
-    total, (first, second) = jstep.goodput(where), by_start(read_starts(str(where))["model"])
+    total, (first, second) = jstep.goodput(where), goodput_by_start(read_starts(str(where))["model"])
     for name, item in (("trunk", total), ("start 1", first), ("start 2", second)):
         assert [name, f"{item.fraction:.1%}"] in [row[:2] for row in rows]
         assert f"productive {item.productive:.4g} s (" in page

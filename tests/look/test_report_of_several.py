@@ -85,7 +85,7 @@ def test_a_row_has_its_numbers_and_the_options_that_vary(tmp_path):
 def test_the_tree_is_padding(tmp_path):
     parent = {"path": f"{tmp_path}/r0/model-10", "step": 10}
     write_six(tmp_path, RATES[:5])
-    write_run_of_sweep(tmp_path / "s", {"lr": 9.0}, {"loss": losses(1)}, parent=parent)
+    write_run_of_sweep(tmp_path / "s", {"lr": 9.0}, {"loss": losses(1)}, parent=parent, parent_run="00000000")
     cells = [row.find("td") for row in parsed(jstep.report(tmp_path).html).find(".//table[@id='runs']/tbody")]
     assert [text(cell) for cell in cells[:3]] == ["r0", "s @10", "r1"]
     assert [cell.get("style") for cell in cells[:3]] == [None, "padding-left:1.1em", None]

@@ -41,7 +41,8 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
 
 def test_branches_are_found_behind_links(tmp_path):
     write_run(tmp_path / "disk" / "trunk")
-    write_run(tmp_path / "top" / "branch", parent={"path": f"{tmp_path}/disk/trunk/model-5", "step": 5})
+    parent = {"path": f"{tmp_path}/disk/trunk/model-5", "step": 5}
+    write_run(tmp_path / "top" / "branch", parent=parent, parent_run=f"{tmp_path}/disk/trunk")
     (tmp_path / "top" / "a-trunk").symlink_to(tmp_path / "disk" / "trunk")
     assert str(jstep.runs(tmp_path / "top")).splitlines()[2].startswith("└─ branch @5")
 
@@ -135,7 +136,7 @@ def chain(where, count, *, closed=False):
     for n in range(count):
         above = where / f"r{(n - 1) % count}" / "model-5"
         parent = {"path": str(above), "step": 5} if n or closed else None
-        write_run(where / f"r{n}", parent=parent)
+        write_run(where / f"r{n}", parent=parent, parent_run=parent and os.path.dirname(parent["path"]))
 
 
 @pytest.mark.parametrize("closed", [False, True])

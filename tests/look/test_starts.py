@@ -16,7 +16,7 @@ from written_runs import TIME, start, starts_of, write_start
 
 import jstep
 from jstep.core import threads
-from jstep.look import cli, run_summary
+from jstep.look import cli, run_folder
 from jstep.record.stall_files import exit_reason
 from jstep.watching import recorder
 
@@ -58,7 +58,7 @@ def test_stalls_are_read_only_for_starts_that_were_killed(tmp_path, monkeypatch)
         asked.append(since)
         return exit_reason(where, prefix, since)
 
-    monkeypatch.setattr(run_summary, "exit_reason", counting)
+    monkeypatch.setattr(run_folder, "exit_reason", counting)
     for number in range(1, 5):
         end = {"end": None} if number == 3 else {}
         write_start(tmp_path, start(tmp_path, number, began=TIME + number, step=[number, number + 1], **end))
@@ -89,7 +89,7 @@ def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
         "devices",
         "parameters",
         "metrics",
-        "run",
+        "run_id",
     ):
         assert getattr(after, name) == getattr(before, name), name
     refused = after.refused
@@ -186,7 +186,7 @@ def test_the_best_is_what_is_on_the_disk(tmp_path):
     assert run.best_checkpoints == {"eval/score": str(tmp_path / "run/best/best-10")}
     branch = train(tmp_path / "branch", 12, start_from=run.best_checkpoints["eval/score"])
     assert int(branch.global_step) == 12
-    assert only(tmp_path / "branch").parent_run == run.run
+    assert only(tmp_path / "branch").parent_run == run.run_id
     shutil.move(tmp_path / "run", tmp_path / "moved")
     assert only(tmp_path / "moved").best_checkpoints == {"eval/score": str(tmp_path / "moved/best/best-10")}
     train(tmp_path / "run", 10, evaluation(tmp_path / "run" / "best", {5: 1.0, 10: 9.0}))  # another one in its place
@@ -286,7 +286,7 @@ def test_a_copy_that_is_continued_is_a_run_of_its_own(tmp_path):
     train(copy, 20)
     found = {os.path.basename(run.path): run for run in jstep.runs(tmp_path)}
     assert found["copy"].parent == (str(original / "model-10"), 10)
-    assert found["copy"].parent_run == found["original"].run != found["copy"].run
+    assert found["copy"].parent_run == found["original"].run_id != found["copy"].run_id
     assert [(start["first"], start["last"]) for start in found["copy"].starts] == [(10, 15), (15, 20)]
     assert found["copy"].starts_count == 2
     assert (found["original"].step, found["original"].starts_count) == (10, 1)
@@ -307,7 +307,7 @@ def test_a_copy_whose_first_start_saved_nothing(tmp_path):
     (first,) = jstep.runs(tmp_path / "copy")
     train(tmp_path / "copy", 20)
     (second,) = jstep.runs(tmp_path / "copy")
-    assert first.run == second.run
+    assert first.run_id == second.run_id
     assert second.parent == (str(tmp_path / "original/model-10"), 10)
     assert [(start["first"], start["last"]) for start in second.starts] == [(None, None), (10, 20)]
 
@@ -319,7 +319,7 @@ def test_a_copy_without_checkpoints(tmp_path):
     train(None, 7, logdir=tmp_path / "b", **options)
     first, second = jstep.runs(tmp_path)
     assert (first.starts_count, second.starts_count) == (1, 1)
-    assert second.run != first.run
+    assert second.run_id != first.run_id
 
 
 @pytest.mark.thorough
@@ -329,7 +329,7 @@ def test_a_run_that_was_moved_is_the_same_run(tmp_path):
     shutil.move(tmp_path / "a", tmp_path / "b")
     train(tmp_path / "b", 15)
     run = only(tmp_path / "b")
-    assert (run.run, run.parent, run.starts_count) == (before.run, None, 2)
+    assert (run.run_id, run.parent, run.starts_count) == (before.run_id, None, 2)
 
 
 @pytest.mark.thorough(except_for=["False"])
@@ -344,7 +344,7 @@ def test_parents_are_found_by_the_name_of_the_run(together, tmp_path):
         shutil.move(above / "trunk", above / "renamed")
     found = jstep.runs(tmp_path)
     assert [line.partition(" ")[0] for line in str(found).splitlines()[1:]][1] == "└─"
-    assert found[1].parent_run == found[0].run
+    assert found[1].parent_run == found[0].run_id
 
 
 @pytest.mark.thorough

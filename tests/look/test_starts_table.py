@@ -41,8 +41,8 @@ def shown(capsys, *arguments, code=0):
 
 def test_each_start_is_a_row(moved, capsys):
     rows = json.loads(shown(capsys, "runs", moved, "--starts", "--json"))
-    assert [(row["number"], row["from"], row["to"], row["status"], row["saved"]) for row in rows] == [
-        (1, 0, 10, "finished", 10), (2, 10, 10, "failed", None), (3, 10, 20, "finished", 20),
+    assert [(row["number"], row["first"], row["last"], row["status"], row["saved"]) for row in rows] == [
+        (1, 0, 10, "finished", 10), (2, None, None, "failed", None), (3, 10, 20, "finished", 20),
         (4, None, None, "unreadable", None), (5, None, None, "unreadable", None),
     ]  # fmt: skip
     assert [os.path.basename(row["directory"] or "") for row in rows] == ["base", "base", "mix", "", ""]

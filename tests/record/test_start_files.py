@@ -14,7 +14,8 @@ import pytest
 from doubles import raising
 
 import jstep
-from jstep.look.goodput import of_run
+from jstep.look.goodput import goodput_of_starts
+from jstep.look.run_folder import RunFolder
 from jstep.look.run_summary import summarize
 from jstep.record import starts
 from jstep.record.starts import (
@@ -213,7 +214,8 @@ def test_what_is_no_file_of_its_own_is_not_read(kind, tmp_path):
 
 def test_all_starts_are_read(tmp_path):
     for step in range(120):
-        start_file(tmp_path, began=100.0 + step, step=[step, step + 1], seconds={"stepping": 1.0})
+        fields = {"began": 100.0 + step, "step": [step, step + 1], "seconds": {"stepping": 1.0}}
+        StartFile(str(tmp_path), "model", [{"number": step}], GIVEN | fields)
     (run,) = jstep.runs(tmp_path)
     assert (run.starts_count, len(run.starts), run.step, run.wall_seconds) == (120, 100, 120, 120.0)
     (tmp_path / "starts/model.000060.json").write_text("{")
@@ -294,7 +296,7 @@ def test_a_null_inside_of_a_field_is_not_known(tmp_path):
     path = tmp_path / "starts/model.000001.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "process": {**GIVEN["process"], "pid": None}}))
     (found,) = read_starts(str(tmp_path))["model"]
-    assert (found["problem"], of_run([found]).steps) == ("", 1)
+    assert (found["problem"], goodput_of_starts([found]).steps) == ("", 1)
 
 
 def test_names_are_exact(tmp_path):
@@ -380,9 +382,9 @@ def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path,
 
 def test_the_newest_start_that_took_a_step_is_known_after_a_hundred_others(tmp_path):
     start_file(tmp_path, step=[3, 7], seconds={"stepping": 4.0}, config={"lr": 3}, end=["finished", ""])
-    for _ in range(105):
-        start_file(tmp_path, step=[7, 7], end=["failed", "x"])
+    for number in range(1, 106):
+        StartFile(str(tmp_path), "model", [{"number": number}], {**GIVEN, "step": [7, 7], "end": ["failed", "x"]})
     found = read_starts(str(tmp_path))["model"]
-    run = summarize(str(tmp_path), "model", found)
+    run = summarize(RunFolder(str(tmp_path), "model", found))
     assert (run.status, run.step, run.config, run.starts_count) == ("finished", 7, {"lr": 3}, 106)
-    assert (run.refused["status"], of_run(found).steps) == ("failed", 4)
+    assert (run.refused["status"], goodput_of_starts(found).steps) == ("failed", 4)

@@ -1,0 +1,248 @@
+"""The folder of a run: its starts, what is known of each, and what it has logged."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import format_list, truncate
+from jstep.look.goodput import milliseconds
+from jstep.record.differences import changes
+from jstep.record.schema import Start
+from jstep.record.stall_files import exit_reason, read_stalls
+from jstep.record.starts import (
+    KILLED,
+    find_starts,
+    has_trained,
+    last_trained,
+    original_of,
+    path_of,
+    read_starts,
+    valid,
+    with_card,
+)
+from jstep.stores.event_files import DataLossError, Series, Writer, event_files, read_series
+from jstep.stores.files import is_directory, seconds_since_write
+from jstep.stores.owners import is_alive
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
+
+RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
+MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
+_SILENT = 120.0
+"""Seconds after which a run on another host, whose file does not change, counts as dead."""
+_AS_RECORDED = ("exception", "config", "argv", "commit", "edits", "devices", "directory", *MEMORY)
+"""The facts about a start that are fields of its file."""
+_FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", "saved", "milliseconds", *_AS_RECORDED)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunFolder:
+    """The folder of a run with one prefix of checkpoints. Everything but its starts is read when it is first used.
+
+    Attributes:
+        starts: Its starts, oldest first, also those that cannot be read.
+    """
+
+    path: str
+    prefix: str
+    starts: Sequence[Start]
+
+    @functools.cached_property
+    def valid_starts(self) -> list[Start]:
+        return valid(self.starts)
+
+    @functools.cached_property
+    def original(self) -> str | None:
+        """The directory that it was copied from, where its process may live; None if it is no copy."""
+        return original_of(self.path, self.starts)
+
+    @functools.cached_property
+    def trained(self) -> Start:
+        """The start that represents the run: the newest that took a step, or else the newest."""
+        return last_trained(self.valid_starts) or self.valid_starts[-1]
+
+    @functools.cached_property
+    def trained_with_card(self) -> Mapping[str, Any]:
+        """The newest start with a card, up to the one that represents the run; {} if there is none."""
+        last = [start for start in self.valid_starts if start["number"] <= self.trained["number"]]
+        return next((full for start in reversed(last) if (full := with_card(self.path, start))["card"]), {})
+
+    @property
+    def unreadable_starts(self) -> list[str]:
+        """A sentence for each start that cannot be read."""
+        return [f"its start {start['number']} {start['problem']}" for start in self.starts if start["problem"]]
+
+    # What is known of its starts.
+
+    @functools.cached_property
+    def facts(self) -> list[dict[str, Any]]:
+        """The facts about each start, by the names of `RunSummary.starts`."""
+        return [self._facts_of(start) for start in self.starts]
+
+    def facts_of(self, start: Start) -> dict[str, Any]:
+        return next(facts for facts in self.facts if facts["number"] == start["number"])
+
+    def _facts_of(self, start: Start) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "number": start["number"],
+            **dict.fromkeys(_FACTS),
+            "problem": start["problem"] or None,
+        }
+        if start["problem"]:
+            return facts | {
+                "status": UNREADABLE,
+                "reason": f"its start {start['number']} {start['problem']}",
+                "devices": "",
+            }
+        life = None if self.original or start["end"] else self._life_of(start)
+        ending = life or start["end"] or self._ending_of(start)
+        first, last = start["step"] if start["step"] and has_trained(start) else (None, None)
+        return facts | {
+            "began": start["began"],
+            "ended": start["now"] if life is None else None,
+            "first": first,
+            "last": last,
+            "status": ending[0],
+            "reason": ending[1],
+            "host": start["process"].get("host"),
+            "pid": start["process"].get("pid"),
+            "saved": start["saved"][-1][0] if start["saved"] else None,
+            "milliseconds": milliseconds(start),
+            **{name: start.get(name) for name in _AS_RECORDED},
+        }
+
+    def _life_of(self, start: Start) -> tuple[str, str] | None:
+        """Return the status and the reason of a start that lives; None if its process is gone."""
+        process = start["process"]
+        alive = is_alive(process)
+        if alive is None:  # on another host
+            silent = time.time() - start["now"]
+            if not is_url(self.path):
+                with contextlib.suppress(OSError):
+                    silent = abs(seconds_since_write(path_of(self.path, self.prefix, start["number"])))
+            alive = silent < _SILENT
+        if not alive:
+            return None
+        with contextlib.suppress(OSError):
+            for waiting in read_stalls(self.path, self.prefix)[0]:
+                if waiting["stall"] and (waiting["process"] or waiting["pid"] == process.get("pid")):
+                    return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
+        return RUNNING, ""
+
+    def _ending_of(self, start: Start) -> tuple[str, str]:
+        """Return the status and the reason of a start that could not record its end."""
+        if self.original:
+            return KILLED, f"a copy of {self.original}"
+        return KILLED, exit_reason(self.path, self.prefix, start["began"])
+
+    @functools.cached_property
+    def facts_with_changes(self) -> list[dict[str, Any]]:
+        """The same with `changes`, what a start changed since the one before it with a card.
+
+        They are None for the first start, and without a card, of which `problem` says so.
+        """
+        found = list[dict[str, Any]]()
+        before = dict[str, Any]()
+        for start, facts in zip(self.starts, self.facts, strict=True):
+            found.append({"prefix": self.prefix, **facts, "changes": None})
+            carded: dict[str, Any] = {} if start["problem"] else {**with_card(self.path, start)}
+            if not carded.get("card"):
+                found[-1]["problem"] = start["problem"] or "has no card: what it was given is not known"
+                continue
+            if before:
+                step = start["other_batch"]
+                other_batch = [] if step is None else [f"batch {step} is not the one that was read before"]
+                found[-1]["changes"] = [*changes(before, carded).lines, *other_batch]
+            programs = carded["card"].get("programs") or (before or carded)["card"].get(
+                "programs"
+            )  # none without a step
+            before = {**carded, "card": {**carded["card"], "programs": programs}}
+        return found
+
+    # What it has logged.
+
+    @functools.cached_property
+    def event_files(self) -> tuple[list[str], list[str]]:
+        """Its event files in the order of their names, and why others are not read."""
+        files = dict[str, str]()
+        others = list[str]()
+        problems = list[str]()
+        ids = {None, *(start["run"] for start in self.valid_starts)}
+        for place in dict.fromkeys([self.path, *self._logdirs(problems)]):
+            for path in event_files(place) if is_directory(place) else ():
+                name = split_path(path)[1]
+                if Writer.of(name).run in ids:
+                    files[name] = path
+                else:
+                    others.append(name)
+        if others:
+            problems.append(f"event files of other runs are not shown: {format_list(others, 5)}")
+        return [files[name] for name in sorted(files)], problems
+
+    def _logdirs(self, problems: list[str]) -> list[str]:
+        """Return the logdirs of starts; none that somebody else recorded leads out of the directory above the run."""
+        found = list[str]()
+        above = split_path(resolve_path(self.path))[0]
+        places = {(start["logdir"], start["directory"]) for start in self.valid_starts if start["logdir"]}
+        for logdir, directory in places:
+            place, is_readers = logdir, False
+            if not is_url(self.path) and directory and not is_url(directory) and not is_url(logdir):
+                hosts = {start["process"].get("host") for start in self.valid_starts if start["directory"] == directory}
+                is_readers = hosts == {socket.gethostname()} and resolve_path(directory) == resolve_path(self.path)
+                if not is_readers:  # it may have been moved together with the run
+                    place = os.path.normpath(os.path.join(self.path, os.path.relpath(logdir, directory)))
+            if is_readers or join_path(resolve_path(place), "").startswith(join_path(above, "")):
+                found.append(place)
+            else:
+                problems.append(
+                    f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
+                    "nor beside it; move the event files into that directory to see its curves"
+                )
+        return found
+
+    def series(self, on_corrupted: Callable[[DataLossError], None] = lambda error: None) -> dict[str, Series]:
+        """Return the scalars of its event files by tag."""
+        return read_series(self.event_files[0], on_corrupted)
+
+    def losses(self) -> dict[int, float]:
+        """Return the losses that it has recorded by step: those of its event files, and the last one of each start."""
+        found = dict[int, float]()
+        for start in self.valid_starts:
+            if start["end"] is not None and start["step"] is not None and "loss" in start["values"]:
+                found[start["step"][1]] = start["values"]["loss"]
+        with contextlib.suppress(OSError, ValueError, ImportError):
+            if (series := self.series().get("loss")) is not None:
+                found |= dict(zip(series.steps, series.values, strict=True))
+        return found
+
+
+def run_folders(path: str) -> list[RunFolder]:
+    """Return the runs of a directory or bucket, one for each prefix."""
+    return [RunFolder(path, prefix, starts) for prefix, starts in read_starts(path).items()]
+
+
+def find_run_folders(path: str) -> list[RunFolder]:
+    """Return what `run_folders` does, or raise a FileNotFoundError if there is none."""
+    return [RunFolder(path, prefix, starts) for prefix, starts in find_starts(path).items()]
+
+
+def run_folder(path: str, prefix: str) -> RunFolder:
+    """Return the run of a directory with a prefix, without starts if there is none."""
+    return RunFolder(path, prefix, read_starts(path).get(prefix, ()))
+
+
+def logged_states(path: str) -> dict[int, str]:
+    """Return the fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
+    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
+
+    places = [path]
+    with contextlib.suppress(OSError):
+        places += [start["logdir"] or path for folder in run_folders(path) for start in folder.valid_starts]
+    for place in dict.fromkeys(places):
+        with contextlib.suppress(OSError, ValueError):
+            return {step: entry.state for step, entry in read_log(join_path(place, FINGERPRINTS_FILE)).entries.items()}
+    return {}

@@ -1,0 +1,60 @@
+"""The starts of a run as text: a table of them, and what each of them changed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import format_bytes, format_list
+from jstep.look.cli import local_text, local_zone, table
+from jstep.look.run_folder import MEMORY
+
+SHOWN = 40
+"""How many changes of a start are shown."""
+NOT_COMPARED = "not compared: files, and data except the first batch of a restart"
+
+
+def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Describe what each start changed."""
+    several = len({start["prefix"] for start in starts}) > 1
+    for start in starts:
+        lines, begin = start["changes"], f"{start['prefix']}: " if several else ""
+        if start["problem"]:
+            yield f"{begin}its start {start['number']} {start['problem']}"
+            continue
+        what = "changed since the start before:" if lines else "nothing has changed"
+        what = "the first start" if lines is None else what
+        where = "without a step" if start["first"] is None else f"from step {start['first']}"
+        yield f"{begin}{local_text(start['began'])}, {where}: {what}"
+        yield from first_lines(lines or [])
+    if any(start["changes"] == [] for start in starts):
+        yield NOT_COMPARED
+
+
+def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
+    others = len(lines) - SHOWN
+    ending = [f"and {others} more (--json lists all)"] if others > 0 else []
+    return [f"  {line}" for line in (*(shown or lines[:SHOWN]), *ending)]
+
+
+def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table, followed by the changes and the earlier directories of the run."""
+    times_of_starts = [start["milliseconds"] or {} for start in starts]
+    parts = [part for part in times_of_starts[0] if any(times.get(part) for times in times_of_starts)]
+    rows, notes = list[dict[str, Any]](), list[str]()
+    for start, times in zip(starts, times_of_starts, strict=True):
+        sizes = {name: format_bytes(start[name]) if start[name] else None for name in MEMORY}
+        began = None if start["began"] is None else local_text(start["began"])
+        end = f"{start['status']}: {start['reason'] or ''}"[:60].rstrip(": ")
+        in_ms = {part: f"{value:.3g}" for part, value in times.items()}
+        rows.append({**start, **in_ms, **sizes, "began": began, "end": end})
+        if start["problem"]:
+            notes.append(f"start {start['number']} {start['problem']}")
+        elif start["changes"]:
+            notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
+    places = dict.fromkeys(start["directory"] for start in starts if start["directory"])
+    if len(places) > 1:
+        notes.append(f"it was in {format_list(list(places), SHOWN, ', then in ')}")
+    heads = {"start": "number", f"began ({local_zone()})": "began", "from": "first", "to": "last"}
+    heads |= {name: name for name in ("end", "saved", *parts)}
+    heads |= {"host now": "host_bytes", "host most": "host_peak_bytes", "device most": "peak_bytes"}
+    units = [f"milliseconds a step: {', '.join(parts)}"] if parts else []
+    return [*table(heads, rows, left=2), *units, *notes]
