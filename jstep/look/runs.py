@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jstep.checkpoint.listing import has_data
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.html_tables import html_table
@@ -154,14 +155,14 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             waiting, links = sorted(links, reverse=True), []
         folder = waiting.pop()
         try:
-            if os.path.lexists(os.path.join(folder, MANIFEST_FILE)):
-                continue
             about = os.stat(folder)
             if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
                 continue
             seen.add(_identity(about))
             with os.scandir(folder) as entries:
                 below = {entry.name: entry for entry in entries}
+            if MANIFEST_FILE in below and has_data(folder):  # other programs have files of that name, too
+                continue
             links += [entry.path for entry in below.values() if entry.is_symlink()]
             inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
             if inner.pop(FOLDER, None) is not None:

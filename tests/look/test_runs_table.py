@@ -39,6 +39,15 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
     assert [run.path for run in jstep.runs(tmp_path / "link")] == [f"{tmp_path}/link/{name}" for name in paths_of(top)]
 
 
+def test_only_a_checkpoint_is_not_searched(tmp_path):
+    for name in ("page/run", "page", "page/model-7"):
+        write_run(tmp_path / name)
+        (tmp_path / name / "manifest.json").write_text('{"name": "a web page"}')
+    (tmp_path / "page/model-7/manifest.ocdbt").touch()
+    assert paths_of(tmp_path) == ["page", "page/run"]
+    assert paths_of(tmp_path / "page/run") == ["."]
+
+
 def test_branches_are_found_behind_links(tmp_path):
     write_run(tmp_path / "disk" / "trunk")
     parent = {"path": f"{tmp_path}/disk/trunk/model-5", "step": 5}
@@ -93,12 +102,6 @@ def test_two_directories_with_one_run_id(tmp_path, capsys):
     os.rename(tmp_path / "copy", tmp_path.parent / "elsewhere")
     cli.main(["runs", str(tmp_path)])
     assert capsys.readouterr().err == ""
-
-
-def test_checkpoints_are_not_searched(tmp_path):
-    write_run(tmp_path / "model-5" / "inner")
-    (tmp_path / "model-5" / "manifest.json").write_text("{}")
-    assert paths_of(tmp_path) == []
 
 
 def test_a_directory_that_cannot_be_opened_is_a_row(tmp_path, monkeypatch, capsys):
