@@ -1,6 +1,7 @@
 """The sections of the page of runs: what is odd, table or facts, curves, differences, times."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
 from jstep.look.run_files import RunFiles
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
+from jstep.look.starts import last_step_text
 from jstep.look.sweep import Option, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
@@ -101,6 +103,7 @@ def _facts(row: RunFiles) -> list[str]:
     facts = {
         "status": f"{run.status}: {run.reason}".rstrip(": "),
         "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
+        "examples": run.examples and f"{run.examples:,}",
         **{name: f"{utc_text(at)} UTC" for name, at in times.items() if at},
         "wall time": duration_text(run.wall_seconds),
         "devices": run.devices,
@@ -124,13 +127,17 @@ def _facts(row: RunFiles) -> list[str]:
 
 def _recorded(row: RunFiles) -> str:
     groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
+    if argv := row.folder.trained_with_card.get("argv"):
+        groups["command"] = shlex.join(argv)
     for name, (section, value) in values_of(row.folder.trained_with_card).items():
         if section not in ("config", "settings") and value is not None:
             group = groups.setdefault("program" if section == "programs" else section, {})
             group[name.partition(": ")[2] or name] = value
     rows = []
     for title, values in groups.items():
-        text = ", ".join(f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items())
+        is_text = isinstance(values, str)
+        named = [] if is_text else [f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items()]
+        text = truncate(values, _MAX_TITLE) if is_text else ", ".join(named)
         rows.append(f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>")
     table = f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
     return f"<details open><summary>what it was given</summary>{table}</details>" if rows else ""
@@ -301,7 +308,7 @@ def _times(sweep: Sweep) -> list[str]:
     for folder in [row.folder for row in known] if len(sweep.rows) == 1 else ():
         for start, item in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
             facts = folder.facts_of(start)
-            steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {facts['last']}"
+            steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {last_step_text(facts)}"
             words = f"{steps}, {facts['status']}: {facts['reason']}".rstrip(": ")
             lines.append((f"start {start['number']}", item, words))
     names = list(Goodput().parts)

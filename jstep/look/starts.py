@@ -6,6 +6,7 @@ from typing import Any
 from jstep.core.checks import format_bytes, format_list
 from jstep.look.cli import local_text, local_zone, table
 from jstep.look.run_folder import MEMORY
+from jstep.record.starts import KILLED
 
 SHOWN = 40
 """How many changes of a start are shown."""
@@ -29,6 +30,13 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield NOT_COMPARED
 
 
+def last_step_text(start: Mapping[str, Any]) -> str | None:
+    """Return the last step of a start; of one that was killed, at least as many steps were taken."""
+    if start["last"] is None:
+        return None
+    return f"{'at least ' if start['status'] == KILLED else ''}{start['last']}"
+
+
 def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
     others = len(lines) - SHOWN
     ending = [f"and {others} more (--json lists all)"] if others > 0 else []
@@ -45,7 +53,7 @@ def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
         began = None if start["began"] is None else local_text(start["began"])
         end = f"{start['status']}: {start['reason'] or ''}"[:60].rstrip(": ")
         in_ms = {part: f"{value:.3g}" for part, value in times.items()}
-        rows.append({**start, **in_ms, **sizes, "began": began, "end": end})
+        rows.append({**start, **in_ms, **sizes, "began": began, "last": last_step_text(start), "end": end})
         if start["problem"]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:

@@ -97,6 +97,13 @@ def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted,
         assert "an event file needs tensorboard" in odd
 
 
+def test_the_command_and_the_examples_are_shown(tmp_path):
+    write_run(tmp_path, argv=["train.py", "--lr", "1e-3", "a b"], examples=12345)
+    text = jstep.report(tmp_path).html
+    assert html.escape("train.py --lr 1e-3 'a b'") in text
+    assert "<dt>examples</dt><dd>12,345</dd>" in text
+
+
 def test_the_numbers_are_those_of_the_other_tools(restarted):
     """In four digits, with all of them in tooltips."""
     where = restarted / "trunk"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -74,6 +75,14 @@ def test_the_table_of_runs_names_the_newest_checkpoint_and_former_names(moved, c
     assert head.split()[:4] == ["run", "status", "step", "saved"]
     assert row.split()[:6] == ["mix", "(was", "base)", "finished", "20/20", "20"]
     assert below == ["mix: finished: its newest start cannot be read: it is no JSON"]
+
+
+def test_a_start_that_was_killed_took_at_least_the_steps_of_its_last_second(tmp_path, capsys):
+    write_run(tmp_path, 1, step=[0, 394], end=None)
+    write_run(tmp_path, 2, step=[390, 500])
+    out = shown(capsys, "runs", tmp_path, "--starts")
+    assert re.findall(r"to ([a-z ]*\d+)", out) == ["at least 394", "500"]
+    assert "steps 0 to at least 394, killed" in jstep.report(tmp_path).html
 
 
 def test_parts_of_a_step_that_became_slower(tmp_path, capsys):
