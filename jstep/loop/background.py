@@ -20,7 +20,7 @@ class BackgroundHooks:
         self._told = [hook for hook in hooks if defines(hook, "saved")]
         self._lock = threading.Lock()
         self._tasks = SerialTasks("jstep-saved", daemon=True)
-        self._calls: dict[str, Task[None]] = {}  # by path, in the order of the checkpoints
+        self._calls: dict[str, Task[None]] = {}  # those in progress, by path
         self._errors: dict[int, Any] = {}
 
     def flush(self) -> None:
@@ -32,6 +32,7 @@ class BackgroundHooks:
         """Report a checkpoint that is acknowledged and kept, without waiting."""
         with self._lock:
             if self._told and jax.process_index() == 0:
+                self._calls = {path: call for path, call in self._calls.items() if not call.done()}
                 self._calls[path] = self._tasks.add(lambda: self._report(step, path))
 
     def _report(self, step: int, path: str) -> None:

@@ -112,17 +112,16 @@ class BatchWatch(Observer):
         before = self._hashes.pop(str(step), None)
         if before is not None and step == self._run.course.first:
             self._compare(step, before, entry)
-        self._hashes[str(step)] = entry
+        self._hashes = dict([*self._hashes.items(), (str(step), entry)][-_KEPT:])
         self._write_hashes()
 
     def _write_hashes(self) -> None:
-        newest = dict(list(self._hashes.items())[-_KEPT:])
         if jax.process_index():
             if self._folder is not None:
                 self._folder.check()
-            replace_file(self._path, encoded(newest), flush=False)
+            replace_file(self._path, encoded(self._hashes), flush=False)
         elif (file := self._run.file) is not None:
-            file.update({"batches": newest})
+            file.update({"batches": self._hashes})
             file.due.set()
 
     def _hash_settings(self) -> str:

@@ -13,6 +13,7 @@ from points import number
 
 import jstep
 from jstep.hooks.run_hook import RunHook
+from jstep.loop.background import BackgroundHooks
 
 optimizer, train_step = number()
 
@@ -76,6 +77,16 @@ def test_no_checkpoint_is_evicted_before_its_word_has_returned(tmp_path):
     train(5, hook, **saving(tmp_path, 1, max_to_keep=1))
     assert hook.steps[:4] == list(range(1, 5))
     assert all(found)
+
+
+def test_only_reports_in_progress_are_held():
+    hook = Told()
+    background = BackgroundHooks([hook])
+    for step in range(30):
+        background.saved(step, f"model-{step}")
+        background.wait()
+    assert hook.steps == list(range(30))
+    assert list(background._calls) == ["model-29"]
 
 
 def test_keep_best_waits_and_tells(tmp_path):

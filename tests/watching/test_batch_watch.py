@@ -10,6 +10,8 @@ import pytest
 
 import jstep
 from jstep.look.cli import main
+from jstep.loop.batch_watch import BatchWatch
+from jstep.record.starts import read_starts
 
 DATA = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 OPTIMIZER = jstep.gradient_descent(0.1)
@@ -78,6 +80,15 @@ def test_the_state_of_a_loader_lacks_its_generator(is_whole, steps_per_call, tmp
         assert main(command) == 0
         assert ("batch 4 is not the one that was read before" in capsys.readouterr().out) != is_whole
     assert ("batch 4 is not the one that was read before" in jstep.report(tmp_path).html) != is_whole
+
+
+def test_the_newest_twenty_are_kept(tmp_path, monkeypatch):
+    watches = []
+    make = BatchWatch.__init__
+    monkeypatch.setattr(BatchWatch, "__init__", lambda watch, run: watches.append(watch) or make(watch, run))
+    train(tmp_path, Loader(), 26, save_checkpoint_steps=1)
+    kept = list(read_starts(str(tmp_path))["model"][0]["batches"])
+    assert kept == list(watches[0]._hashes) == [str(step) for step in range(6, 26)]
 
 
 def test_data_that_were_rewritten_after_the_last_step(tmp_path, caplog):
