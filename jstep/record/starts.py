@@ -136,7 +136,7 @@ class StartFile:
         path = program_path(self.where, self.fields)
         with self._writing:
             if not self._is_closed and (self.is_url or self._directory is not None):
-                self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
+                self._try(lambda: self._replace_beside(path, compressed(self.programs)))
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
         """Write the end of an earlier start, which was killed."""
@@ -175,8 +175,13 @@ class StartFile:
             self._replace(_as_bytes(self.fields), flush, is_end=is_end)
         if self._card is not None:
             card = encoded({"card": self._card, "config": self._config})
-            replace_file(_card_path(self.where, self.fields), card, flush=False)
+            self._replace_beside(_card_path(self.where, self.fields), card)
             self._card = None
+
+    def _replace_beside(self, path: str, data: bytes) -> None:
+        if self._directory is not None:
+            self._directory.check()
+        replace_file(path, data, flush=False)
 
     def _make(self) -> OpenDirectory:
         """Make the file with the next free number, exclusively."""

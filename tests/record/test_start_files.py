@@ -102,6 +102,16 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
     assert (start["step"], with_card(str(tmp_path), start)["card"]) == ([0, 2], {"step": 3})
 
 
+def test_nothing_is_written_where_the_directory_was(tmp_path, caplog):
+    file = start_file(tmp_path / "a")
+    os.rename(tmp_path / "a", tmp_path / "b")
+    file.write_program(0, "x")
+    file.write_card({"step": 0})
+    file.close()
+    assert not (tmp_path / "a").exists()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_folder_behind_a_link_is_not_written(tmp_path, caplog):
     (tmp_path / "other").mkdir()
     start_file(tmp_path / "other")
