@@ -60,6 +60,7 @@ class Recorder(Observer):
         self._opening: Task[None] | None = None
         self._devices: list[Any] = []
         self._saving: list[list[Any]] = []  # the saves that are not complete
+        self._has_failed = False
         self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
         self._card: dict[str, Any] = {}
         self._saved_past: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
@@ -171,14 +172,20 @@ class Recorder(Observer):
             file.due.clear()
             if self._over.is_set():
                 return
-            if self.run.watch.current == stopwatch.HOOKS or self.run.watch.aside is not None:
-                is_busy = self.run.in_flight.unfinished() is not None
-                self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
             try:
+                self._sample()
                 file.write(self._current_fields())
-            except Exception as error:  # an error here must not end the run
-                logger.warning("the record of this run cannot be kept: %s", error)
-                return
+            except Exception as error:  # it must end neither the run nor its record, which lacks a second
+                if not self._has_failed:
+                    self._has_failed = True
+                    text = "the record of this run could not be written at one second, at least: %s: %s"
+                    logger.warning(text, type(error).__name__, error, extra=BELOW_BAR)
+
+    def _sample(self) -> None:
+        """Note whether the device computes while the loop is in a hook."""
+        if self.run.watch.current == stopwatch.HOOKS or self.run.watch.aside is not None:
+            is_busy = self.run.in_flight.unfinished() is not None
+            self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
 
     def _current_fields(self) -> dict[str, Any]:
         run, seconds = self.run, self.run.watch.seconds()

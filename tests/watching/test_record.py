@@ -126,6 +126,26 @@ def test_it_is_replaced_every_second_and_before_a_checkpoint(tmp_path, monkeypat
     assert flushed[-1][0]
 
 
+def test_one_failure_in_the_thread_that_writes_does_not_end_the_record(tmp_path, monkeypatch, caplog):
+    calls = []
+
+    def failing(self):
+        calls.append(time.monotonic())
+        if len(calls) < 3:
+            raise RuntimeError("once")
+
+    monkeypatch.setattr(recorder.Recorder, "_sample", failing)
+
+    def slow(step, state, metrics):
+        wait_until(lambda: len(calls) > 3 and record(tmp_path)[0]["step"] == [0, 2])
+
+    train(tmp_path, 2, hooks=[jstep.every(2, slow)])
+    messages = [one.getMessage() for one in caplog.records]
+    assert [message for message in messages if "once" in message] == [
+        "the record of this run could not be written at one second, at least: RuntimeError: once"
+    ]
+
+
 PROGRAM = """
 import os, signal, sys, time
 import jax.numpy as jnp, numpy as np
