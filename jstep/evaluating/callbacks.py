@@ -27,7 +27,7 @@ from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparame
 from jstep.record.differences import changes
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import join_path, location, resolve_path
+from jstep.stores.urls import absolute, join_path, location, resolve_path
 
 _EPSILON = 1e-8
 """Smaller changes are not applied, as in torch."""
@@ -374,6 +374,10 @@ class _Complete:
             self.notifier.wait(path)
 
 
+def _none_is_kept(path: str) -> bool:
+    return False
+
+
 _CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
 
 
@@ -436,7 +440,7 @@ class KeepBest(MetricReader):
         self._config: dict[str, Any] | None = None
         self._listener: Listener | None = None
         self._failed: Callable[[Any, Exception, str], None] | None = None
-        self._is_fresh = False
+        self._is_fresh, self._has_kept = False, _none_is_kept
         self._at_start: StateContents | None = None
         self._are_averages = False
         self._data: Task[str | None] | None = None
@@ -447,6 +451,7 @@ class KeepBest(MetricReader):
     def use_run(self, run: RunInfo) -> None:
         """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
+        self._has_kept = run.has_kept
         self._config, self._listener = run.config, run.background
         self._failed = run.log_failed
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
@@ -510,14 +515,17 @@ class KeepBest(MetricReader):
         self._at_start = StateContents(state, params_only=True)
         best = self._best_step()
         if self._is_fresh and best is not None and jax.process_index() == 0:
+            is_own = self._has_kept(absolute(self._complete.paths[best]))
             logger.warning(
-                "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
-                "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
+                "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
+                "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
                 state_step(state),
                 self._directory,
                 checkpoint_name(self._prefix, best),
+                "an earlier start of this run" if is_own else "another run",
                 self.metric,
                 self.values[best],
+                "start" if is_own else "run",
             )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:

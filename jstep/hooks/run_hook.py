@@ -100,6 +100,10 @@ class RunInfo(abc.ABC):
     def restored(self) -> int | None:
         """The step that the run resumes from, or None."""
 
+    @abc.abstractmethod
+    def has_kept(self, path: str) -> bool:
+        """Whether an earlier start of this run has kept a checkpoint as the best."""
+
     @property
     @abc.abstractmethod
     def at_start(self) -> StateContents:

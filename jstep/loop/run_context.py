@@ -29,7 +29,7 @@ from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
-from jstep.record.starts import StartFile
+from jstep.record.starts import StartFile, valid
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
@@ -121,6 +121,10 @@ class RunContext(RunInfo):
     @property
     def is_new_branch(self) -> bool:
         return isinstance(self.origin, Branched)
+
+    def has_kept(self, path: str) -> bool:
+        earlier = [] if self.file is None else valid(self.file.earlier)
+        return any(kept == path for start in earlier for _, _, kept in start["best"].values())
 
     @property
     def at_start(self) -> StateContents:
