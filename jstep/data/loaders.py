@@ -305,12 +305,15 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
 
 
 def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
-    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
-    if not first or isinstance(batches, BatchSequence) or not hasattr(batches, "__len__"):
+    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too.
+
+    A list or a tuple is one of batches.
+    """
+    if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
         return
     sizes, name = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}, type(batches).__name__
     what = f"batches: each item of the {name} is taken as the batch of a step"
-    is_row = sizes == {()} if isinstance(batches, Sequence) else len(sizes) > 1 or () in sizes
+    is_row = len(sizes) > 1 or () in sizes
     if is_row and isinstance(first[0], Mapping | tuple):  # others may be batches that are a number
         raise ValueError(
             f"{what}, and its leaves have no common first axis: for rows give jstep.batches(dataset, batch_size), else "

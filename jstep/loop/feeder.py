@@ -139,6 +139,7 @@ class BatchFeeder(Iterator[Chunk]):
     Attributes:
         waiting: Whether the loop waits for a chunk.
         may_stop: Whether that wait may be left: no batch is lost.
+        is_exhausted: Whether the batches have ended.
         got: The stopwatch time at which the loop received the latest chunk.
         steps: The number of its steps.
         iterations: The iterations that have begun, of a loop that makes its batches.
@@ -153,7 +154,7 @@ class BatchFeeder(Iterator[Chunk]):
         self._requests = self.iterations = 0
         # When the waits were checked last, the seconds waited and the number of requests until then.
         self._checked = (math.inf if source.is_of_state else -math.inf, 0.0, 0)
-        self.waiting = self.may_stop = False
+        self.waiting = self.may_stop = self.is_exhausted = False
         self.got = 0.0
         self.steps, self._taken = 1, 0
         # A body that has passed a batch must see its step run, whatever has been received.
@@ -186,7 +187,7 @@ class BatchFeeder(Iterator[Chunk]):
             chunk.must_run = position.end_fetch(chunk.position)
         except StopIteration:
             position.mark_exhausted()
-            self.waiting = False
+            self.waiting, self.is_exhausted = False, True
             raise
         finally:
             self.may_stop = False

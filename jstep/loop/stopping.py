@@ -237,7 +237,8 @@ def _doing(run: RunContext) -> str:
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {course.first + opened.batches.count} was fetched"
-    if run.signals.received is not None or not feeder.has_begun or course.is_at_last or opened.runner.is_checking:
+    is_between = not feeder.has_begun or feeder.is_exhausted or course.is_at_last or opened.runner.is_checking
+    if run.signals.received is not None or is_between:
         return at_step
     first, steps = run.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

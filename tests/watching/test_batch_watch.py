@@ -10,8 +10,8 @@ import pytest
 
 import jstep
 from jstep.look.cli import main
-from jstep.loop.batch_watch import BatchWatch
 from jstep.record.starts import read_starts
+from jstep.watching.batch_watch import BatchWatch
 
 DATA = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 OPTIMIZER = jstep.gradient_descent(0.1)
