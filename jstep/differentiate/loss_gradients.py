@@ -311,8 +311,7 @@ class LossGradients:
             weight = microbatches.part_weight(self.weight_fn, lane_inputs.args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in results.gradients]
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
-            terms = functools.partial(microbatches.summand, weight)
-            others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
+            others = microbatches.summands(weight, (results.aux, results.summaries))
             state = jax.tree.map(functools.partial(state_summand, i), results.model_state)
             norms = None
             if self.squares:
@@ -327,10 +326,10 @@ class LossGradients:
         total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
         def mean(x: Array) -> Array:
-            return x / total.astype(x.dtype) if microbatches.is_inexact(x) else x
+            return x / total.astype(x.dtype)
 
         state = jax.tree.map(functools.partial(merge_leaf, lanes.number), state, inputs.model_state)
-        grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
+        grads, loss, (aux, summaries) = microbatches.means(mean, (grads, loss, others))
         squares = None
         if norms is not None:
             squared_norm = evaluate_reproducibly(lanes, microbatches.squared_norm, grads, inputs.scale)

@@ -17,6 +17,7 @@ from jstep.core.logs import logger
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise, Tree
 from jstep.data.batch_placement import fitting_spec
+from jstep.metrics.ratios import MeanOf
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
 _log_once = functools.cache(logger.info)  # a step is traced several times
@@ -195,7 +196,7 @@ def accumulate(
             dense = [isinstance(g, jax.Array) for g in gradients]
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
-        others = jax.tree_util.tree_map_with_path(functools.partial(summand, weight), (result.aux, result.summaries))
+        others = summands(weight, (result.aux, result.summaries))
         return (result.model_state, sums), (gradients, weigh(result.loss, weight), weight, squared, others)
 
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
@@ -215,11 +216,7 @@ def accumulate(
             return None
         return mean(meshes.reduce_unreduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
-    def sum_or_mean(leaf: Array) -> Array:
-        total = jnp.sum(leaf, axis=0, dtype=leaf.dtype)
-        return mean(total) if is_inexact(leaf) else total
-
-    aux, summaries = jax.tree.map(sum_or_mean, others)
+    aux, summaries = means(mean, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others))
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
@@ -227,7 +224,27 @@ def accumulate(
     return LossResult(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 
 
-def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
+def summands(weight: Array | None, outputs: Tree) -> Any:
+    """Return what a microbatch of this weight adds to the sums of outputs."""
+    return jax.tree_util.tree_map_with_path(functools.partial(_summand, weight), outputs, is_leaf=_is_ratio)
+
+
+def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
+    """Return the sums of outputs with `mean(sum)` for inexact leaves."""
+
+    def leaf(total: Any) -> Any:
+        return total if _is_ratio(total) or not is_inexact(total) else mean(total)
+
+    return jax.tree.map(leaf, sums, is_leaf=_is_ratio)
+
+
+def _is_ratio(leaf: object) -> bool:
+    return isinstance(leaf, MeanOf)
+
+
+def _summand(weight: Array | None, keys: Any, leaf: Any) -> Any:
+    if _is_ratio(leaf):  # it has its own weight
+        return leaf if weight is None else jax.tree.map(lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x), leaf)
     if is_inexact(leaf):
         return weigh(leaf, weight)
     if trees.is_key(leaf):

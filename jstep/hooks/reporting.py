@@ -76,8 +76,7 @@ class ReportingHook(RunHook):
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
-        if self._mean:
-            self._number = run.sums.subscribe()
+        self._number = run.sums.subscribe(ratios=not self._mean)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
@@ -92,9 +91,22 @@ class ReportingHook(RunHook):
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         """The numbers to deliver for a step; restarts the means."""
-        if not self._mean:
-            values = numbers.scalars(metrics, leave_out)
+        if self._mean:
+            return self._means(leave_out)
+        values = numbers.scalars(metrics, leave_out)
+        if not self.run.sums.has_ratios:
             return numbers.start_transfer(values.values(), lambda: numbers.read_values(values))
+        means = self._means(leave_out)
+
+        def read() -> dict[str, Any]:
+            row = means.read() | numbers.read_values(values)
+            return {name: row[name] for name in numbers.sort_metrics(row, ())}
+
+        numbers.start_copies(values.values())
+        return numbers.PendingTransfer(lambda: means.is_ready() and numbers.is_ready(values.values()), read)
+
+    def _means(self, leave_out: Collection[str]) -> numbers.PendingTransfer:
+        """The means since the last row; without `mean`, of each `mean_of`."""
         interval = self.run.sums.take(self._number)
         names = numbers.sort_metrics(interval.names, leave_out)
         return numbers.PendingTransfer(interval.is_ready, lambda: interval.means(names))
@@ -292,8 +304,8 @@ class SummarySaverHook(ReportingHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Pass the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
-        if self._mean:
-            self.run.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
+        if self._mean or self.run.sums.has_ratios:
+            self.run.transfers.add(step, self._means(leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else numbers.scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)

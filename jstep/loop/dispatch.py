@@ -24,10 +24,11 @@ from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals
 from jstep.metering.metric_sums import NO_CONSTANTS
+from jstep.metrics.ratios import MeanOf
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import Constants
+from jstep.training.metrics import LOSS, Constants
 from jstep.training.step import step_function
 
 _ROUNDING = 2**-24
@@ -242,6 +243,8 @@ def check_result(result: object) -> None:
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
         raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")
+    if isinstance(metrics.get(LOSS), MeanOf):
+        raise TypeError("train_step: the metric 'loss' must be a number, got a mean_of; give that another name")
 
 
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:

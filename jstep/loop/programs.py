@@ -33,7 +33,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
-from jstep.training.metrics import Constants
+from jstep.training.metrics import Constants, has_ratios
 from jstep.training.state_kind import keep_kind
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
 from jstep.training.step_updates import watch_updates
@@ -181,7 +181,7 @@ class Program:
         if isinstance(self.step, TrainStep):
             new, metrics = call_step(self.step, state, chunk.args)
             self.constants = metrics.constants
-            if sums.is_wanted and type(metrics.computed) is dict:
+            if (sums.is_wanted or metrics.constants.has_ratios) and type(metrics.computed) is dict:
                 sums.add(chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants)
             return new, metrics.merged()
         # A step that jstep did not make.
@@ -191,7 +191,7 @@ class Program:
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = Constants({}, find_skip_metric(self.step))
-        if sums.is_wanted and isinstance(result[1], Mapping):
+        if isinstance(result[1], Mapping) and (sums.is_wanted or has_ratios(result[1])):
             sums.add(chunk.first, result[1], self.constants.skipped)
         is_known = self.is_called and self.stage.is_compilable  # by its first call, which was traced
         new = keep_roles(state, result[0]) if is_known else keep_kind(self.stage.name, state, result[0])

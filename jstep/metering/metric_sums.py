@@ -14,11 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.metering.numbers import is_number, is_numeric, is_ready, local_copy, read_value, start_copies
+from jstep.metrics.ratios import MeanOf
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 
-# For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
-# is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float.
+# For M numbers the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
+# is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float. The
+# numbers are those of the metrics, where `mean_of` has its total, and then the counts of `mean_of`.
 WATCHED = 5
 SEEN, BAD, VALUE, GRADIENT, OVER = range(WATCHED)
 """The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
@@ -31,7 +33,7 @@ _CALLS, _VALUES = 25, 128
 intervals, so that few dispatches are padded."""
 
 Pairs = dict[str, tuple[float, float]]
-"""Name of a metric → sum and number of the steps that have it."""
+"""Name of a metric → sum and number of the steps that have it; of a `mean_of`, the sum of its counts unless it is 0."""
 
 
 def _add_pair(sums: Pairs, name: str, total: float, count: float) -> None:
@@ -85,9 +87,15 @@ class Piece(NamedTuple):
             return HostSums(self.last, self.fixed)
         with internal_transfers():
             row = read_value(self.array)
-        m, sums = len(self.columns.names), dict(self.fixed)
-        for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
-            _add_pair(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
+        columns, m, sums = self.columns, self.columns.width, dict(self.fixed)
+        totals = [
+            float(x) + (float(lost) if math.isfinite(x) else 0.0) for x, lost in zip(row, row[m : 2 * m], strict=False)
+        ]
+        for i, name in enumerate(columns.names):
+            if i not in columns.ratios:
+                _add_pair(sums, name, totals[i], float(row[2 * m + i]))
+            elif count := totals[len(columns.names) + columns.ratios.index(i)]:
+                _add_pair(sums, name, totals[i], count)
         watched = row[3 * m :]
         bad, gradient, over = (
             None if at < 0 else self.first + 1 + int(at) for at in watched[np.array([BAD, GRADIENT, OVER])]
@@ -96,17 +104,25 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums of an interval between two log lines, in pieces: one for each program that ran in it."""
+    """The sums of an interval between two log lines, in pieces: one for each program that ran in it.
 
-    def __init__(self) -> None:
+    With `of_ratios`, only those of `mean_of`.
+    """
+
+    def __init__(self, of_ratios: bool = False) -> None:
+        self.of_ratios = of_ratios
         self._merged: HostSums | None = None
         self._pieces: list[Piece] = []
         self.names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:
         """Add the next steps; merge pieces that have arrived, because a long interval may have many."""
+        columns = piece.columns
+        if self.of_ratios and not columns.ratios:
+            return
         self._pieces.append(piece)
-        self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
+        names = [columns.names[i] for i in columns.ratios] if self.of_ratios else [*columns.names, *piece.fixed]
+        self.names |= dict.fromkeys(names)
         while len(self._pieces) > 1 and is_ready([self._pieces[0].array]):
             self._merge()
 
@@ -125,7 +141,7 @@ class Interval:
 
     def means(self, names: Collection[str]) -> dict[str, float]:
         sums = {} if self.totals is None else self.totals.sums
-        pairs = {name: sums.get(name, (0.0, 0.0)) for name in names}
+        pairs = {name: sums[name] for name in names if name in sums}
         return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
@@ -146,13 +162,17 @@ class MetricSums:
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
 
+    Attributes:
+        is_wanted: Whether a hook needs more than the sums of `mean_of`.
+        has_ratios: Whether a program had a `mean_of`.
+
     A program of several steps accumulates by itself, between `begin` and `ran`. A separate program adds calls of one
     step, many in one dispatch.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.is_wanted = False
+        self.is_wanted = self.has_ratios = False
         self._intervals: list[Interval] = []
         self._has_means = False
         self._groupings: dict[tuple[Any, ...], Grouping] = {}
@@ -167,14 +187,15 @@ class MetricSums:
         self._skips: Any = None  # at the last cut
         self._traced: Constants | None = None  # of the program whose metrics have the grouping, if known
 
-    def subscribe(self, *, means: bool = True) -> int:
+    def subscribe(self, *, means: bool = True, ratios: bool = False) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
-        If no hook needs `means`, only the loss is accumulated.
+        If no hook needs `means`, only the loss and the `mean_of` are accumulated; with `ratios`, the hook needs only
+        the latter.
         """
-        self._intervals.append(Interval())
-        self._has_means = self._has_means or means
-        self.is_wanted = True
+        self._intervals.append(Interval(ratios))
+        self._has_means = self._has_means or (means and not ratios)
+        self.is_wanted = self.is_wanted or not ratios
         return len(self._intervals) - 1
 
     def begin_skipped(self, steps: int) -> None:
@@ -192,6 +213,7 @@ class MetricSums:
     def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":
         """Return the sums that a call continues, on the devices of `like`."""
         self.flush()
+        self.has_ratios = self.has_ratios or bool(columns.ratios)
         if self._grouping is None or self._grouping.columns != columns:
             self._use(Grouping(columns))
         self._traced = None
@@ -227,18 +249,21 @@ class MetricSums:
         assert grouping is not None  # by `_select`
         if grouping.names:
             values = [metrics[name] for name in grouping.names]
-            calls.append(values if grouping.is_local else list(map(local_copy, values)))
+            calls.append(values if grouping.is_local else jax.tree.map(local_copy, values))
             if len(calls) >= grouping.room:
                 self.flush()
 
     def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
         """Choose the grouping, add the metrics that the host knows, and return the others."""
         if not self._has_means:
-            metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
+            watched = LOSS, GRAD_NORM, skip
+            metrics = {name: x for name, x in metrics.items() if name in watched or isinstance(x, MeanOf)}
         computed: dict[str, Any] = {}
         on_host: dict[str, float] = {}
         for name, value in metrics.items():
-            if isinstance(value, jax.Array):
+            if isinstance(value, MeanOf):
+                computed[name] = value
+            elif isinstance(value, jax.Array):
                 if value.ndim == 0 or name == LOSS:
                     computed[name] = value
             elif is_number(value):
@@ -246,9 +271,10 @@ class MetricSums:
                     computed[name] = np.float32(value)
                 else:
                     on_host[name] = float(value)
-        grouping = self._groupings.get((skip, *computed)) if constants is NO_CONSTANTS else None
+        key = skip, *computed, *(name for name, value in computed.items() if isinstance(value, MeanOf))
+        grouping = self._groupings.get(key) if constants is NO_CONSTANTS else None
         if grouping is None:
-            grouping = self._groupings[(skip, *computed)] = self._choose_grouping(computed, skip)
+            grouping = self._groupings[key] = self._choose_grouping(computed, skip)
         if grouping != self._grouping:
             self._use(grouping)
         self._traced = None if constants is NO_CONSTANTS else constants
@@ -264,7 +290,8 @@ class MetricSums:
         calls, self._calls = self._calls, []
         grouping = self._grouping
         assert grouping is not None
-        sums = self._started(grouping.columns, next((x for x in calls[0] if getattr(x, "committed", False)), None))
+        committed = (x for x in jax.tree.leaves(calls[0]) if getattr(x, "committed", False))
+        sums = self._started(grouping.columns, next(committed, None))
         count = np.int32(len(calls))
         calls += calls[-1:] * (grouping.room - len(calls))  # padding, so that one program serves any number of calls
         # Sums that are not finite are results, whatever JAX checks.
@@ -275,7 +302,7 @@ class MetricSums:
 
     def take(self, number: int) -> Interval:
         self.cut()
-        interval, self._intervals[number] = self._intervals[number], Interval()
+        interval, self._intervals[number] = self._intervals[number], Interval(self._intervals[number].of_ratios)
         return interval
 
     def cut(self) -> None:
@@ -322,9 +349,12 @@ class MetricSums:
 
     def _choose_grouping(self, metrics: Metrics, skip: str | None) -> Grouping:
         columns = choose_columns(metrics, skip, self.limit)
+        self.has_ratios = self.has_ratios or bool(columns.ratios)
         names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.has_loss))
         room = max(1, min(_CALLS, _VALUES // max(1, len(names))))
-        is_local = all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
+        is_local = all(
+            getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves([metrics[name] for name in names])
+        )
         return Grouping(columns, names, room, is_local)
 
     def _started(self, columns: "Columns", like: Tree) -> "DeviceSums":
@@ -363,35 +393,47 @@ class DeviceSums(NamedTuple):
 class Columns(NamedTuple):
     """The metrics of which the sums have a column, with the indices of those that are watched.
 
-    A step contributes a row: the numbers of these metrics, and its loss, or of a loss that is an array the sum of its
-    nonfinite elements. `limit` is the number of consecutive skipped steps to report, if any.
+    A step contributes a row: the numbers of these metrics, the counts of `ratios`, and its loss, or of a loss that is
+    an array the sum of its nonfinite elements. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
+    ratios: tuple[int, ...]
     has_loss: bool
     skip: int | None
     gradient: int | None
     limit: int | None
     dtype: str
 
+    @property
+    def width(self) -> int:
+        return len(self.names) + len(self.ratios)
+
     def empty(self) -> np.ndarray[Any, Any]:
-        array = np.zeros(3 * len(self.names) + WATCHED, self.dtype)
-        array[3 * len(self.names) :][[BAD, GRADIENT, OVER]] = -1
+        array = np.zeros(3 * self.width + WATCHED, self.dtype)
+        array[3 * self.width :][[BAD, GRADIENT, OVER]] = -1
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Any:
         loss = metrics[LOSS] if self.has_loss else jnp.zeros((), self.dtype)
         if loss.ndim:
             loss = jnp.where(jnp.isfinite(loss), jnp.zeros_like(loss), loss).sum()
-        return jnp.stack([x.astype(self.dtype) for x in (*(metrics[name] for name in self.names), loss)])
+        values = [metrics[name] for name in self.names]
+        counts = [values[i].count for i in self.ratios]
+        for i, count in zip(self.ratios, counts, strict=True):
+            values[i] = jnp.where(count == 0, jnp.zeros_like(values[i].total), values[i].total)
+        return jnp.stack([x.astype(self.dtype) for x in (*values, *counts, loss)])
 
     def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
         numbers, loss = rows[:, :-1], rows[:, -1]
-        m = len(self.names)
+        m = self.width
         nothing = jnp.zeros(len(rows), bool)
         counted = jnp.arange(len(rows), dtype=np.int32) < count
         skipped = nothing if self.skip is None else numbers[:, self.skip] == 1
-        used = counted[:, None] & (jnp.isfinite(numbers) | ~skipped[:, None])
+        finite = jnp.isfinite(numbers)
+        for k, i in enumerate(self.ratios, len(self.names)):  # a total is used with its count, or neither is
+            finite = finite.at[:, np.array([i, k])].set((finite[:, i] & finite[:, k])[:, None])
+        used = counted[:, None] & (finite | ~skipped[:, None])
         x, error = _total(jnp.where(used, numbers, 0))
         total, lost = _two_sum(sums.array[:m], x)
         bad = is_bad(jnp.isfinite(loss), skipped) & counted
@@ -439,13 +481,15 @@ class Accumulate:
 
 
 def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | None = None) -> Columns:
-    index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
+    totals = {name: value.total if isinstance(value, MeanOf) else value for name, value in metrics.items()}
+    index = {name: i for i, name in enumerate([name for name, value in totals.items() if is_number(value)])}
+    ratios = tuple(i for name, i in index.items() if isinstance(metrics[name], MeanOf))
     has_loss = LOSS in metrics and is_numeric(metrics[LOSS])
     wide = any(
-        value.dtype.itemsize > 4 for name, value in metrics.items() if name in index or (name == LOSS and has_loss)
+        value.dtype.itemsize > 4 for name, value in totals.items() if name in index or (name == LOSS and has_loss)
     )
     dtype = "float64" if wide else "float32"
-    return Columns(tuple(index), has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
+    return Columns(tuple(index), ratios, has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
 
 
 @functools.cache

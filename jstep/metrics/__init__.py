@@ -1,12 +1,14 @@
-"""How good are predictions? Metrics for `jstep.evaluator` that are not means over examples.
+"""How good are predictions? Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
 
 - `classification`: accuracy, F1 score, confusion matrix, perplexity, areas under curves.
+- `ratios`: a mean over some of the steps, for training steps.
 - `totals`: totals as arrays, exact for counts.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity
+from jstep.metrics.ratios import mean_of
 
-__all__ = ["accuracy", "auc", "confusion_matrix", "f1", "perplexity"]
+__all__ = ["accuracy", "auc", "confusion_matrix", "f1", "mean_of", "perplexity"]
 
 _set_public_module(globals())

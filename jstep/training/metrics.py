@@ -16,6 +16,7 @@ from jstep.core.meshes import AxesFallback
 from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
+from jstep.metrics.ratios import MeanOf
 from jstep.optimizers import guards
 from jstep.optimizers.hyperparameters import display_name
 from jstep.slots.indexed_slices import RowsInOrder, is_slices
@@ -39,14 +40,21 @@ class Constants:
         values: Those that are hyperparameters, which hooks show once. The user's function returned the others, such as
             the length of a batch.
         skipped: The name of the metric that reports skipped updates; None without a guard.
+        has_ratios: Whether a computed metric is a `mean_of`.
     """
 
-    def __init__(self, values: Mapping[str, Any], skipped: str | None = None, once: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        skipped: str | None = None,
+        once: Collection[str] = (),
+        has_ratios: bool = False,
+    ) -> None:
         self.all = {name: value[()] for name, value in values.items()}
         self.values = {name: value for name, value in self.all.items() if name in once}
-        self.skipped = skipped
+        self.skipped, self.has_ratios = skipped, has_ratios
         described = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.all.items())
-        self._key = (skipped, *self.values, *described)
+        self._key = (skipped, has_ratios, *self.values, *described)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -56,7 +64,7 @@ class Constants:
 
     def repeated(self, k: int) -> "Constants":
         stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.all.items()}
-        return Constants(stacked, self.skipped, self.values)
+        return Constants(stacked, self.skipped, self.values, self.has_ratios)
 
 
 class StepMetrics(NamedTuple):
@@ -76,7 +84,11 @@ def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
     constants = {name: value for name, value in plain.items() if value is not None}
     computed = {name: value for name, value in metrics.items() if name not in constants}
-    return StepMetrics(computed, Constants(constants, skipped, once))
+    return StepMetrics(computed, Constants(constants, skipped, once, has_ratios(computed)))
+
+
+def has_ratios(metrics: Metrics) -> bool:
+    return any(isinstance(value, MeanOf) for value in metrics.values())
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:

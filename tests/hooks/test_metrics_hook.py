@@ -45,6 +45,64 @@ def test_means_over_each_interval_and_the_last_partial_one(steps_per_call):
     assert "vector" not in rows[0][1]
 
 
+def penalized(state, x):
+    """A metric of every fourth step, of weight N and value 10 N; elsewhere NaN with the count 0."""
+    n = state.global_step
+    is_on = n % 4 == 0
+    penalty = jstep.metrics.mean_of(
+        jnp.where(is_on, (10 * n * n).astype(jnp.float32), jnp.nan), n * is_on.astype(jnp.int32)
+    )
+    return jstep.apply_gradients(state, {"w": x}, jstep.gradient_descent(0.5)), {"loss": x.sum(), "penalty": penalty}
+
+
+PENALTIES = {4: None, 8: 40.0, 12: 80.0, 16: 120.0, 18: 160.0}
+
+
+@pytest.mark.thorough(except_for=["1-False-jit", "3-False-jit"])
+@pytest.mark.parametrize("wrap", [jax.jit, jstep.TrainStep, lambda step: step], ids=["jit", "step", "plain"])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_mean_of_is_over_the_steps_that_have_it(steps_per_call, mean, wrap, tmp_path):
+    rows, other = {}, {}
+    hook = jstep.MetricsHook(rows.__setitem__, every_n_steps=4, mean=mean)
+    histories = [jstep.History(every_n_steps=18, mean=is_mean) for is_mean in (False, True)]
+    others = jstep.MetricsHook(other.__setitem__, every_n_steps=18)
+    options = {"steps_per_call": steps_per_call, "logdir": tmp_path, "save_summaries_steps": 4, "progress": False}
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.5))
+    jstep.train(wrap(penalized), state, batches, 18, hooks=[hook, others, *histories], **options)
+    assert {step: row.get("penalty") for step, row in rows.items()} == PENALTIES
+    whole = pytest.approx(10 * (16 + 64 + 144 + 256) / 40)
+    assert other[18]["penalty"] == whole
+    assert [history["penalty"][1].tolist() for history in histories] == [[whole], [whole]]
+    events = [event for path in tmp_path.glob("*events*") for event in jstep.summary.summary_iterator(path)]
+    shown = {
+        event.step: value.simple_value for event in events for value in event.summary.value if value.tag == "penalty"
+    }
+    assert shown == {step: value for step, value in PENALTIES.items() if value is not None and step % 4 == 0}
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"lanes": 4}], ids=["microbatches", "lanes"])
+def test_parts_of_a_batch_add_up_a_mean_of(options):
+    def loss_fn(params, x):
+        return params["w"] * x.mean(), {"m": jstep.metrics.mean_of(x.sum(), (x > 0).sum())}
+
+    optimizer = jstep.gradient_descent(0.5)
+    x = np.float32([1, 2, 3, 4, 5, 0, 0, 0])
+    weight_fn = None if "lanes" in options else lambda x: (x > 0).sum()
+    step = jstep.minimize(loss_fn, optimizer, has_aux=True, weight_fn=weight_fn, **options)
+    total, count = jax.tree.leaves(step(jstep.TrainState.create({"w": 1.0}, optimizer), x)[1]["m"])
+    assert (total, count) == (15, 5)
+
+
+def test_a_loss_cannot_be_a_mean_of():
+    def step(state, x):
+        return jstep.increment_global_step(state), {"loss": jstep.metrics.mean_of(x.sum(), 3)}
+
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.5))
+    with pytest.raises(TypeError, match="'loss' must be a number, got a mean_of"):
+        jstep.train(jax.jit(step), state, batches, 1, progress=False)
+
+
 def test_means_after_a_restart_within_an_interval():
     assert [(step, values["loss"]) for step, values in rows_of(10, 4, True, start=6)] == [(8, 7.5), (10, 9.5)]
 
