@@ -166,11 +166,25 @@ def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: 
     differ = [part for key, part in known.items() if len({program[key] for program in pair}) > 1]
     clauses = [f"in its {' and its '.join(differ)}"] if differ else []
     optimizers = [program.get("optimizer") for program in pair]
-    if None not in optimizers and optimizers[0] != optimizers[1]:
+    are_named = _differ_in_hyperparameters(*pair)
+    if None not in optimizers and optimizers[0] != optimizers[1] and not are_named:
         clauses.append(f"{optimizers[0]} {words[0]}, {optimizers[1]} {words[1]}")
+    if are_named and differ == ["update"]:  # its lines would only repeat them
+        return f" ({clauses[0]})"
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
     clauses += differing_lines(*texts) if all(texts) else []
     return f" ({'; '.join(clauses)})" if clauses else ""
+
+
+def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two optimizers differ in nothing but the values of hyperparameters, which have lines of their own."""
+    old, new = (program.get("hyperparameters") or {} for program in (before, after))
+    text = before.get("optimizer") or ""
+    for name in old.keys() & new.keys():
+        values = [in_own_digits(value) if isinstance(value, float) else value for value in (old[name], new[name])]
+        key = name.rpartition("/")[2]
+        text = text.replace(f"{key}={values[0]}", f"{key}={values[1]}")
+    return old != new and text == after.get("optimizer")
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:

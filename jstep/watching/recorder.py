@@ -370,7 +370,7 @@ class Recorder(Observer):
         """Describe how the learning rate of the last step before the checkpoint has changed."""
         old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
         pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
-        is_named = any(line.startswith("learning_rate: ") for line in bits)
+        is_named = any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits)
         if not bits or old_rate is None or pure_step is None or is_named:
             return []
         with contextlib.suppress(Exception), internal_transfers():  # it is held in the state, or has another name

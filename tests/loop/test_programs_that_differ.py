@@ -16,13 +16,15 @@ from jstep.record.programs import compressed, differing_lines, read_programs
 X = np.ones((8, 4), np.float32)
 
 
-def run(where, last_step, *, activation=jax.nn.silu, optimizer=None, metrics=()):
+def run(where, last_step, *, activation=jax.nn.silu, optimizer=None, metrics=(), rates=None):
     optimizer = jstep.adam(0.1) if optimizer is None else optimizer
 
     def loss(params, x):
         return jnp.mean(activation(x @ params["w"]) ** 2)
 
     step = jstep.minimize(loss, optimizer, metrics=metrics)
+    if rates is not None:
+        step = {first: jstep.minimize(loss, jstep.adam(rate)) for first, rate in zip((0, 2), rates, strict=True)}
     state = jstep.TrainState.create({"w": jnp.ones((4, 2))}, optimizer)
     return jstep.train(step, state, lambda n: X, last_step, checkpoint_dir=where, progress=False)
 
@@ -38,6 +40,20 @@ CASES = {
     "optimizer": (
         {}, {"optimizer": jstep.adamw(0.1)},
         ["in its update; adam(learning_rate=0.1) before, adamw(learning_rate=0.1) now"], ["loss and gradients"],
+    ),
+    "decay": (
+        {"optimizer": jstep.adamw(0.1, weight_decay=0.1)}, {"optimizer": jstep.adamw(0.1, weight_decay=0.2)},
+        ["weight_decay: 0.1 before, 0.2 now", "the traced step differs (in its update)"], ["adamw", "learning_rate"],
+    ),
+    "rate of the second stage": (
+        {"rates": (0.1, 0.3)}, {"rates": (0.1, 0.4)},
+        ["learning_rate[2]: 0.3 before, 0.4 now", "the traced step differs (in its update)"], ["adam", "at step"],
+    ),
+    "decay and activation": (
+        {"optimizer": jstep.adamw(0.1, weight_decay=0.1)},
+        {"optimizer": jstep.adamw(0.1, weight_decay=0.2), "activation": jax.nn.relu},
+        ["weight_decay: 0.1 before, 0.2 now", "in its loss and gradients and its update;", "name=silu → name=relu"],
+        ["adamw"],
     ),
     "schedule": (
         {"optimizer": decaying(1500)}, {"optimizer": decaying(2400)},
