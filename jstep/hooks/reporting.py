@@ -2,6 +2,7 @@
 
 import fnmatch
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -223,7 +224,16 @@ class MetricsHook(ReportingHook):
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()
+        if self._mean and self.run.restored is not None and jax.process_index() == 0:
+            self._report_first_row(self.run.restored)
         return super().begin(state)
+
+    def _report_first_row(self, restored: int) -> None:
+        """Log which steps the first row after a restart is a mean of, if it lacks steps of its interval."""
+        assert self.cadence is not None
+        row = min(self.cadence.next_multiple(restored), math.inf if self.run.last_step is None else self.run.last_step)
+        if not self.cadence.has_multiple(restored) and row > restored:
+            logger.info("MetricsHook: row %d is the mean of steps %d to %d, as the run resumes", row, restored + 1, row)
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         """The numbers to pass on."""

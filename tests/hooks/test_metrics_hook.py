@@ -35,6 +35,17 @@ def test_floats_at_multiples_and_at_the_last_step(steps_per_call, start):
     assert all(type(step) is int for step, _ in rows)
 
 
+@pytest.mark.parametrize(("restored", "mean", "said"), [(6, True, 1), (8, True, 0), (6, False, 0)])
+def test_a_first_mean_after_a_restart_says_its_steps(restored, mean, said, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jstep")
+    for last_step in (restored, 12):
+        hook = jstep.MetricsHook(lambda step, values: None, every_n_steps=4, mean=mean)
+        train(last_step, [hook], checkpoint_dir=tmp_path)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("MetricsHook: row 8 is the mean of steps 7 to 8, as the run resumes") == said
+    assert len([message for message in messages if "is the mean of" in message]) == said
+
+
 @pytest.mark.thorough(except_for=["3"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 def test_means_over_each_interval_and_the_last_partial_one(steps_per_call):
