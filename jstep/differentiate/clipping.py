@@ -53,7 +53,7 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
 
 @on_any_mesh("t")
 def clip_values(t: Tree, *bounds: Any) -> Any:
-    """As `clip_by_value`, with bounds that are not checked, as in a compiled step."""
+    """As `clip_by_value`, with bounds that are not checked."""
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
@@ -71,7 +71,7 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
     Args:
         t: An array or a tree of arrays.
         clip_norm: The maximum norm, a scalar > 0.
-        axes: The axes over which the norm is computed; None for all. To clip the rows of a matrix: `axes=1`.
+        axes: The axes over which the norm is computed, such as 1 for the rows of a matrix; None for all.
 
     Returns:
         The clipped tree, with the same dtypes; values within the norm are unchanged.
@@ -135,7 +135,7 @@ def _check_norm(clip_norm: Any) -> None:
 def clip_norms(
     tree: Tree, limit: Any, name: str, norm_of: Callable[[Array, tuple[int, ...]], Array], norm: Any = None
 ) -> Any:
-    """Scale arrays to a norm, `norm` or `norm_of(array, dense shape)`, that is not checked: a schedule may reach 0."""
+    """Scale arrays to a norm, `norm` or `norm_of(array, dense shape)`, that is not checked."""
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         return scale_to_norm(x, norm_of(x, shape) if norm is None else norm, limit)
@@ -185,17 +185,14 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 
     Args:
-        tree: A tree of arrays, such as parameters, gradients or updates. None leaves are omitted. Repeated rows of an
-            `IndexedSlices` are summed first.
-        depth: The number of keys in the path of a layer, ≥ 1. A leaf with fewer keys is listed under its own path.
+        tree: A tree of arrays. None leaves are omitted. Repeated rows of an `IndexedSlices` are summed first.
+        depth: The number of keys in the path of a layer, ≥ 1, or fewer for a leaf with fewer.
 
     Returns:
         Float32 scalars by path, such as `"decoder"` or, with `depth=2`, `"decoder/0"`, in the order of the leaves.
-        Complex leaves enter with their absolute values, integers as numbers.
 
     Raises:
-        TypeError: A leaf is not an array of numbers (names its path), or `depth` is not an integer.
-        ValueError: `depth` is below 1, or two layers have the same path, as with keys that contain a slash.
+        ValueError: Two layers have the same path, as with keys that contain a slash.
 
     Example:
         The norm of each layer's gradient as metrics of a step:
@@ -284,7 +281,7 @@ def map_arrays(
     name: str,
     as_array: Callable[[Any, str, str], Array] = floating,
 ) -> Any:
-    """Map `function(array, dense shape, path)` over the leaves; of `IndexedSlices` it gets the combined rows."""
+    """Map `function(array, dense shape, path)` over the leaves, or the combined rows of `IndexedSlices`."""
 
     def leaf(keys: Any, x: object) -> Any:
         path = trees.path_str(keys)
@@ -311,10 +308,7 @@ def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
 
 
 def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
-    """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
-
-    The derivative is x / norm, and zero at zero.
-    """
+    """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept); its derivative is zero at zero."""
     parts = [_squares(x, axes) for x in arrays]
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
     squares = sum((part.astype(dtype) for part in parts), jnp.zeros((), dtype))

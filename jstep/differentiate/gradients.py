@@ -110,21 +110,14 @@ def stop_gradient(x: T) -> T:
 def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
-    With several trees it combines gradients, for example of two losses: `map_gradients(jnp.add, first, second)`. A leaf
-    that only some of them have counts as zeros in the others. `IndexedSlices` in all of them give `IndexedSlices` with
-    the union of their rows; otherwise the gradients become dense.
+    With several trees it combines gradients, for example of two losses: `map_gradients(jnp.add, first, second)`. A
+    missing leaf counts as zeros. `IndexedSlices` in all of them give `IndexedSlices` with the union of their rows;
+    otherwise the gradients become dense.
 
     Args:
         fn: A function of an array from each tree, of equal shapes.
         grads: A tree of gradients; leaves may be None.
         *others: Other trees of gradients with the same structure.
-
-    Returns:
-        A tree of the same structure.
-
-    Raises:
-        TypeError: `fn` is not a function.
-        ValueError: The structures differ, or the shapes at a leaf.
 
     Example:
     >>> import jstep
@@ -160,7 +153,7 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
 
 @meshes.exempts_transfers
 def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
-    """Return gradients as slices on the union of their rows if all are slices, else as arrays; None becomes zeros."""
+    """Return gradients as slices on the union of their rows if all are slices, else as arrays."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
         zeros = jnp.zeros_like(next(g for g in whole if g is not None))

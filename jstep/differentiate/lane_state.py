@@ -18,13 +18,13 @@ from jstep.differentiate import microbatches
 from jstep.differentiate.lanes import Lanes, trace_lane, trace_on_lanes
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
-"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i, from the old leaves and other arrays."""
+"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i."""
 
 
 def check_integers(
     lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> None:
-    """Reject integers that depend on a lane; each lane gets `others` as a whole and `size` rows."""
+    """Reject integers that depend on a lane."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:

@@ -1,4 +1,4 @@
-"""Lanes: a batch is split into L lanes, each computed on one device by the same program, and summed in a binary tree.
+"""A batch in L lanes, each computed on one device by the same program, and summed in a binary tree.
 
 Sums are bitwise identical on any number n of devices that divides L: each device adds its L/n lanes in its branch of
 the tree; these sums are exchanged and added in the rest of the tree.
@@ -34,11 +34,10 @@ class Lanes(NamedTuple):
     """L lanes and the mesh that they are spread over.
 
     Attributes:
-        number: L, the number of lanes.
         mesh: A mesh with Auto axes, or None.
         axes: The mesh axes of the rows of the batch.
         others: The other mesh axes (tensor parallelism), which are left to XLA.
-        specs: Shape → the finer spec of the parameters and slots of this shape. It affects traffic, not results.
+        specs: Shape → the finer spec of the parameters and slots of this shape.
     """
 
     number: int
@@ -72,13 +71,13 @@ class Lanes(NamedTuple):
         return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
-        """Return an array sharded like the parameters and slots of its shape; replicated if it is small."""
+        """Return an array sharded like the parameters of its shape; replicated if it is small."""
         # XLA simplifies a program on one element as one on scalars, with other roundings.
         spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.specs or {}).get(x.shape)
         return x if spec is None else self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
-        """Return an array that every device has whole, unless it is split over axes other than the rows'."""
+        """Return an array that every device has whole, but for other axes than the rows'."""
         return x if self.others else self._constrained(x, PartitionSpec())
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
@@ -113,7 +112,7 @@ def on_lanes(
 ) -> Any:
     """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`.
 
-    `whole` are arrays that are not split by rows. `specs_of` is as in `without_explicit_axes`.
+    `whole` are arrays that are not split by rows.
     """
     if number is None:
         return fn(None, whole, args)
@@ -150,7 +149,7 @@ def _lanes_on_mesh(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequ
 
 
 def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Trace a function without any mesh or layout; return its jaxpr, equal on all devices, and the result shapes."""
+    """Trace a function without any mesh or layout; return its jaxpr and the result shapes."""
     with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
@@ -161,7 +160,7 @@ _shape = functools.partial(shape_of, weak=True)
 def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     """Return the results of a program, compiled by itself: XLA neither fuses nor moves its operations with others.
 
-    `witness` is a nonempty array whose values XLA does not know.
+    XLA does not know the values of `witness`, a nonempty array.
     """
     fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
 
@@ -195,8 +194,7 @@ def sum_over_lanes(
 ) -> Any:
     """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
-    `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`. `witness` is as in
-    `isolate`, by default one of the other arguments.
+    `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -235,7 +233,7 @@ def is_in_lanes(operation: jaxprs.Operation) -> bool:
 
 
 def stack_over_lanes(lanes: Lanes, i: Array, tree: Tree) -> Any:
-    """Stack the arrays of all lanes on a leading axis: zeros except at i, to be summed over the lanes."""
+    """Stack arrays on a leading axis: zeros except at i, to be summed over the lanes."""
 
     def leaf(x: Any) -> Array:
         here = jnp.arange(lanes.number).reshape(-1, *[1] * np.ndim(x)) == i
@@ -261,7 +259,7 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree; each sum is whole, or the device's shard along a dimension."""
+    """Sum over the devices, in the same tree, whole or to the device's shard."""
     n, axes = lanes.devices, lanes.axes
     sums = list(arrays)
     if n == 1:

@@ -16,10 +16,7 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Tables:
-    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows.
-
-    The caller keeps `leaves` alive, so that their ids stay unique.
-    """
+    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows."""
 
     def __init__(self, leaves: list[Array]) -> None:
         self._shapes = [leaf.shape for leaf in leaves]
@@ -28,11 +25,11 @@ class Tables:
         self._taken: list[tuple[int, Array, Array]] = []
 
     def index_of(self, table: object) -> int | None:
-        """Return the index of a table; None if it is unknown, or under another transformation."""
+        """Return the index of a table; None if it is unknown."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, index: int, table: Array, ids: Array) -> Array:
-        """Return the rows; their gradient is recorded here and does not reach the table."""
+        """Return the rows, whose gradient is recorded here."""
 
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
             return _rows_at(table, ids), ids
@@ -46,7 +43,7 @@ class Tables:
         return rows(table, ids)
 
     def gradient(self, index: int, dense: Array | None) -> Any:
-        """Sum the gradients of all lookups of a leaf and of its other uses."""
+        """Sum the gradients of all uses of a leaf."""
         taken = [(ids, gradient) for i, ids, gradient in self._taken if i == index]
         if not taken:
             return dense
@@ -74,8 +71,7 @@ def lookup(table: object, ids: object) -> Array:
         The rows, of shape (*ids.shape, …).
 
     Raises:
-        TypeError: `ids` are not integers, or `table` is not an array.
-        ValueError: `table` has no rows.
+        TypeError: `ids` are not integers.
 
     Example:
         >>> import jax.numpy as jnp, jstep

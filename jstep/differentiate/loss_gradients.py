@@ -1,4 +1,4 @@
-"""Differentiation of a loss, for `compute_gradients` and `minimize`: whole, in microbatches, in lanes, or twice."""
+"""Differentiation of a loss: whole, in microbatches, in lanes, or twice."""
 
 import contextvars
 import dataclasses
@@ -32,7 +32,7 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Gate(enum.IntEnum):
-    """How far XLA may overlap gradients and updates: the values of `gate_gradients`, by their names in `tf.train`.
+    """How far XLA may overlap gradients and updates, by the names of `tf.train`.
 
     `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is complete before its
     update begins. `GATE_GRAPH`: all gradients are complete before any update begins.
@@ -55,7 +55,7 @@ GATE_GRAPH = Gate.GATE_GRAPH
 
 
 UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
-"""The paths of parameters by which a loss was differentiated that does not depend on them; None if nobody asks."""
+"""The paths of differentiated parameters on which the loss does not depend; None if nobody asks."""
 
 
 @shortens_tracebacks
@@ -81,30 +81,26 @@ def compute_gradients(
             that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i of n has the rows
-            i, i + n, i + 2n, … of every arg, so no row moves between devices, and microbatches do not depend on the
-            number of devices. Gradients, loss and inexact leaves of aux are means in at least float32; integers and
-            bools of aux are sums in at least int32. They equal the results for the whole batch only if the loss is a
-            mean over rows; see the recipe "Contrastive losses in parts" for others.
+            i, i + n, i + 2n, … of every arg. Gradients, loss and inexact leaves of aux are means in at least float32;
+            integers and bools of aux are sums in at least int32. They equal the results for the whole batch only if the
+            loss is a mean over rows; see the recipe "Contrastive losses in parts" for others.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
-        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It never
-            affects values.
-        aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
-            (ADD_N).
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH; it never affects values.
+        aggregation_method: How to sum the gradients of microbatches.
         sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the same
             batch and key; loss and aux are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
         lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical on any number of
             devices that divides it. Inside your own `jax.jit`, set the mesh (`jax.set_mesh`), over which rows of
-            unknown sharding are spread. Sums that a custom step computes elsewhere are not covered.
+            unknown sharding are spread.
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
         loss_fn unchanged in every microbatch.
 
     Raises:
-        TypeError: An argument has the wrong type, or the loss is not floating point.
-        ValueError: An argument is out of range, the loss is not a scalar, a var_list entry matches nothing, or
-            num_microbatches or lanes do not fit the batch.
+        ValueError: The loss is not a scalar, a var_list entry matches nothing, or num_microbatches or lanes do not fit
+            the batch.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -197,7 +193,7 @@ class LossGradients:
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it; None if unknown."""
     fallback: meshes.AxesFallback | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
+    """The tracer of the loss, shared by all copies."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
@@ -231,7 +227,7 @@ class LossGradients:
 
     @property
     def depends_on_rows(self) -> bool:
-        """Whether the result depends on how the rows of the batch are sharded."""
+        """Whether the result depends on the sharding of the rows."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
@@ -298,7 +294,7 @@ class LossGradients:
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
-        """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
+        """Differentiate in lanes."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)
@@ -386,7 +382,7 @@ class LossGradients:
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
-    """Return the leaves; tracing the gradient adds the indices of those that receive one to `connected`."""
+    """Return the leaves; tracing adds the indices of those that receive a gradient to `connected`."""
 
     # JAX runs the custom backward rule of this identity while it traces the gradient, with a symbolic zero for a leaf
     # that nothing depends on. The rule leaves no trace in the compiled program.

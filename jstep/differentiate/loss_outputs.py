@@ -97,15 +97,14 @@ def _kind_of(dtype: DTypeLike) -> int:
 
 
 class Collector:
-    """The summaries that a function creates. `jstep.summary` adds them; the function may be the first to load it.
+    """The summaries that a function creates, which `jstep.summary` adds.
 
     Attributes:
         key: The name of their collection.
         trace: The trace in which the function is called.
         parts: Summaries created in this trace.
-        nested: Tags → source line of summaries created inside a transformation; tracers are never stored.
-        unreturned: `unreturned(collector, result)`: the created summaries that are not in the result, or None; set with
-            the first one.
+        nested: Tags → source line of summaries created inside a transformation.
+        unreturned: `unreturned(collector, result)`: the created summaries that are not in the result, or None.
     """
 
     def __init__(self, key: str) -> None:

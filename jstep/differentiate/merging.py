@@ -1,9 +1,8 @@
 """Merging of equal operations in traced programs, for lanes.
 
 XLA simplifies some operations only if an operand has no other use: it multiplies by an inverse instead of dividing by a
-broadcast, which rounds differently. It merges equal operations before that on several devices, and after it on one.
-Without equal operations the order does not matter. XLA would replace only the first of several divisions by one
-broadcast; here all become products.
+broadcast, which rounds differently. It merges equal operations before that on several devices, and after it on one. XLA
+would replace only the first of several divisions by one broadcast; here all become products.
 """
 
 import functools
@@ -20,7 +19,7 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of
 from jstep.core.trees import is_floating
 
 INLINED = {"jit", "pjit", "closed_call"}
-"""Names of calls that XLA inlines. Those with a rule of differentiation, and `jax.checkpoint`, stay calls."""
+"""Names of calls that XLA inlines."""
 APART = {"optimization_barrier", "rng_uniform"}
 """Names of operations that are never merged."""
 
@@ -50,7 +49,7 @@ def merge_equal(closed: Any) -> Any:
         return results
 
     def divide(eqn: Any) -> list[Any]:
-        """Return x · (1 / y) for a division x / y by fewer values than the result has, else the division."""
+        """Return x · (1 / y) for a division by fewer values than the result has, else the division."""
         x, y = eqn.invars
         widening = broadcast.get(y) if isinstance(y, core.Var) else None
         divisor = y if widening is None else widening.invars[0]

@@ -1,4 +1,4 @@
-"""Microbatches: splitting a batch, accumulating gradients, reducing them once per step, and their noise."""
+"""Splitting a batch, accumulating gradients, reducing them once per step, and their noise."""
 
 import contextlib
 import enum
@@ -36,7 +36,7 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
 def number_of_microbatches(
     args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
 ) -> int:
-    """Return the smallest number ≥ `at_least` of microbatches with at most `max_rows` rows on each device."""
+    """Return the smallest number ≥ `at_least` with at most `max_rows` rows on each device."""
     if max_rows is None:
         return at_least
     what = f"max_rows_per_device={max_rows}"
@@ -55,7 +55,7 @@ def number_of_microbatches(
 
 
 def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
-    """Reshape each leaf (B, …) to (B/n, n, …), of which `microbatch` selects the rows i, i + n, i + 2n, …."""
+    """Reshape each leaf (B, …) to (B/n, n, …)."""
     # A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step,
     # whereas each device already has its share of every n-th row if n divides its rows. One device uses the same rows,
     # so microbatches do not depend on the number of devices. Nothing is copied: a transposed batch would be a second
@@ -174,7 +174,7 @@ def accumulate(
         part_fn: `part_fn(model_state, microbatch, i) -> LossResult`; model_state is carried.
         parts: From `split_batch`.
         sums: Zeros for the gradients.
-        weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored, whatever its loss.
+        weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored.
         square: Returns the squared norm of gradients, some of which may be None.
 
     Returns:
@@ -340,10 +340,7 @@ _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape",
 
 
 def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[int]:
-    """Return the arguments that a program uses in anything but matrix products.
-
-    `arguments` maps each operand to the arguments that it equals, up to changes of shape or dtype.
-    """
+    """Return the arguments that a program uses in anything but matrix products."""
     others: set[int] = set()
 
     def use(operation: Operation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
@@ -372,8 +369,6 @@ def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[in
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
-    """Return the squared norm in at least float32, without the factor `scale` of the loss."""
-
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
@@ -388,7 +383,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
 
 
 def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
-    """Combine squared norms of gradients with respect to different parameters, for the same parts."""
+    """Combine squared norms of gradients with respect to different parameters."""
     present = [s for s in squares if s is not None]
     if not present:
         return None
@@ -397,7 +392,7 @@ def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
 
 
 def estimate_noise(squares: Squares) -> GradientNoise:
-    """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
+    """Return unbiased estimates of tr Σ and |G|²; NaN if fewer than two parts have a positive weight.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """

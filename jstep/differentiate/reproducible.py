@@ -25,7 +25,7 @@ from jstep.state.sharding import largest_divisible
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
 ON_SHARDS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
-"""Operations on floats that XLA rounds in the same way on the shards of an array, except on CPUs."""
+"""Operations that XLA rounds in the same way on the shards of an array, except on CPUs."""
 
 SHARDS = "shards"
 """The operation is computed on the shards of its arrays, except on CPUs."""
@@ -37,7 +37,7 @@ APART = "apart"
 
 
 def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return `fn(*args)`, in device memory; with lanes, bitwise reproducible on any number of devices."""
+    """Return `fn(*args)`; with lanes, bitwise reproducible on any number of devices."""
     if lanes is None:
         return fn(*args)
     arrays, filled = trees.partition_arrays(args)
@@ -128,7 +128,7 @@ def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
-    """Group operations by way: within a level, operations on shards come first, then sums, then the others."""
+    """Group operations by way: in a level, operations on shards come first, then sums."""
     levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
@@ -168,7 +168,7 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Group operations that use each other's results, so that only the arrays of one group are whole at a time."""
+    """Group operations that use each other's results."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
