@@ -17,7 +17,7 @@ class BatchHash(NamedTuple):
 
     Attributes:
         layout: A hash of its paths, dtypes, shapes and placement.
-        content: A hash of its bytes, which can be compared if the layouts are the same.
+        content: A hash of its bytes.
     """
 
     layout: str
@@ -25,7 +25,7 @@ class BatchHash(NamedTuple):
 
 
 def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
-    """Hash all bytes of a batch that this process holds, or of the first one of a stack; waits for devices.
+    """Hash all bytes of a batch that this process holds, or of the first one of a stack.
 
     Example:
         >>> hash_batch({"x": np.ones(2)}) == hash_batch({"x": np.ones((3, 2))}, is_stacked=True)

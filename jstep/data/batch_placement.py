@@ -28,8 +28,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         axis: The mesh axis (or a tuple of axes) over which rows are split.
 
     Returns:
-        A tree of global arrays of shape (rows of all processes, …); of shapes with shardings for shapes, and on a mesh
-        from `jstep.topology`.
+        A tree of global arrays of shape (rows of all processes, …), or of shapes with shardings for shapes.
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
@@ -97,7 +96,7 @@ def place_rows(rows: Tree, sharding: object) -> jax.Array:
 
 
 def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
-    """Convert shardings or specs on the current mesh to shardings; `stacked` batches have a leading step axis."""
+    """Convert shardings or specs on the current mesh to shardings."""
 
     def leaf(part: object) -> Any:
         spec = part.spec if isinstance(part, NamedSharding) else part
@@ -145,7 +144,7 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
-    """Return the mesh of a state if it has several devices and the batch has rows but no array on it."""
+    """Return the mesh of a state if the batch has rows but no array on it."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None
@@ -231,7 +230,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
 
 
 def _taken_over(leaf: Any) -> Any:
-    """Convert an array of another library to NumPy, without a copy if possible, or to JAX."""
+    """Convert an array of another library to NumPy or JAX."""
     ways: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("numpy", lambda: leaf.numpy()),
         ("__dlpack__", lambda: np.from_dlpack(leaf)),

@@ -1,4 +1,4 @@
-"""The rows of each batch, and their number, as pure functions of the step; and the share of each process."""
+"""The rows of each batch as pure functions of the step, and the share of each process."""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ class StepRange(NamedTuple):
     Attributes:
         period: Steps per epoch; the first epoch begins at `first`.
         before: Rows of all batches before `first`.
-        position: The position of the first batch in the endless stream of a single source's epochs.
+        position: The position of the first batch in the stream of a single source's epochs.
         distance: The length of an epoch in that stream.
     """
 
@@ -57,7 +57,7 @@ class StepRange(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The rows of each batch, as runs without gaps; the last run also covers the step after the end."""
+    """The rows of each batch, as runs without gaps."""
 
     runs: Staircase[StepRange]
 
@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 class Share:
-    """This process's share of each batch; without `process`, JAX is queried at the first batch."""
+    """This process's share of each batch."""
 
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
@@ -91,7 +91,6 @@ class Share:
         self.sizes, self._process = sizes, process
 
     def of(self, size: int) -> tuple[int, int]:
-        """Return the start and stop of this process's rows in a batch of `size`."""
         if self._process is None:
             # Deferred, because this initializes JAX's backends, and jax.distributed must be initialized before.
             _check_divides(self.sizes, jax.process_count())
@@ -126,7 +125,7 @@ ROWS, _ORDER = 1, 2
 
 
 def derive_seed(seed: int, purpose: int, name: str = "") -> int:
-    """Return a seed for a purpose and a name, independent of other names."""
+    """Return a seed for a purpose and a name."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 
@@ -135,7 +134,7 @@ class SourceRows(NamedTuple):
     """The rows of one source in a batch.
 
     Attributes:
-        indices: Their indices in this process's share of the batch, ascending.
+        indices: Their indices in this process's share of the batch.
         rows: The row numbers in the source.
     """
 
@@ -149,7 +148,7 @@ class RowPlan(NamedTuple):
 
     Attributes:
         streams: The number of rows and the seed of each source.
-        counts: The number of rows from each source among the first T rows; None if there is one source.
+        counts: The number of rows from each source among the first T rows.
     """
 
     streams: tuple[tuple[int, int], ...]
@@ -206,10 +205,7 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
 
 
 class PlanReader:
-    """A function from step to the rows of this process's share of its batch, for one iterator.
-
-    Its caches are each replaced in one assignment, so threads may share it.
-    """
+    """A function from step to the rows of this process's share of its batch, for one iterator; thread-safe."""
 
     def __init__(self, plan: RowPlan) -> None:
         self._plan = plan

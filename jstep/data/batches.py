@@ -49,13 +49,12 @@ def batches(
 ) -> "Batches[T]":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
-    Update N of a run uses batch N, so a restored run needs no data position. Each epoch has its own permutation of the
-    rows and contains each row at most once. For a constant batch size:
+    Each epoch has its own permutation of the rows and contains each row at most once. For a constant batch size:
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
-    The cost of a batch depends neither on N nor on the number of rows. On p processes, process r gets rows
-    r·batch_size/p up to (r + 1)·batch_size/p of the global batch, which does not depend on p.
+    On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global batch, which does not
+    depend on p.
 
     Args:
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
@@ -63,10 +62,9 @@ def batches(
             numbers, are stacked; a list is one source. `__getitems__` and datasets of h5py, zarr and PyTorch's tensors
             get a list of indices, once per batch.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule: `{0: 64, 1000:
-            128}` uses 128 from step 1000. A new size takes effect within the current epoch: its remaining rows form
-            batches of the new size.
-        seed: Determines the permutations, together with the epoch; must not be negative.
-        shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
+            128}` uses 128 from step 1000. The remaining rows of an epoch form batches of the new size.
+        seed: Determines the permutations; must not be negative.
+        shuffle: Whether to shuffle the rows in each epoch.
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
             batch is smaller, and the shares of several processes may differ in size.
@@ -74,8 +72,8 @@ def batches(
         process_count: The number of processes; by default `jax.process_count()`, likewise.
 
     Returns:
-        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. A batch has the structure
-        of `arrays`; its leaves are new NumPy arrays with a leading axis of size batch_size.
+        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The leaves of a batch are
+        new NumPy arrays with a leading axis of size batch_size.
 
     Raises:
         ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers
@@ -208,8 +206,8 @@ def mixture(
 ) -> "Mixture[T]":
     """Batches by step that mix several sources in given proportions, which may change with the step.
 
-    Batch N is a pure function of the seed and N, as with `batches`. The proportions hold throughout the run: after the
-    first T rows, for every T and in exact arithmetic,
+    Batch N is a pure function of the seed and N, as with `batches`. After the first T rows, for every T and in exact
+    arithmetic,
 
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
@@ -225,8 +223,7 @@ def mixture(
         weights: Name of each source → its weight, or step → such mappings. Weights need not sum to 1. A source of
             weight 0 gives no rows.
         seed: Determines all orders; must not be negative.
-        shuffle: Whether to shuffle the rows of each source; otherwise they keep their order, but batches are still
-            mixed.
+        shuffle: Whether to shuffle the rows of each source.
         process_index: As in `batches`.
         process_count: As in `batches`.
 
@@ -236,7 +233,7 @@ def mixture(
     Raises:
         ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of weights and sources
             differ; a weight is negative or not finite, or all are 0; or a number is out of range.
-        TypeError: An argument has the wrong type, or a source has no length or cannot be indexed.
+        TypeError: A source has no length or cannot be indexed.
 
     Example:
         >>> import numpy as np, jstep
@@ -308,10 +305,7 @@ class Mixture(BatchSequence[T]):
         return {name: len(rows) for name, rows in self._rows.items()}
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Return the number of rows of each source in the batches before `step`, over all processes.
-
-        Batches that were skipped or sliced away are not counted.
-        """
+        """Return the number of rows of each source in the batches before `step`, as `Batches.rows_before` does."""
         return self._counts_before(step)
 
     def rows_of(self, step: int) -> list[tuple[str, int]]:

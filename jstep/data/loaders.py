@@ -1,4 +1,4 @@
-"""Iterators over all sources of batches, including stateful loaders; `from_state` and `replayed`."""
+"""Iterators over all sources of batches; `from_state` and `replayed`."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _untrained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators from which a run has fetched batches that no step was trained on, and their numbers."""
+"""Iterators with batches that no step was trained on, and their numbers."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
@@ -48,7 +48,7 @@ class Source(NamedTuple):
         by_step: The batches if each can be fetched by its step, or None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
-        is_of_loop: Whether the body of the loop makes them, which is also with the state.
+        is_of_loop: Whether the body of the loop makes them.
         given: The user's batches.
     """
 
@@ -84,7 +84,6 @@ def open_source(
     """Open the batches from step `start`.
 
     Args:
-        batches: An object that is not a sequence is indexed if it has an item for the first step.
         position: The position of an earlier run.
     """
     owner, count = position_owner(batches), max(0, last_step - start)
@@ -188,7 +187,7 @@ def _is_array(value: object) -> bool:
 
 
 def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
-    """Set the position of an earlier run; return `Source.position` and `Source.begin`."""
+    """Set the position; return `Source.position` and `Source.begin`."""
     name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
@@ -249,10 +248,7 @@ def set_position(owner: object, position: object) -> None:
 
 
 def set_back(batches: Tree, position: Any, untrained: int) -> None:
-    """Set an iterator back to a position, before a number of batches that no step was trained on.
-
-    Otherwise the next run that gets it warns that these are lost.
-    """
+    """Set an iterator back to a position; otherwise the next run that gets it warns of `untrained` batches."""
     with contextlib.suppress(Exception):  # what cannot be set is warned about
         if position is not None:
             set_position(batches, position)
@@ -264,7 +260,7 @@ def set_back(batches: Tree, position: Any, untrained: int) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    """Warn if an earlier run has fetched batches that it did not train on; return whether it has."""
+    """Warn if an earlier run did not train on fetched batches; return whether it did."""
     count = 0
     with contextlib.suppress(TypeError):
         count = _untrained.pop(batches, 0)
@@ -336,13 +332,10 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
         fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or `OutOfRangeError`. If it is
             an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`, its position is saved
             with each checkpoint, after all hooks of that step. A position above 64 kB, such as a replay buffer, is only
-            read when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint.
+            read when a checkpoint is saved.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.
-
-    Raises:
-        TypeError: `fn` is not a function of two arguments.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -372,8 +365,7 @@ class StateBatches:
 def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
     """Return batches for `train` that a restart reads again from the beginning, dropping the used ones.
 
-    After a restart `make()` is called again and the batches that the run has used are dropped, which takes as long as
-    reading them. `make` must return the same batches each time; nothing detects it if it does not.
+    Dropping takes as long as reading. `make` must return the same batches each time; nothing detects it if it does not.
 
     Args:
         make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed.
@@ -382,7 +374,6 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
         An iterable of batches, whose iterators have `get_state` and `set_state`.
 
     Raises:
-        TypeError: `make` is not a function without arguments.
         ValueError: After a restart, there are fewer batches than the run had used.
 
     Example:

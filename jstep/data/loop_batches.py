@@ -1,4 +1,4 @@
-"""Batches that the user's own loop makes, and the objects that they depend on: `from_loop`."""
+"""Batches that the user's own loop makes: `from_loop`."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -14,15 +14,15 @@ def from_loop(**kept: Any) -> "LoopBatches":
     """Return batches for `Run` that the body of the loop makes, and passes to `Run.train_step`.
 
     The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
-    is entered, on every process. They are asked for their state only then, between two iterations of the loop, so a
-    large replay buffer costs nothing at other steps. Batches that are a function of the step need no object.
+    is entered, on every process. They are asked for their state only then. Batches that are a function of the step need
+    no object.
 
     Args:
         kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
             `get_state` and `set_state`; or it is a random generator of NumPy or Python, a dict, or an object whose
-            attributes are its state. The states hold what a loader's position may hold: numbers, strings, bytes, None,
-            lists, tuples, dicts, arrays, and random generators, each in one place. Attributes and items are replaced,
-            generators are set in place, at any depth.
+            attributes are its state. The states hold numbers, strings, bytes, None, lists, tuples, dicts, arrays, and
+            random generators, each in one place. Attributes and items are replaced, generators are set in place, at any
+            depth.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.
@@ -102,7 +102,7 @@ def _accessors(name: str, value: Any) -> _Accessors:
 
 
 def _has_only_attributes(value: object) -> bool:
-    """Whether attributes are the whole state of an object: a file, or a subclass of list or deque, has another one."""
+    """Whether attributes are the whole state of an object, unlike a file."""
     kind = type(value)
     if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
         return False
@@ -140,10 +140,7 @@ def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
 
 
 def _with_own_generators(path: str, current: Any, saved: Any) -> Any:
-    """Return a saved value with the loop's own generators in their places, set to the saved states.
-
-    The loop may hold them by names of its own, too.
-    """
+    """Return a saved value with the loop's own generators in their places, set to the saved states."""
     if isinstance(current, RandomGenerator) and isinstance(saved, RandomGenerator):
         _set_generator(path, current, saved)
         return current

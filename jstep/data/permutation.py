@@ -2,8 +2,8 @@
 
 `permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to their number. It
 is a Feistel network over the digits (left, right) of a number in base `width`, that is, over `height · width ≥ n`
-numbers. An output of n or above is fed back in until it is below n, which is rarely needed ("cycle walking": Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002).
+numbers. An output of n or above is fed back in until it is below n ("cycle walking": Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002).
 
 A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that round. It is not a
 cipher; `tests/data/test_permutation.py` has its statistics.
@@ -30,7 +30,7 @@ _LOOKAHEAD_ROWS = 16384
 
 
 class Domain(NamedTuple):
-    """The key-independent parameters of a network on range(n), as 0-d arrays, which are fastest for ufuncs."""
+    """The key-independent parameters of a network on range(n), as 0-d arrays."""
 
     n: int
     rounds: int
@@ -102,10 +102,7 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words, inverse: bool) 
 
 
 class Lookahead:
-    """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
-
-    Its cache is replaced in one assignment, so threads may share it.
-    """
+    """Row numbers of a source in shuffled epochs, computed ahead in blocks; thread-safe."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._domain = domain(num_rows)

@@ -20,7 +20,7 @@ _PROCESSES = "processes"
 
 
 OWN_STATE, STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
-"""The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
+"""The methods that return and restore a position."""
 
 
 def has_methods(value: object, *methods: str) -> bool:
@@ -34,7 +34,7 @@ def position_methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], 
 
 
 class SavedPosition(NamedTuple):
-    """The position of this process's loader in a checkpoint; `error` is the reason if it is not available."""
+    """The position of this process's loader in a checkpoint, or the reason why there is none."""
 
     value: Any
     error: str = ""
@@ -67,7 +67,7 @@ Files = dict[str, LargeBytes]
 
 
 def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
-    """Gather the positions of all processes, and the files of large arrays; must be called on all."""
+    """Gather the positions of all processes, and the files of large arrays."""
     index, count = jax.process_index(), jax.process_count()
     attached = AttachedFiles(_file_stem(index))
     encoded = tagged_json.as_json(position, attached)
@@ -122,7 +122,7 @@ class StoredPosition:
         self._now = begin() if begin else None
 
     def is_lost(self, is_before: bool) -> bool:
-        """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
+        """Whether the position for a checkpoint was not copied."""
         return False
 
     def begin_fetch(self) -> bool:
@@ -130,7 +130,7 @@ class StoredPosition:
         return True
 
     def end_fetch(self, position: object) -> bool:
-        """End a fetch; return whether the step must run, because the position before it was not copied."""
+        """End a fetch; return whether the step must run."""
         self.before, self._now = self._now, position
         return False
 
@@ -147,9 +147,8 @@ class StoredPosition:
 class LivePosition(StoredPosition):
     """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
 
-    It is read when a checkpoint is written. If a batch could not be made, or its step failed, it is the position before
-    that batch. Large positions are copied only when a checkpoint needs them; making the batch of a position that was
-    large once must not be interrupted, or it would be lost.
+    If a batch could not be made, or its step failed, it is the position before that batch. Large positions are copied
+    only for checkpoints; making their batches must not be interrupted.
 
     Attributes:
         is_large: Whether the position was large once.
@@ -189,10 +188,10 @@ class LivePosition(StoredPosition):
 
 
 class LoopPosition(StoredPosition):
-    """The position of batches that the body of a loop makes, which is read between two iterations, for a checkpoint.
+    """The position of batches that the body of a loop makes, read between two iterations.
 
     Args:
-        ask: Reads the position; None if the batches depend on nothing but the step.
+        ask: Reads the position; None if there is none.
     """
 
     def __init__(self, ask: Callable[[], Any] | None) -> None:
@@ -213,7 +212,7 @@ class LoopPosition(StoredPosition):
 _SHARE = 0.02
 """The maximum share of the time that reading the position of a loader may take."""
 _QUICK = 5e-5
-"""A position that is read faster than this, in seconds, is read after each batch, whatever a batch takes."""
+"""A position that is read faster than this, in seconds, is read after each batch."""
 _AFTER = "after"
 """The key of the number of batches since a position was read; absent for none."""
 
@@ -221,8 +220,8 @@ _AFTER = "after"
 class RarePosition:
     """The position of a loader after each batch, read rarely because reading may be slow.
 
-    In between it is the last position read, with the number of batches since, which a restart fetches again.
-    `next_due(number)` returns the next number of batches at which a checkpoint is due.
+    In between it is the last one, with the number of batches since, which a restart fetches again. `next_due(number)`
+    returns the next number of batches at which a checkpoint is due.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class RarePosition:
         return {**self._last, _AFTER: self._since}
 
     def read(self) -> Any:
-        """Read the current position, and schedule the next read by the duration of this one."""
+        """Read the current position, and schedule the next read."""
         began = self._clock()
         position = self._ask()
         ended = self._clock()
@@ -258,7 +257,7 @@ class RarePosition:
 
 
 def batches_since(position: object) -> int:
-    """Return the number of batches between the one that a position was read after and the one that it is of."""
+    """Return the number of batches since a position was read."""
     number = position.get(_AFTER, 0) if isinstance(position, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")

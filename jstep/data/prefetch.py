@@ -1,4 +1,4 @@
-"""Prefetching to devices: a background thread reads and transfers batches ahead of the loop."""
+"""A background thread reads and transfers batches ahead of the loop."""
 
 import contextlib
 import functools
@@ -31,9 +31,8 @@ def prefetch_to_device(
 
     The order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of its item. The
     thread starts immediately and ends when `iterator` is exhausted, when `close` is called, or when the result is
-    garbage-collected, for example after a `break`. It has the context variables and JAX settings of the caller
-    (`jax.enable_x64`, `jax.set_mesh`, …); a transfer guard applies to the source, but not to the transfer itself. Items
-    are copied before the transfer, so the source may reuse its buffers.
+    garbage-collected. It has the context variables and JAX settings of the caller. Items are copied before the
+    transfer.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
@@ -50,9 +49,7 @@ def prefetch_to_device(
         An iterator over the same items as JAX arrays.
 
     Raises:
-        TypeError: `iterator` is not iterable, `size` is not an integer, `state_fn` is not a function, or `sharding`
-            contains something else. From `next`: a leaf cannot be placed on a device, such as a string.
-        ValueError: `size` is not positive.
+        TypeError: From `next`: a leaf cannot be placed on a device, such as a string.
 
     Example:
         >>> import numpy as np, jstep
@@ -115,7 +112,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     def close(self) -> None:
         """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
 
-        Returns within half a second. A thread that is blocked in its source ends as soon as the source returns.
+        A thread that is blocked in its source ends as soon as the source returns.
         """
         self._reader.close()
 
@@ -132,7 +129,7 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 class ReaderThread:
     """A thread that calls a function once for each request and returns the results in order.
 
-    It starts with the first request, in the caller's contexts.
+    It starts with the first request.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -147,7 +144,7 @@ class ReaderThread:
         self._shared.requests.put(count)
 
     def take(self) -> Any:
-        """Wait for the next result; raise StopIteration after an exception was raised or this was closed."""
+        """Wait for the next result; raise StopIteration after an exception or `close`."""
         _, results, over = self._shared
         while not over.is_set():
             try:
@@ -164,7 +161,7 @@ class ReaderThread:
         raise StopIteration
 
     def close(self) -> bool:
-        """End the thread, without waiting for a slow call, and drop the results; return whether it has ended."""
+        """End the thread, without waiting long, and drop the results; return whether it has ended."""
         self._end()
         return not self._thread.is_alive()
 
@@ -172,7 +169,7 @@ class ReaderThread:
 class _Shared(NamedTuple):
     """The objects that a reader shares with its thread, which must not keep the reader alive.
 
-    Garbage collection may run `_end`, which uses these queues, even inside their own methods.
+    Garbage collection may run `_end` even inside the methods of these queues.
     """
 
     requests: "SimpleQueue[int]"

@@ -48,7 +48,7 @@ class CountStage(NamedTuple):
 
     Attributes:
         first: The number of rows before the stage.
-        slack: The number of sources with a positive weight; rounding shifts rows by up to half of it.
+        slack: The number of sources with a positive weight.
     """
 
     first: int
@@ -74,7 +74,7 @@ class CountStage(NamedTuple):
         return tuple(counts)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
-        """Return when row number `count` of a source is due, from a phase on; infinity if never."""
+        """Return when row number `count` of a source is due; infinity if never."""
         for i, phase in enumerate(self.phases[number:], number + 1):
             if phase.rates[source]:
                 time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])

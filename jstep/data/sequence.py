@@ -26,7 +26,7 @@ _IF_TRACED = (
 
 
 class BatchSequence(abc.ABC, Generic[T]):
-    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped."""
+    """A sequence of batches by step."""
 
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
@@ -118,7 +118,7 @@ class BatchSequence(abc.ABC, Generic[T]):
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 
-        It covers the number of rows of each source, and the row numbers of five batches, including the first and last.
+        It covers the number of rows of each source, and the row numbers of five batches.
 
         Example:
             >>> import numpy as np, jstep
@@ -161,7 +161,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return self._plan.sizes.at(self._steps[self._as_step(step)])
 
     def shapes(self, step: int) -> Any:
-        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process; reads one row."""
+        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process."""
         low, high = self._plan.share.of(self.batch_size_at(step))
 
         def leaf(row: Any) -> Any:
@@ -184,8 +184,7 @@ class BatchSequence(abc.ABC, Generic[T]):
     def skip(self, start: int, stop: int) -> Self:
         """Return the batches without steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so a run can be resumed from a
-        checkpoint before that step.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on.
 
         Example:
             >>> import numpy as np, jstep

@@ -1,4 +1,4 @@
-"""The steps of a batch sequence, and values that change at given steps, such as `{0: 64, 1000: 128}`."""
+"""The steps of a batch sequence, and values that change at given steps."""
 
 import bisect
 import dataclasses
@@ -15,7 +15,7 @@ NO_END = 2**128
 
 
 class Steps:
-    """The steps of a sequence, numbered from 0; `firsts` are the numbers of the first step of each part."""
+    """The steps of a sequence; `firsts` are the numbers of the first step of each part."""
 
     def __init__(self, parts: Iterable[range]) -> None:
         self.parts = tuple(filter(None, parts))
@@ -84,7 +84,7 @@ class StepStage(NamedTuple, Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Staircase(Generic[T]):
-    """A piecewise constant function of the step: the first step of each stage, from 0, and its value."""
+    """A piecewise constant function of the step: the first step of each stage, and its value."""
 
     firsts: tuple[int, ...]
     values: tuple[T, ...]
@@ -105,10 +105,7 @@ class Staircase(Generic[T]):
 
 
 def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
-    """Convert a mapping from step to value to a staircase.
-
-    `check(value, name)` returns the validated value, or raises an error that includes `name`.
-    """
+    """Convert a mapping from step to value to a staircase; `check(value, name)` validates a value."""
     if not mapping:
         raise ValueError(f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping")
     keys = {as_int(step, f"{argument}: a step", 0): step for step in mapping}
