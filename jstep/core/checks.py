@@ -1,4 +1,4 @@
-"""Validation of arguments, and formatting of numbers, sizes and lists for messages."""
+"""Validation of arguments, and formatting for messages."""
 
 import inspect
 import math
@@ -103,7 +103,7 @@ def as_int(
     *,
     if_traced: str = "call this outside of compiled functions",
 ) -> int:
-    """Convert a Python, NumPy or concrete JAX integer; a bool is not one. `if_traced` is the advice for a tracer."""
+    """Convert a Python, NumPy or concrete JAX integer, not a bool. `if_traced` is the advice for a tracer."""
     if _is_traced(value):
         raise TypeError(f"{argument} is traced: must be an integer that is known before compilation; {if_traced}")
     try:

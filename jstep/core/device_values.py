@@ -1,4 +1,4 @@
-"""Conversion of values for devices: leaves become arrays with strong dtypes; numbers and keys may be traced.
+"""Conversion of values for devices: arrays with strong dtypes, numbers and keys.
 
 While 64-bit types are off, JAX silently truncates integers that do not fit 32 bits: they are rejected here.
 """
@@ -20,7 +20,7 @@ from jstep.core.placement import NO_MESH
 
 
 def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
-    """Convert a leaf to an array with a strong dtype; reject complex, wide and nonnumeric leaves."""
+    """Convert a leaf to an array with a strong dtype, or reject it."""
     if not trees.is_array_or_number(leaf):
         raise trees.not_an_array(leaf, path, argument, trees.keep_arrays(argument))
     leaf = trees.native(leaf, path, argument)
@@ -38,7 +38,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
 
 
 def host_leaf(leaf: object, path: str, argument: str) -> Any:
-    """Like `as_leaf`, but leave arrays in host memory: no device must hold the whole array."""
+    """Like `as_leaf`, but leave arrays in host memory."""
     leaf = trees.native(leaf, path, argument)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         _refuse_wide(leaf, path, argument)

@@ -1,4 +1,4 @@
-"""Curves as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
+"""Curves as SVG, with gaps and marks at nonfinite values."""
 
 import decimal
 import functools
@@ -15,15 +15,15 @@ from jstep.core.html_tables import html_text
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH = 560
 _HEIGHT = 168
-"""The size of the plot area, which is stretched to the width of the page."""
+"""The size of the plot area."""
 COLORS, _DASHES = 10, 4
 NEUTRAL = COLORS
-"""The color of runs in the background, thin and without a legend entry."""
+"""The color of runs in the background."""
 
 
 @functools.cache
 def stylesheet() -> str:
-    """Return the style of the figures: text and axes inherit the color of the page, for light and dark themes."""
+    """Return the style of the figures, in the colors of the page."""
     return importlib.resources.files("jstep.core").joinpath("curves.css").read_text(encoding="utf-8")
 
 
@@ -67,7 +67,7 @@ def picture(
 ) -> str:
     """Draw curves over the step as a `<figure>`; a page with many figures includes the style once.
 
-    `columns` are the maximum numbers of points across of a colored and of a neutral curve.
+    `columns` are the maximum points across of a colored and of a neutral curve.
     """
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
     up = _axis(np.concatenate([*finite, []]))
@@ -156,7 +156,7 @@ def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
 
 
 class _Axis(NamedTuple):
-    """An axis. Its ends are numbers, or exponents of ten; its ticks are positions from 0 to 1 with their labels."""
+    """An axis, whose ends are numbers, or exponents of ten, and whose ticks are positions from 0 to 1."""
 
     low: float
     high: float
@@ -178,7 +178,7 @@ def _between(at: Any, low: float, high: float) -> Any:
 
 
 def _axis(values: Numbers) -> _Axis:
-    """The axis of finite numbers, which is logarithmic if they are positive and span three decades."""
+    """The axis of numbers, logarithmic if they are positive and span three decades."""
     least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
     if is_log := least > 0 and least * 1000 <= most:
         low, high = float(math.floor(math.log10(least))), float(math.ceil(math.log10(most)))
@@ -209,7 +209,7 @@ _SHORT = 4
 
 
 def _labels(ticks: Sequence[Decimal]) -> list[str]:
-    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; without units if one needs more than four digits."""
+    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`."""
     with decimal.localcontext(prec=40):
         ticks = [tick.normalize() for tick in ticks]
         is_short = all(len(tick.as_tuple().digits) <= _SHORT for tick in ticks)
@@ -224,7 +224,7 @@ def _label(tick: Decimal, is_short: bool) -> str:
 
 
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
-    """Return the indices of the points to draw in so many columns: ends, extremes and first nonfinite of each."""
+    """Return the indices of the points to draw: ends, extremes and first nonfinite of each column."""
     if values.size <= 4 * columns:
         return np.arange(values.size)
     ahead = (steps - steps[0]) / ((int(steps[-1]) - int(steps[0])) or 1)

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 class WrongStateError(Exception):
-    """Base of errors after which the last state must not be saved, unless they say that it may be."""
+    """Base of errors after which the last state must not be saved, unless `may_save`."""
 
     may_save = False
 

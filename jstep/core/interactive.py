@@ -37,5 +37,5 @@ def keep(state: Any) -> bool:
 
 
 def forget() -> None:
-    """Drop the kept state, after the first step of a run or its normal end."""
+    """Drop the kept state."""
     _kept.clear()

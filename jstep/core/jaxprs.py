@@ -103,10 +103,7 @@ class Operation:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return two counts of a loop's leading arguments.
-
-        Scan: constants and carry, before the slices. While: constants of condition and body, before the carry.
-        """
+        """Return two counts of arguments: a scan's constants and carry; a while's constants of condition and body."""
         params = self.eqn.params
         if self.kind == "while":
             return params["cond_nconsts"], params["body_nconsts"]
@@ -249,7 +246,7 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes some results, and for each argument whether that part uses it."""
+    """Return the part of a program that computes some results, and whether it uses each argument."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -266,10 +263,7 @@ def evaluate(
     by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluate a program by `by(operation, operands)`.
-
-    Values may be traced, or facts, to which `constant` maps constants.
-    """
+    """Evaluate a program by `by(operation, operands)`; `constant` maps constants to values."""
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
@@ -315,7 +309,7 @@ def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -
 
 
 def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
-    """Trace a function for one platform; return its program, with calls inlined, and the shapes of its results."""
+    """Trace a function; return its program, with calls inlined, and the shapes of its results."""
 
     def inside(operation: Operation, values: list[Any]) -> Sequence[Any]:
         if operation.name == "platform_index":
@@ -346,12 +340,12 @@ def named_axes(program: object) -> set[str]:
 
 
 def is_annotated(traced: object) -> bool:
-    """Whether the loss shards its activations: by constraints, `shard_map` or Explicit axes."""
+    """Whether a program has constraints, `shard_map` or Explicit axes."""
     return any(_shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced))
 
 
 def shards_arrays(traced: object) -> bool:
-    """Whether a step shards an array that it computes, by the same means."""
+    """Whether a step shards an array that it computes."""
     return any(_shards(eqn) for *_, eqn in all_equations(traced))
 
 
@@ -460,10 +454,7 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
-    """The number format of a product: the wider dtype, and its precision or preset.
-
-    `"ANY_F8"` stands for presets that accept any float8.
-    """
+    """The number format of a product: the wider dtype, and its precision or preset (`"ANY_F8"`)."""
 
     dtype: str
     precision: str

@@ -18,7 +18,7 @@ logger = logging.getLogger("jstep")
 # The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
 
 BELOW_BAR, IN_BAR = {"is_below_bar": True}, {"is_below_bar": False}
-"""The `extra` of a warning that is also shown below the bar, and of a line whose numbers the bar or its table shows."""
+"""The `extra` of a warning that is also shown below the bar, and of a line that the bar shows."""
 
 
 def is_below_bar(record: logging.LogRecord) -> bool:
@@ -28,7 +28,7 @@ def is_below_bar(record: logging.LogRecord) -> bool:
 # Warnings that are logged once per run, and rate-limited logging.
 
 WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The texts of the warnings that this run has logged; None outside of a run, where each is logged again."""
+"""The texts of the warnings that this run has logged; None outside of a run."""
 
 
 def is_first(text: str) -> bool:
@@ -39,7 +39,7 @@ def is_first(text: str) -> bool:
 
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-"""A line of code → the counter of its calls; `next` gives each number to one thread."""
+"""A line of code → the counter of its calls."""
 
 
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
@@ -126,10 +126,7 @@ SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
 
 @contextlib.contextmanager
 def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
-    """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error.
-
-    The first report has `hint`.
-    """
+    """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error."""
     over = threading.Event()
 
     def watch() -> None:

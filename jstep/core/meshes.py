@@ -32,7 +32,7 @@ SETTINGS = tuple(
     for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
     if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
 )
-"""Settings with a thread-local value, `jax.config.jax_<name>`, and a context manager, `jax.<name>(value)`."""
+"""Settings with a thread-local value and a context manager, `jax.<name>(value)`."""
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
@@ -43,10 +43,7 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
-    """Exempt transfers between host and devices from the caller's transfer guards.
-
-    A user's function inside would lose its guard.
-    """
+    """Exempt transfers, but for a user's functions, from the caller's transfer guards."""
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
     return jax.transfer_guard("allow")
@@ -101,7 +98,7 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
 
 
 def on_host(value: object) -> np.ndarray[Any, Any] | None:
-    """Return an array on a mesh as NumPy, if this process has all values; otherwise None."""
+    """Return an array on a mesh as NumPy, or None."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
@@ -182,10 +179,7 @@ def reduce_unreduced(total: object) -> Any:
 
 
 def shard_like(*trees: Any) -> Callable[[Any], Any]:
-    """Return a function from a result to specs: of the leaf of equal path and shape in `trees`, else P().
-
-    The last tree with that leaf on a mesh takes precedence.
-    """
+    """Return a function from a result to specs: those of the equal path and shape in the last of `trees` with it."""
 
     def specs(result: object) -> Any:
         spec_at = {}
@@ -260,8 +254,8 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
 def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: support arrays on any mesh, and exempt internal transfers from transfer guards.
 
-    A leaf of the result is sharded like the leaf of equal path and shape in the first of `like` (arguments such as
-    `"state.params"`) that has it on a mesh.
+    A leaf of the result is sharded like that of equal path and shape in the first of `like` (`"state.params"`) that has
+    it.
     """
 
     def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -287,10 +281,7 @@ def _argument_at(arguments: object, name: str) -> Any:
 
 
 class AxesFallback:
-    """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these.
-
-    JAX rejects Explicit axes if an output sharding is ambiguous.
-    """
+    """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these."""
 
     def __init__(self, name: str) -> None:
         self._name, self._is_logged = name, False

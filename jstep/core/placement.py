@@ -1,4 +1,4 @@
-"""Placement of arrays: shardings, memory kinds, arrays read from storage, computation on devices and on CPUs."""
+"""Shardings, memory kinds, arrays read from storage, and computation on devices."""
 
 import contextlib
 import contextvars
@@ -64,7 +64,7 @@ def is_on_host(leaf: object) -> bool:
 
 
 def is_on_cpus(array: Any) -> bool:
-    """Whether an array is on CPUs alone, so that a process reads its shards without a transfer."""
+    """Whether an array is on CPUs alone."""
     return all(device.platform == "cpu" for device in array.sharding.device_set)
 
 
@@ -74,7 +74,7 @@ def is_of_host(sharding: Any) -> bool:
 
 
 def _device_here(sharding: Any) -> Any:
-    """Return a device of a sharding, preferably of this process, which reports its memory kinds."""
+    """Return a device of a sharding, preferably of this process."""
     devices = sharding.device_set
     return next(
         (device for device in devices if device.process_index == device.client.process_index()), next(iter(devices))
@@ -112,7 +112,7 @@ def to_host(leaf: object) -> Any:
 
 
 def back(leaf: object, before: object) -> Any:
-    """Move an array to the memory of the array that it replaces, and, unless it is traced, to its sharding."""
+    """Move an array to the memory and sharding of the array that it replaces."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)
@@ -122,10 +122,7 @@ def back(leaf: object, before: object) -> Any:
 
 
 def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
-    """Group indices of arrays by devices, each group with its mesh or None; and return indices of NumPy arrays.
-
-    Arrays whose device JAX may choose join another group.
-    """
+    """Group indices of arrays by devices, each group with its mesh or None; and return indices of NumPy arrays."""
     placements: dict[Any, tuple[list[int], Any]] = {}
     on_host = []
     for number, leaf in enumerate(leaves):
@@ -149,10 +146,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """Compile and call `fn(*args)` for arrays with one placement; the result is replicated.
-
-    The program is cached by `fn`.
-    """
+    """Compile, once per `fn`, and call `fn(*args)` for arrays with one placement; the result is replicated."""
     if mesh is None:
         args = jax.tree.map(without_mesh_of_one, args)
     with computing_on(mesh) as compiled:
@@ -161,7 +155,7 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def computing_on(mesh: Any) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Yield a function that compiles functions for `compute_on`: for many calls, of arrays `without_mesh_of_one`."""
+    """Yield a function that compiles functions for `compute_on`, for many calls."""
     with using_mesh(NO_MESH if mesh is None else mesh):
         yield lambda fn: _compiled(fn, mesh)
 
@@ -180,7 +174,7 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device only compiles, like those of `jstep.topology`: it can have shapes but no arrays."""
+    """Whether a device only compiles, like those of `jstep.topology`."""
     # The client of a real device has devices in this process, even if this device belongs to another process.
     return not device.client.local_device_count()
 
@@ -214,7 +208,7 @@ def is_shape(leaf: object) -> bool:
 
 
 ShardBounds = tuple[tuple[int, int], ...]
-"""The bounds of a shard: (begin, end) for each axis; hashable, unlike slices."""
+"""The bounds of a shard: (begin, end) for each axis."""
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
@@ -231,7 +225,7 @@ def lengths(shard: ShardBounds) -> tuple[int, ...]:
 
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
-    """Return the bounds of the distinct shards in this process; of the whole array without a sharding."""
+    """Return the bounds of the distinct shards in this process."""
     if sharding is None:
         return [tuple((0, size) for size in shape)]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
@@ -256,7 +250,7 @@ def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def _without_alias(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
-    """Copy an array that aliases NumPy memory, as on the CPU: a donation would not reuse that memory."""
+    """Copy an array that aliases NumPy memory."""
     (device,) = array.devices()
     is_alias = device.platform == "cpu" and array.unsafe_buffer_pointer() == values.ctypes.data
     # For NumPy arrays JAX ignores may_alias.
@@ -338,7 +332,7 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def compute_first(*arrays: object) -> tuple[Any, ...]:
-    """Materialize arrays on a CPU before their uses, to prevent recomputation."""
+    """Compute arrays on a CPU before their uses."""
     if not trees.has_tracers(arrays):  # eager execution has a fixed order, and platform_dependent would compile
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
@@ -348,10 +342,10 @@ def compute_first(*arrays: object) -> tuple[Any, ...]:
 
 
 def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Return chains of arrays; on a CPU each array is computed by a kernel that XLA must run after the previous one.
+    """Return chains of arrays, each of which XLA must compute after the previous one on a CPU.
 
     If two kernels read a slot that one of them overwrites, XLA copies the slot unless a data dependency lets the other
-    run earlier. An unneeded order costs: compiling Adam's two slots for 1000 leaves takes 50 % longer.
+    run earlier.
     """
 
     def ordered(chains: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:

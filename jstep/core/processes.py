@@ -24,7 +24,7 @@ from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Set when the preemption service has stopped a run of this process, which it can do only once."""
+"""Set when the preemption service has stopped a run, which it can do only once."""
 _SMALLEST = 1024  # minimum number of bytes to exchange
 _T = TypeVar("_T")
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All must call this after each call of the training step. It queries JAX's preemption service, without device work.
+    All must call this after each call of the training step.
     """
     try:
         with doing(AGREEING):
@@ -45,7 +45,7 @@ def should_stop() -> bool:
 
 
 def refuse_another_run() -> None:
-    """Reject a run that no signal could stop, because a signal has stopped an earlier run of this process."""
+    """Reject a run that no signal could stop, because one has stopped an earlier run."""
     if _has_stopped.is_set():
         raise RuntimeError(
             "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on jstep.Preempted"
@@ -60,8 +60,7 @@ def request_stop() -> None:
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The collective blocks on the device, so the processes communicate only about ten times a period, at a step that
-    process 0 chose at the previous exchange.
+    The processes communicate only about ten times a period, at a step that process 0 chose at the previous exchange.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float]) -> None:
@@ -119,7 +118,7 @@ def gather_texts(text: str) -> list[str]:
 def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
     """Return `fn()`, which must not communicate; an error on one process is raised on all.
 
-    Otherwise the remaining processes would wait forever. They raise `kind`, with `problem` and the process that failed.
+    The others raise `kind`, with `problem` and the process that failed.
     """
     error: Exception | None = None
     try:
@@ -140,10 +139,7 @@ def _raise_on_all(error: Exception | None, problem: str, kind: type[Exception]) 
 def first_ints_on_all(
     fn: Callable[[], tuple[int, ...]], count: int, problem: str, kind: type[Exception] = RuntimeError
 ) -> list[int]:
-    """Return the `count` integers (below 2**62) that `fn` returns on process 0; an error is raised on all processes.
-
-    Unlike `on_all_processes` followed by `broadcast_ints`, it communicates once.
-    """
+    """Return the `count` integers (below 2**62) that `fn` returns on process 0; an error is raised on all processes."""
     error: Exception | None = None
     numbers: tuple[int, ...] = (0,) * count
     try:
@@ -158,7 +154,7 @@ def first_ints_on_all(
 
 
 class AgreedShapes:
-    """The batch shapes that all processes have agreed on; with different shapes they would wait forever."""
+    """The batch shapes that all processes have agreed on."""
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
@@ -224,7 +220,7 @@ ADDRESS, COUNT, INDEX = FIELDS = ("coordinator_address", "num_processes", "proce
 _JAX = {ADDRESS: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", INDEX: "JAX_PROCESS_ID"}
 _SKYPILOT = {ADDRESS: "SKYPILOT_NODE_IPS", COUNT: "SKYPILOT_NUM_NODES", INDEX: "SKYPILOT_NODE_RANK"}
 _SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TPU_WORKER_HOSTNAMES")
-"""Variables of launchers that indicate several processes, by a number or by a list with commas."""
+"""Variables of launchers that indicate several processes."""
 
 
 class Setting(NamedTuple):
@@ -300,8 +296,7 @@ def initialize(
         initialization_timeout_secs: How long to wait for the other processes.
         heartbeat_timeout_secs: How long a process may be silent before it counts as dead; the others then exit with an
             error.
-        shutdown_timeout_secs: How long an exiting process waits for the others to exit. If one of them raised an
-            exception, the others exit with an error after this time.
+        shutdown_timeout_secs: How long an exiting process waits for the others, which then exit with an error.
 
     Raises:
         ValueError: An argument or a variable is out of range or missing, or two disagree; names them.

@@ -13,9 +13,9 @@ _T = TypeVar("_T")
 
 
 def show_in(package: str, value: object) -> None:
-    """Let a public function or exception of jstep show the package that it is imported from, in errors and pickles.
+    """Let a public function or exception of jstep show the package that it is imported from.
 
-    Other classes keep the module that defines them, by which `inspect.getsource` and type hints find it.
+    Other classes keep their module, by which `inspect.getsource` and type hints find it.
     """
     is_shown = isinstance(value, types.FunctionType) or (isinstance(value, type) and issubclass(value, BaseException))
     if is_shown and value.__module__.startswith("jstep"):
@@ -34,7 +34,7 @@ def public_name(named: Any) -> str:
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Show a package's `__all__` in `jstep` for names exported at the root, and in the package for others."""
+    """Show a package's `__all__` in `jstep`, or in the package for names that the root does not export."""
     package = namespace["__name__"]
     root = sys.modules[package.partition(".")[0]]
     for name in namespace["__all__"]:
@@ -57,14 +57,14 @@ def find_hint(typed: str) -> str:
 
 
 def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> AttributeError:
-    """Return the error of an attribute that does not exist; `prefix` is what stands before the name in the table."""
+    """Return the error of an attribute that does not exist."""
     hint = find_hint(prefix + name)
     # Python suggests a similar name of `obj`, which would contradict what is known.
     return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj)
 
 
 def explain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Say what to type in place of a call of a public function that does not fit its signature."""
+    """Say what to type in place of a call that does not fit the signature."""
     signature = inspect.signature(fn)
     try:
         signature.bind(*args, **kwargs)

@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class RecordedCall:
-    """A recorded call; its `repr`, formatted on demand, omits the names of the first `positional` arguments.
+    """A recorded call; its `repr` omits the names of the first `positional` arguments.
 
     Attributes:
-        args: The arguments; a list or dict that the caller may change later is a copy.
+        args: The arguments, copied if mutable.
         made: The optimizer that the call made.
     """
 
@@ -68,7 +68,7 @@ def record_calls(
     positional: int = 0,
     refused: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], TypeError], NoReturn] | None = None,
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator that attaches calls to results; `refused` turns a TypeError into a better one."""
+    """Make a decorator that attaches calls to results; `refused` raises a better TypeError."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @shortens_tracebacks

@@ -13,7 +13,7 @@ _TOKEN = re.compile(
     r"|\bBasic\s+(?=[a-zA-Z/+]{0,64}(?:\d|[a-z][A-Z]|=))(?=[\w/+=]{8})"
     r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
-"""The forms of well-known tokens, unlike names such as `sk-learn-random-forest` and `Basic transformer`."""
+"""The forms of well-known tokens."""
 _PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
@@ -26,7 +26,7 @@ def hide(name: str, text: str) -> str:
 
 
 def error_text(error: BaseException | None) -> str:
-    """Return the text of an exception without secrets; a user-defined one may raise."""
+    """Return the text of an exception without secrets."""
     with contextlib.suppress(Exception):
         text = "" if error is None else str(error)[:20_000]
         return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))

@@ -21,16 +21,14 @@ _SWITCHES = 256
 class Stopwatch:
     """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
 
-    A read during a switch may lack the seconds of the phase that ends.
-
     Args:
         before: Seconds of the phase `before`.
         since: The time of the clock at which `starting` began; None for now.
 
     Attributes:
         waiting: The phase of waiting for a batch; `starting` until the first step has returned.
-        aside: When the user's code began to run between two steps; its seconds are those of `hooks` until it ends.
-        lasted: The seconds of the latest visits of each phase, and of other things that `record` names.
+        aside: When the user's code began to run between two steps; its phase is `hooks`.
+        lasted: The seconds of the latest visits of each phase, and of things that `record` names.
     """
 
     def __init__(
@@ -95,14 +93,11 @@ class Stopwatch:
 
 
 _trained: set[int] = set()
-"""Ids of processes that have trained: a forked process inherits the set without its own id."""
+"""Ids of processes that have trained, for forked ones."""
 
 
 def seconds_before_training() -> float:
-    """Return the seconds since the start of this process on the first call, and 0 on later ones.
-
-    It is also 0 in interactive sessions, and on systems other than Linux.
-    """
+    """Return the seconds since the start of this process on the first call, and 0 on later ones or if unknown."""
     if os.getpid() in _trained or is_interactive():
         return 0.0
     _trained.add(os.getpid())

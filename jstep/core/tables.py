@@ -7,7 +7,7 @@ WIDTH = 100
 
 
 def printable(text: object) -> str:
-    """Escape the characters that a terminal would not show: control characters, line ends and direction marks."""
+    """Escape the characters that a terminal would not show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 

@@ -1,9 +1,8 @@
 """Threads that inherit the contexts of JAX, and the current activity of each thread.
 
 JAX's context managers set thread-local values: a new thread has JAX's defaults. A jstep thread copies the context
-variables of the thread that starts it, and all JAX settings that have a context manager. Not propagated, because JAX
-has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of `jax.make_user_context`, and
-`jax.thread_guard`, which belongs to one thread.
+variables of the thread that starts it, and all JAX settings that have a context manager. JAX has no public way to read
+`with mesh:` (use `jax.set_mesh(mesh)`) and contexts of `jax.make_user_context`.
 """
 
 import atexit
@@ -42,10 +41,7 @@ class Thread(threading.Thread):
 
 
 def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
-    """Wait for a thread to end. Ctrl-C may interrupt it; the next call waits again.
-
-    An exception that interrupts `Thread.join` of Python 3.11 marks the thread as ended.
-    """
+    """Wait for a thread to end. Ctrl-C may interrupt it, which marks it as ended for Python 3.11's `join`."""
     deadline = time.monotonic() + timeout
     while thread in threading.enumerate() and thread is not threading.current_thread():
         left = deadline - time.monotonic()
@@ -58,8 +54,8 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
 class Task(Future[_R]):
     """The future of a background task; a signal handler may interrupt the thread that waits for its end.
 
-    An exception that the handler raises inside of `concurrent.futures.wait` would break the locks of the future; a wait
-    for a bare lock is safe.
+    An exception inside of `concurrent.futures.wait` would break the locks of the future; a wait for a bare lock is
+    safe.
     """
 
     def __init__(self) -> None:
@@ -136,7 +132,7 @@ def in_background(
 
 
 class SerialTasks:
-    """Background tasks that run one after the other, in the order in which they were added.
+    """Background tasks that run one after the other.
 
     Args:
         name: The name of their threads.
@@ -170,7 +166,7 @@ class SerialTasks:
 
 
 READER_EXIT_SECS = 5.0
-"""The seconds for which the exit of a process waits for a thread that runs a user's reader."""
+"""The seconds for which the exit of a process waits for a user's reader."""
 
 
 # Long activities of threads: a thread reports what it is doing, and the stall watch reads it.
@@ -179,7 +175,7 @@ TRACING = "tracing"
 AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 """All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
-"""A thread creates batches or programs for the loop, or waits until the loop takes its batch."""
+"""A thread makes batches or programs, or waits until the loop takes its batch."""
 _activities: list[tuple[int, str]] = []
 
 

@@ -34,10 +34,7 @@ _PASSED: tuple[str, ...] = (
 
 
 def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries.
-
-    It may be nested.
-    """
+    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -60,7 +57,7 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Return the error itself, or if `contextlib` raised it because it could not set a traceback, the error before."""
+    """Return the error, or the one before that `contextlib` replaced."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
     is_of_contextlib = (
         bool(frames)
@@ -86,7 +83,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _shown(trace: TracebackType | None) -> list[TracebackType]:
-    """Return the visible frames of a traceback: of each row of jstep's frames, the first and the last."""
+    """Return the visible frames of a traceback."""
     frames: list[TracebackType] = []
     while trace is not None:
         if _file(trace) != __file__:

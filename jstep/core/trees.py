@@ -1,4 +1,4 @@
-"""Trees: types of parameters, slots, updates and optimizers; leaves and their paths; stacking of trees."""
+"""Types of parameters, slots, updates and optimizers; leaves and their paths; stacking of trees."""
 
 import collections
 import dataclasses
@@ -72,14 +72,12 @@ class Context(NamedTuple):
     """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
 
     `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
-    Below a label of `partition`, `value_and_grad` accepts the parameters of that label; below `master_weights` it is
-    evaluated at the rounded master weights.
+    Below a label of `partition`, `value_and_grad` accepts the parameters of that label.
 
     Attributes:
         loss: The loss of this step, a scalar; not multiplied by a loss scale.
         value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
-            PRNG key, at other parameters. A leaf of the gradients may be None or an `IndexedSlices`. model_state, aux
-            and summaries are dropped.
+            PRNG key, at other parameters. A leaf of the gradients may be None or an `IndexedSlices`.
         key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
         noise: The gradient noise of this step, for `with_noise_scale`; only with `metrics=("noise_scale",)`.
 
@@ -114,8 +112,8 @@ UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
 class Optimizer(NamedTuple):
     """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 
-    Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`, from a rule for a single
-    leaf. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions.
+    Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`. `jstep.map_leaves` and
+    `jstep.as_schedule` help to write the three functions.
 
     Arguments of `update`:
 
@@ -136,11 +134,10 @@ class Optimizer(NamedTuple):
       donates each buffer once.
 
     Attributes:
-        init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning. An integer scalar slot
-            that holds the global_step at which the slots were created (their age is step + 1 − slot) is declared by an
-            attribute of the function, `init.ages = ("start_step",)`: then the age counts applied updates only. A copy
-            of the parameters, which a partial restore without it copies anew, is detected by tracing `init`, or
-            declared by `init.copies = ("slow",)`.
+        init: `init(params, global_step=0) -> slots`. An integer scalar slot that holds the global_step at which the
+            slots were created (their age is step + 1 − slot) is declared by an attribute of the function, `init.ages =
+            ("start_step",)`: then the age counts applied updates only. A copy of the parameters, which a partial
+            restore without it copies anew, is detected by tracing `init`, or declared by `init.copies = ("slow",)`.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a `Context` is its
             fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
@@ -262,7 +259,7 @@ def is_none(x: object) -> bool:
 
 
 def is_trainable(leaf: object) -> bool:
-    """Whether an array is real floating point of any width."""
+    """Whether an array is real floating point."""
     return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
@@ -320,7 +317,7 @@ def key_data(leaf: Any) -> Any:
 
 
 def is_function(x: object) -> bool:
-    """Whether x is a function; a model that is a tree of arrays is not one, even if it has a `__call__`."""
+    """Whether x is a function, and not a model that is a tree of arrays."""
     return callable(x) and (isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x]))
 
 
@@ -344,10 +341,7 @@ def is_donated(tree: Tree) -> bool:
 
 
 def copy_numpy(tree: Tree, argument: str) -> Any:
-    """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU.
-
-    A loader, a simulator or a hook may reuse the memory.
-    """
+    """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU."""
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, all_native(tree, argument))
@@ -358,7 +352,7 @@ def all_native(tree: Tree, argument: str) -> Any:
 
 
 def native(leaf: object, path: str, argument: str) -> Any:
-    """Convert a NumPy array to native byte order, the only one that JAX supports; reject masked arrays."""
+    """Convert a NumPy array to native byte order; reject masked arrays."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     if not is_array(leaf):
@@ -439,7 +433,7 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
 
 
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf on a device; `weak` preserves `weak_type`, for JAX's program cache."""
+    """Return the shape and dtype of a leaf on a device."""
     weak_type = weak and getattr(leaf, "weak_type", False)
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding, weak_type=weak_type)
@@ -489,10 +483,7 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
 
 
 def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:
-    """Stack trees leaf by leaf on a new leading axis: JAX arrays on their device, others by NumPy.
-
-    Errors call the i-th tree `name(i)`.
-    """
+    """Stack trees leaf by leaf on a new leading axis: JAX arrays on their device, others by NumPy."""
     flat = list(map(flatten, trees))
     treedef = flat[0][1]
     for i, (_, other) in enumerate(flat):
@@ -539,7 +530,7 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
 
 
 def _copied_rows(array: Any) -> list[Any]:
-    """Copy rows: a view would keep the whole array alive, and follow its changes."""
+    """Copy rows: a view would keep the whole array alive."""
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 
 
