@@ -38,7 +38,7 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 class MetricReader(ShownAsTyped):
-    """Base class of callbacks that read a metric, by the name that evaluate returns or the one that is logged."""
+    """Base class of callbacks that read a metric, by its own or its logged name."""
 
     _log_prefix = ""
 
@@ -51,7 +51,7 @@ class MetricReader(ShownAsTyped):
         self._mode: str = "min" if mode is None else check_choice(mode, "mode", ("min", "max"))
 
     def use_names(self, prefix: str, names: Collection[str] | None) -> None:
-        """Reject, before the first step, a metric that is not among these names; None if they are unknown."""
+        """Reject a metric that is not among these names, if known."""
         self._log_prefix = f"{prefix}/"
         # The numbers of a metric object are called name/key.
         if names is not None and not any(f"{self._name_in(names)}/".startswith(f"{name}/") for name in names):
@@ -76,7 +76,7 @@ class MetricReader(ShownAsTyped):
 
 
 def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better than the best by more than a margin; NaN never is, anything else beats None."""
+    """Return whether a value is better than the best by more than a margin; NaN never is."""
     if math.isnan(value):
         return False
     if best is None:
@@ -145,7 +145,7 @@ class MetricCallback(MetricReader):
         return {**self._watched, **self._progress.to_json()}
 
     def set_state(self, value: Any) -> bool | None:
-        """Restore the state; an incompatible one is logged and ignored."""
+        """Restore the state, if it is compatible."""
         try:
             saved = {name: value[name] for name in self._watched}
             if saved == self._watched:
@@ -165,15 +165,14 @@ class EarlyStopping(MetricCallback):
 
     An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
     The state is saved in checkpoints, so a stopped run stays stopped when it is started again. To continue it, pass
-    `reset=True` or a larger patience. A branch of a run (`train(start_from=…)`) begins with its best value, and counts
-    from 0.
+    `reset=True` or a larger patience. A branch of a run begins with its best value, and counts from 0.
 
     Args:
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
         patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
         mode: `"min"` if lower values are better, `"max"` if higher values are; None for `"min"` if the name ends in
             loss, error or perplexity, otherwise an error.
-        min_delta: The change must exceed this to count as an improvement, ≥ 0.
+        min_delta: ≥ 0; the change must exceed it.
         reset: Whether to ignore the state in the checkpoint each time a run is started again.
         key: The name of its state in checkpoints; None for its class and metric.
 
@@ -276,7 +275,7 @@ class ReduceOnPlateau(MetricCallback):
         threshold: The required relative improvement over the best value, ≥ 0.
         cooldown: Number of evaluations, ≥ 0.
         min_value: Lower bound of the hyperparameter, ≥ 0.
-        key: The name of its state in checkpoints; None for its class, metric and hyperparameter.
+        key: As in `EarlyStopping`; None for its class, metric and hyperparameter.
 
     Attributes:
         best: The best value so far.
@@ -324,13 +323,13 @@ class ReduceOnPlateau(MetricCallback):
         super().__init__({"metric": metric, "name": self._name, "mode": mode}, key)
 
     def begin(self, state: TrainState) -> None:
-        """Reset the counters; raise a KeyError if the state holds no such hyperparameter."""
+        """Reset the counters."""
         super().begin(state)
         with internal_transfers():
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        """Return the state with the reduced value if a reduction is due, or None."""
+        """Return the state with the reduced value if a reduction is due."""
         value, progress = self.score(results), self._progress
         reference = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
         margin = self._threshold * abs(reference) if math.isfinite(reference) else 0.0
@@ -358,7 +357,7 @@ class Best(NamedTuple):
 
 
 class _Complete:
-    """Step → path of complete checkpoints; a listener of a `Saver`, which also notifies the run's hooks."""
+    """Step → path of complete checkpoints; a listener of a `Saver`."""
 
     def __init__(self, notifier: Listener | None = None) -> None:
         self.paths: dict[int, str] = {}
@@ -386,10 +385,10 @@ class KeepBest(MetricReader):
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
     evaluator measured it with averages of the parameters. Every run competes with the checkpoints in that directory; a
-    warning is logged if it does not resume from a checkpoint, or if the best value was measured with another config, or
-    on other data. On a tie the earlier checkpoint is kept. A value that is not finite is never kept, nor are parameters
-    with NaN. `jstep.Saver(directory, prefix="best").restore(state)` restores the newest checkpoint that is kept, which
-    with keep=1 is the best.
+    warning is logged if it does not resume, or if the best value was measured with another config, or on other data. On
+    a tie the earlier checkpoint is kept. A nonfinite value is never kept, nor are parameters with NaN.
+    `jstep.Saver(directory, prefix="best").restore(state)` restores the newest checkpoint that is kept, which with
+    keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -463,14 +462,14 @@ class KeepBest(MetricReader):
             )
 
     def use_evaluator(self, evaluate: Any) -> None:
-        """Note whether values are measured with averages of the parameters, and hash the data in the background."""
+        """Note whether values are measured with averages, and hash the data in the background."""
         self._are_averages = bool(getattr(evaluate, "use_averages", False))
         first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
         self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
 
     @property
     def data(self) -> str | None:
-        """A hash of the data on which the values are measured; None if it is not known, or not yet."""
+        """A hash of the data on which the values are measured, once known."""
         task = self._data
         is_known = task is not None and task.done() and task.exception() is None
         return task.result() if is_known else None  # type: ignore[union-attr]
@@ -508,7 +507,7 @@ class KeepBest(MetricReader):
             logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
 
     def begin(self, state: TrainState) -> None:
-        """Read the best values so far, and check that the directory is writable."""
+        """Read the best values so far."""
         saver = self._open()
         if not self._is_fresh:
             self._warn_of_config(saver)
@@ -529,7 +528,7 @@ class KeepBest(MetricReader):
             )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        """Save the state if it is among the best, and delete checkpoints that no longer are."""
+        """Save the state if it is among the best."""
         value = self.score(results)
         saver = self._saver or self._open()
         # The step already has a value if the run resumed from an earlier step.
@@ -573,7 +572,7 @@ class KeepBest(MetricReader):
 
     @property
     def best_kept(self) -> Best | None:
-        """The best checkpoint that is complete; any thread may read it."""
+        """The best checkpoint that is complete."""
         values, paths = dict(self.values), dict(self._complete.paths)
         complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
         return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
@@ -584,10 +583,7 @@ class KeepBest(MetricReader):
             saver.close()
 
     def settle(self) -> None:
-        """Wait until the save in progress has ended; if it failed, the next call raises its error.
-
-        A run that resumes from a checkpoint does not evaluate its step again.
-        """
+        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
         if (saver := self._saver) is not None:
             saver.settle()
 

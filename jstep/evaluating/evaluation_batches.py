@@ -43,7 +43,7 @@ _ENDLESS = "an evaluation reads all batches; give batches that end, such as jste
 _ENDED = -1
 _FAILED = -2
 _GLOBAL = -3
-"""In place of a number of rows: the batches have ended, fetching a batch failed, or it is global already."""
+"""In place of a number of rows: the batches have ended, fetching failed, or the batch is global."""
 
 
 class EvaluationBatches:
@@ -78,7 +78,7 @@ class EvaluationBatches:
             raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        """Return the first batch's arguments as shapes; None if reading it would change an evaluation."""
+        """Return the shapes of the first batch; None if reading it would change an evaluation."""
         batches = self.source
         try:
             if isinstance(batches, BatchSequence):
@@ -101,7 +101,7 @@ class EvaluationBatches:
         return _map_leaves(_on_device, args, shardings)
 
     def first_hash(self) -> str | None:
-        """Hash the first batch; None if reading it would change an evaluation, or with several processes."""
+        """Hash the first batch, if possible."""
         batches = self.source
         begun = self._begun
         if not processes.is_single_process() or (begun is None and not isinstance(batches, BatchSequence | Sequence)):
@@ -186,7 +186,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
 
 
 def num_examples(args: Any) -> int | str:
-    """Return the size of the leading axis of all arrays, or a string that explains why there is none."""
+    """Return the size of the leading axis of all arrays, or why there is none."""
     sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples"

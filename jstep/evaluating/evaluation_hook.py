@@ -35,11 +35,10 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
-    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook. An
-    evaluation at the end of a run that is not due is not passed to callbacks with a true attribute `on_cadence_only`,
-    such as `EarlyStopping` and `ReduceOnPlateau`. If a `jstep.evaluator` cannot evaluate the state, this is an error
-    before the first step, unless its batches are an iterator, a loader, or on several processes. If a signal arrives
-    during its evaluation, the run saves and exits, and the evaluation is repeated when the run is restarted.
+    The states of callbacks are saved with each checkpoint. An evaluation at the end of a run that is not due is not
+    passed to callbacks with a true attribute `on_cadence_only`, such as `EarlyStopping` and `ReduceOnPlateau`. If a
+    `jstep.evaluator` cannot evaluate the state, this is usually an error before the first step. An evaluation that a
+    signal interrupts is repeated when the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
@@ -55,7 +54,6 @@ class EvaluationHook(RunHook):
         at_start: Whether to evaluate the state before the first step of a fresh run, too.
 
     Attributes:
-        key: The argument `key`.
         results: Step → result of `evaluate`, for this run.
 
     Raises:
@@ -142,7 +140,7 @@ class EvaluationHook(RunHook):
         self._call_each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
+        """Begin the callbacks; if one of them returns True, no step is run."""
         super().begin(state)
         require_alive(state)
         self.results = {}
@@ -175,7 +173,7 @@ class EvaluationHook(RunHook):
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
-        """Repeat, after a restore, the evaluation of this step that a signal interrupted."""
+        """Repeat the evaluation of this step that a signal interrupted."""
         if not self._owes(step, was_due=True):
             return None
         result = self._evaluate_at(step, state, on_cadence=True)
@@ -197,7 +195,7 @@ class EvaluationHook(RunHook):
         return self._owes(step, was_due=False)
 
     def repeat(self, step: int, state: TrainState) -> None:
-        """Evaluate the state of a finished run that is started again, without callbacks."""
+        """Evaluate the state of a finished run, without callbacks."""
         self._reported_step = step
         if step not in self.results:
             self._evaluate_at(step, state, self._is_on_cadence(step))

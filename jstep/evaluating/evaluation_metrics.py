@@ -1,4 +1,4 @@
-"""The metrics of evaluation batches, and their totals, which are exact for low precision and beyond 2³¹.
+"""The metrics of evaluation batches, and their totals, which are exact.
 
 Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
 """
@@ -47,7 +47,7 @@ class Metric:
 
 
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
-    """Return the metrics of a batch, whose kinds are determined by their shapes."""
+    """Return the metrics of a batch."""
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
@@ -80,7 +80,7 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
 
 
 class MetricTotals:
-    """The totals of all metrics by name: a sum and a count of each batch, on the host, or a merged object."""
+    """The totals of all metrics by name."""
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
         self._merge = merge

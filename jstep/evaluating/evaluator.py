@@ -43,7 +43,7 @@ STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", de
 
 
 class EvaluationAbandoned(BaseException):
-    """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
+    """Raised between two batches of an evaluation when the run stops.
 
     It is not an Exception, so that user code, such as a retry, does not catch it.
     """
@@ -95,10 +95,10 @@ def evaluator(
 
     Raises:
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
-            structure, or computes something other than numbers. The message contains the name of the metric.
+            structure, or computes something other than numbers.
         ValueError: The batches have no end. From `evaluate`: there are no batches, an iterator was used before, a
-            metric is not one of the four kinds (the message contains its name), the state has no averages or model
-            state, or it has averages of some parameters and schedule-free parameters of others.
+            metric is not one of the four kinds, the state has no averages or model state, or it has averages of some
+            parameters and schedule-free parameters of others.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jstep
@@ -167,7 +167,7 @@ class Evaluator:
         return totals.results()
 
     def check(self, state: TrainState) -> list[str] | None:
-        """Raise the errors of an evaluation; return the names of the metrics, if they can be known without one."""
+        """Raise the errors of an evaluation; return the names of the metrics, if known."""
         self._check_state(state)
         raw = as_average_names(self.use_averages) is None
         params: Any = self._evaluated(state) if raw else jax.eval_shape(self._evaluated, state)
@@ -229,7 +229,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
 
 def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
-    """Return the metrics of each lane, or of the whole batch if lanes do not divide it."""
+    """Return the metrics of each lane, or of a batch that lanes do not divide."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())

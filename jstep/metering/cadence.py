@@ -1,4 +1,4 @@
-"""The cadence of hooks: multiples of steps, intervals of seconds, steps that a hook names, the last step."""
+"""The cadence of hooks: multiples of steps, intervals of seconds, the last step."""
 
 import dataclasses
 import math
@@ -32,17 +32,16 @@ def next_multiple(step: int, interval: int) -> int:
 class Cadence:
     """A cadence in steps, in seconds of a clock, or both, whichever comes first.
 
-    Steps are due at multiples counted from 0. Seconds count from the end of the hook's last call: a slow hook would
-    otherwise always be due.
+    Steps are due at multiples counted from 0. Seconds count from the end of the hook's last call.
 
     Attributes:
         steps: The interval in steps.
         secs: Seconds, or a function that returns them at the start of each interval.
         clock: Returns the time in seconds.
         together: Whether all processes act at the same step, by one process's clock.
-        ends_calls: Whether calls of several steps end at multiples; if not, the first call that reaches one counts.
+        ends_calls: Whether calls of several steps end at multiples.
         at_last: Whether the hook is also due at the last step.
-        again_at_last: Whether it is due there even if it was already called.
+        again_at_last: Whether it is due there even if already called.
     """
 
     steps: int | None = None
@@ -99,7 +98,7 @@ def hook_cadence(hook: object) -> Cadence | None:
 def next_call(hook: object, step: int) -> tuple[int, int]:
     """Return when a hook is due next, and the step at which a call of several steps must end for it.
 
-    Hooks that name no steps are due after every call, which may run past any step.
+    Hooks that name no steps are due after every call.
     """
     cadence, named = hook_cadence(hook), None
     if hasattr(hook, "next_due") and (answer := hook.next_due(step)) is not None:
@@ -122,7 +121,7 @@ class HookSchedule:
     """The schedule of a hook in a run.
 
     Attributes:
-        next: The next step at which the hook is due by steps; `is_due` is called from then, or from the deadline on.
+        next: The next step at which the hook is due by steps.
         called: The last step at which the hook was called, or the first step of the run.
     """
 
@@ -135,7 +134,7 @@ class HookSchedule:
         self.reschedule(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether the hook is due; with a cadence in seconds, every process must call this after every call."""
+        """Whether the hook is due; every process must call this after every call."""
         if self._agreed is not None:
             # Ask in any case, because all processes must do so at the same steps.
             return self._agreed.due(step) or self.cadence.has_multiple(step)

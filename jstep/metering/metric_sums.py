@@ -1,4 +1,4 @@
-"""Sums of metrics over intervals of steps: the device keeps them in a small array, and the host adds up its pieces."""
+"""Sums of metrics over intervals of steps, in pieces from the device."""
 
 import dataclasses
 import functools
@@ -29,8 +29,7 @@ consecutive skipped steps was reached, or −1."""
 
 NO_CONSTANTS = Constants({})
 _CALLS, _VALUES = 25, 128
-"""The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
-intervals, so that few dispatches are padded."""
+"""The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
 
 Pairs = dict[str, tuple[float, float]]
 """Name of a metric → sum and number of the steps that have it; of a `mean_of`, the sum of its counts unless it is 0."""
@@ -496,7 +495,7 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | No
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """Compile `add(sums, calls, count) -> sums` for calls of one step.
 
-    `calls` are the values of the metrics `names`; calls after the first `count` are padding.
+    Calls after the first `count` are padding.
     """
 
     def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:

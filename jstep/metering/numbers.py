@@ -1,4 +1,4 @@
-"""The numbers of a log line: their selection, order and text, and their transfer from the device."""
+"""The numbers of a log line, and their transfer from the device."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]
 
 
 def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str]:
-    """Sort metrics: `loss`, learning rates, then the others by name; the first two are never left out."""
+    """Sort metrics: `loss`, learning rates, then the others by name, without those left out."""
 
     def rank(name: str) -> tuple[int, str]:
         return (0 if name == LOSS else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
@@ -46,7 +46,7 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number or a bool: a Python or NumPy scalar, an array without axes, or its shape."""
+    """Whether a value is a real number or a bool, also an array or its shape."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
@@ -111,7 +111,7 @@ def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
 
 
 class TransferQueue:
-    """A queue of transfers to the host, shared by the reporting hooks of a run, so that rows arrive in order.
+    """A queue of transfers to the host, shared by the reporting hooks of a run.
 
     Args:
         waiting: A context for waits for the device.

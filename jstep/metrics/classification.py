@@ -253,7 +253,7 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 # Area under the ROC curve, and average precision, from counts of examples by score in a fixed number of bins.
 
 _FINER = 32
-"""Multiplier of the requested number of thresholds, which costs almost nothing."""
+"""Multiplier of the requested number of thresholds."""
 _MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
 
@@ -376,7 +376,7 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 
 
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
-    """Reduce the number of bins to `most`: neighbors share bins of about equal size, as `_bin_indices` measures it."""
+    """Reduce the number of bins to `most`: neighbors share bins of about equal size."""
     counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
@@ -422,7 +422,7 @@ def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
 
 
 def _differs(vector: Array) -> Array:
-    """Whether each element differs from the previous one; NaN equals NaN, and the first element differs."""
+    """Whether each element differs from the previous one; NaN equals NaN."""
     before, after = vector[:-1], vector[1:]
     return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
 
@@ -488,6 +488,6 @@ def _at_least_float32(array: Array) -> Array:
 
 
 def whole(vector: Array) -> Array:
-    """Replicate a vector on an Explicit mesh: JAX does not sort or scatter over Explicit axes."""
+    """Replicate a vector on an Explicit mesh."""
     mesh = meshes.explicit_mesh(vector)
     return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

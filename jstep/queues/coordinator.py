@@ -33,9 +33,6 @@ class Coordinator:
         clean_stop_exception_types: Exception types that end a run without an error; by default `(OutOfRangeError,)`,
             the end of a closed queue.
 
-    Raises:
-        TypeError: An entry is not an exception type.
-
     Example:
         >>> import threading, jstep
         >>> coord = jstep.Coordinator()
@@ -109,7 +106,7 @@ class Coordinator:
             return self._stopped
 
     def clear_stop(self) -> None:
-        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused."""
+        """Clear the stop, so that the coordinator can be reused."""
         with self._changed:
             self._stopped = self._joined = False
             self._exc_info = None

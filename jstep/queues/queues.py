@@ -88,8 +88,7 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A change
-    wakes all threads that wait for one.
+    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -326,7 +325,7 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
-        """The largest size at which n elements may be added: they fit, or no dequeue could make room for them."""
+        """The largest size at which n elements may be added."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:
@@ -393,9 +392,9 @@ class RandomShuffleQueue(BoundedQueue):
     """A queue that returns its elements in random order.
 
     Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival, and waits
-    until there are that many. So the order depends on the seed and the order of arrival alone: with a single producer
-    it is the same in every run. With `min_after_dequeue=0`, as always in TF, the draw is among all elements in the
-    queue, so the order also depends on thread timing. After `close`, the remaining elements are drawn.
+    until there are that many. So the order depends on the seed and the order of arrival alone. With
+    `min_after_dequeue=0`, as always in TF, the draw is among all elements in the queue, so the order also depends on
+    thread timing. After `close`, the remaining elements are drawn.
 
     Args:
         capacity: The maximum number of elements.

@@ -53,10 +53,7 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator of functions, so that the `repr` of their schedules is the call.
-
-    The error for a surplus argument explains the signatures of `tf.train`.
-    """
+    """Make a decorator of functions, so that the `repr` of their schedules is the call."""
     return record_calls(_remember, positional, _explain_order)
 
 
@@ -84,7 +81,7 @@ def _refuse_step(name: str, value: object) -> None:
 
 
 def flag(name: str, value: object) -> bool:
-    """Validate a bool; reject a number, which has this position in TF's order."""
+    """Validate a bool, not a number as in TF's order."""
     try:
         return as_bool(value, name)
     except TypeError as error:
@@ -102,14 +99,14 @@ def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = 
 
 
 def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay of `tf.train`; reject an array, which is a step, and a rate (below 1)."""
+    """Convert the length of a decay of `tf.train`; reject a step or a rate."""
     _refuse_step(name, value)
     length = as_fraction(name, value, meaning=NO_STEP)
     return length if length >= 1 else as_step_count(name, value, schedule)
 
 
 def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate a number of steps; reject a float, which another library has in this position."""
+    """Validate a number of steps; reject a float."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float:
@@ -145,7 +142,7 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
 
 
 def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
-    """The fractions of the interval from `start` to `end` that have passed and remain, each precise near 0."""
+    """The fractions of an interval that have passed and remain, each precise near 0."""
     largest = int(np.iinfo(step.dtype).max)
     scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
     first = max(min(round(start * scale), largest), -largest)
@@ -194,10 +191,7 @@ class Periods(NamedTuple):
 
 
 def divide_steps(step: Array, length: Fraction) -> Periods:
-    """Divide an integer step by a period, in integers: step / length = whole + fraction.
-
-    A length with too many digits for products of integers is rounded.
-    """
+    """Divide an integer step by a period, in integers: step / length = whole + fraction."""
     largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)

@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The position in the rounding sequence, in scalars, so that arrays of equal shape share a program."""
+    """The position in the rounding sequence, in scalars."""
 
     step: Any
     salt: Any
@@ -123,7 +123,7 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
     """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
 
-    Rounding errors cancel sooner with these numbers than with random ones. `first` is the position of a slice.
+    Rounding errors cancel sooner than with random numbers. `first` is the position of a slice.
     """
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):

@@ -61,8 +61,8 @@ class IndexedSlices:
 class RowsInOrder(IndexedSlices):
     """Slices with one entry for each row of the table, in order, of which only some are named.
 
-    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index: valid slices for code
-    that does not know this class. Code that knows it needs no sort, gather or scatter.
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index. Code that knows this
+    class needs no sort, gather or scatter.
     """
 
     @property
@@ -125,10 +125,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 @exempts_transfers
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:
-    """Convert a result of `combine_rows` to valid slices: unused entries become zero rows at its first index.
-
-    They must not name other rows: an optimizer with momentum would move them.
-    """
+    """Convert a result of `combine_rows` to valid slices: unused entries become zero rows at its first index."""
     if not rows.indices.shape[0]:
         return rows
     if isinstance(rows, RowsInOrder):

@@ -30,7 +30,7 @@ def require_optimizer(name: str, value: object) -> Optimizer:
 
 
 def is_transformation(value: object) -> bool:
-    """Whether a value counts as a transformation of Optax: it has `init` and `update`, and nothing more."""
+    """Whether a value has `init` and `update`, and nothing more."""
     # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
 
@@ -113,7 +113,7 @@ _ORIGINS = ("x0", "init_particles")
 
 
 def _refuse_private(state: Tree) -> None:
-    """Reject `dpsgd`, which would treat the first axis of a mean gradient as the examples."""
+    """Reject `dpsgd`, which needs the gradients of examples."""
 
     def is_private(node: object) -> bool:
         return type(node).__name__ == "DifferentiallyPrivateAggregateState"
@@ -148,7 +148,7 @@ class _StateSlots:
         self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
-        """The values at the trained leaves, or nodes without leaves, if a node has the structure of params."""
+        """The values at the trained leaves, if a node has the structure of params."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -189,7 +189,7 @@ def seen(params: Params) -> Params:
 
 
 def _separate_copy(leaf: Any) -> Any:
-    """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
+    """Copy to a separate buffer."""
     if trees.is_key(leaf):
         return jnp.copy(leaf)  # leaf.copy() fails during tracing
     # A weak type would become strong in the first step, which would recompile it.

@@ -50,9 +50,9 @@ AGES = (Role.AGE, Role.OWN_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
-"""Slots that start as copies of the parameters: they follow parameters that are restored without them."""
+"""Slots that start as copies of the parameters."""
 LIKE_PARAMETERS = (*COPIES, Role.AVERAGE)
-"""Slots like the parameters, which restore old values if only the parameters are replaced."""
+"""Slots like the parameters."""
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that complete another slot, or the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
@@ -75,7 +75,7 @@ class Roles(Mapping[str, Role | None]):
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
-        per_step: Slots that change once a step, also in an update without a gradient of their leaves.
+        per_step: Slots that change once a step.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
 
@@ -149,7 +149,7 @@ class Roles(Mapping[str, Role | None]):
         return self.changed({Role.AGE: Role.OWN_AGE})
 
     def for_state(self) -> "Roles":
-        """What functions of a state read: states of other optimizers with the same slots may have its structure."""
+        """What functions of a state read."""
         roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
         return Roles(roles, halves=self.halves, arguments=self.arguments, computing=self.computing)
 
@@ -169,7 +169,7 @@ NO_ROLES = Roles()
 
 
 def roles_in(state: Tree) -> Roles:
-    """The roles of a state's slots; `NO_ROLES` for a state made by hand, or of another type."""
+    """The roles of a state's slots."""
     roles = getattr(state, "roles", None)
     return roles if isinstance(roles, Roles) else NO_ROLES
 
@@ -186,7 +186,7 @@ class Init:
         finished: Whether the updates include −learning_rate.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
-        needs_all: Whether it must get all parameters: an Optax transformation may not accept None for frozen ones.
+        needs_all: Whether it must get all parameters, also frozen ones.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -208,7 +208,7 @@ class Init:
 
 
 _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
-"""The slots that inner optimizers create while the `init` of a custom one is traced, and their roles."""
+"""The slots that inner optimizers create while an `init` is traced, and their roles."""
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:

@@ -32,9 +32,6 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
         values: A real number, or an array or list of numbers with the shape of `tags`.
         collections: The collections to add the summary to; None for the default one, () for none.
 
-    Returns:
-        A `Summary`, a pytree whose tags are static.
-
     Raises:
         ValueError: The shapes differ, or a tag is empty or given twice.
 
@@ -106,15 +103,9 @@ def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> Va
 
 
 def zero_fraction(value: object) -> Array:
-    """Return the fraction of zeros in an array (its sparsity).
+    """Return the fraction of zeros in an array.
 
-    zero_fraction(x) = (number of i with x_i = 0) / (number of elements); NaN for an empty array.
-
-    Args:
-        value: Any array or number.
-
-    Returns:
-        A float32 scalar.
+    zero_fraction(x) = (number of i with x_i = 0) / (number of elements), a float32 scalar; NaN for an empty array.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
@@ -256,7 +247,7 @@ _ZERO = 1e-6
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
 _READ_AT_ONCE = 2**16
-"""The largest array on the device that is checked eagerly for non-finite values, if it is ready."""
+"""The largest array on the device that is checked eagerly."""
 
 
 @shortens_tracebacks
@@ -268,16 +259,16 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
     Args:
         tag: The tag.
-        values: An array of real numbers of any shape. An eager call reads it before a later step can reuse its buffer.
+        values: An array of real numbers of any shape.
         collections: As in `scalar`.
 
     Returns:
         A `Summary`.
 
     Raises:
-        ValueError: A value is NaN or infinite, in the dtype that devices have. Values on the host, and small arrays on
-            the device that are ready, are checked immediately. Others are checked by the writer, which raises at its
-            next call. In a run, a histogram of a step that skipped its update is left out instead.
+        ValueError: A value is NaN or infinite, in the dtype that devices have. Values that are not ready are checked by
+            the writer, which raises at its next call. In a run, a histogram of a step that skipped its update is left
+            out instead.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -305,7 +296,7 @@ def bucket_limits() -> NumPyArray:
 
 
 def _eager(tag: str, values: Any) -> Any:
-    """Convert concrete values to a dtype of the device; check them if that needs no wait."""
+    """Convert concrete values to a dtype of the device."""
     if isinstance(values, np.ndarray):
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
@@ -384,7 +375,7 @@ def _bucket(x: Array) -> Array:
 
 
 def _limits_as(dtype: DTypeLike) -> NumPyArray:
-    """Return the limits in the dtype of the values, rounded up so that comparisons agree with doubles."""
+    """Return the limits in the dtype of the values, rounded up."""
     limits = bucket_limits()
     if dtype == np.float64:
         return limits

@@ -33,8 +33,7 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
     """Return the serialized events of a summary, and the errors; wait for its arrays.
 
-    Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without it they are
-    numbered from 0.
+    Leading axes, added by scan and vmap, are steps up to `last_step`, or from 0.
     """
     if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
@@ -157,7 +156,7 @@ def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
 
 
 def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
-    """Return a histogram; empty buckets between filled ones are merged, as in TensorFlow."""
+    """Return a histogram, in which empty buckets are merged, as in TensorFlow."""
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)
     # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard replaces their limits

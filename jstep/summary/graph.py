@@ -45,7 +45,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _graph_of_traced(traced: Any) -> Any:
-    """One node for each argument, equation and result of a traced function; a call or a loop is one node."""
+    """One node for each argument, equation and result of a traced function."""
     graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
     arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
@@ -64,7 +64,7 @@ def _graph_of_traced(traced: Any) -> Any:
 
 
 def _graph_of_lowered(lowered: Any) -> Any:
-    """One node for each argument and operation of a lowered function, which has neither scopes nor paths."""
+    """One node for each argument and operation of a lowered function."""
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
     main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
     graph, block = _Graph(), main.regions[0].blocks[0]

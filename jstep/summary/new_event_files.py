@@ -92,7 +92,7 @@ def _first_record() -> bytes:
 
 
 def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return names that sort after all others in the directory: TensorBoard reads files in that order."""
+    """Return names that sort after all others in the directory."""
     # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
     # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     host = f"{socket.gethostname()}.{os.getpid()}"
@@ -109,8 +109,7 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     """Return the end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints.
 
-    The hash identifies a start that died before its first checkpoint. Its path is relative to the logdir, so that both
-    may be moved.
+    The hash identifies a start that died before its first checkpoint.
     """
     above, directory = resolve_path(logdir), resolve_path(where)
     if is_url(above) == is_url(directory):
@@ -126,14 +125,14 @@ STARTS = 2
 def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
-    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. If other
-    writers opened files since the last start, a separate file before theirs holds the marks.
+    The marks make TensorBoard drop all events from `step` on. If other writers opened files since the last start, a
+    separate file before theirs holds the marks.
 
     Args:
         path: The new file of the run.
         step: The first step that it may hold.
-        same_place: Whether files of a run of the same place are its own, not only those of its name.
-        is_new: Whether the run resumes from no checkpoint; a warning then names the files of others.
+        same_place: Whether files of a run of the same place are its own.
+        is_new: Whether the run resumes from no checkpoint.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))

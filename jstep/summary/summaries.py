@@ -55,7 +55,7 @@ class Histogram:
     """Bucket counts and moments of the values of an array; `added` is as in `Images`.
 
     `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32.
-    `skipped` is 1 if the step skipped its update, 0 if not, None if that is unknown.
+    `skipped` is 1 if the step skipped its update, 0 if not, or None.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -133,7 +133,7 @@ def is_here(x: jax.Array) -> bool:
 
 
 def keep(x: object) -> Any:
-    """Copy x if its value can change or be deleted later; do not wait for the device."""
+    """Copy x if its value can change or be deleted later."""
     # An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
     if is_traced(x):
         return x
@@ -168,7 +168,7 @@ def _no_trace() -> Any:
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    """Add a new part to its collections; a traced part only to an active `collect`."""
+    """Add a new part to its collections."""
     collectors = COLLECTORS.get()
     traced = is_traced_part(part)
     for key in _collection_names(collections):
@@ -315,7 +315,7 @@ def _unreturned(collector: Collector, result: object) -> Summary | None:
 
 
 def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
-    """Return aux, and the created summaries merged with those that the loss returned as `summaries`."""
+    """Return aux, with the created summaries among its `summaries`."""
     returned = aux.get(SUMMARIES)
     if not isinstance(returned, Summary):
         return aux, created
@@ -350,10 +350,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
     Args:
         summaries: The summaries; None is skipped.
-        collections: The collections to add the result to, for example a summary that a transformed function returned.
-
-    Returns:
-        A `Summary`.
+        collections: The collections to add the result to.
 
     Raises:
         ValueError: Two values have the same tag.
@@ -395,6 +392,6 @@ def summaries_in(tree: Tree) -> Summary | None:
 
 
 def of_skipped_step(summary: Summary, skipped: object) -> Summary:
-    """Return the summary of a step that may have skipped its update: its histograms may be non-finite then."""
+    """Return the summary of a step that may have skipped its update."""
     parts = (dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part for part in summary.parts)
     return Summary(tuple(parts))

@@ -33,13 +33,13 @@ from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
 NAP = 0.1
-"""Seconds that the thread waits after the first job: it would compete with the start of the next step."""
+"""Seconds that the thread waits after the first job."""
 
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
 _Job: TypeAlias = tuple[Any, Any, float, int]
-"""The data to write (or, for a request, a function), its step, its time, and its approximate bytes."""
+"""The data to write, or a function, its step, its time, and its approximate bytes."""
 
 
 class Worker:
@@ -75,7 +75,7 @@ class Worker:
         return self._sink.path
 
     def check(self) -> None:
-        """Raise errors of the thread: for a failed event once, for a failed file at every call."""
+        """Raise errors of the thread, for a failed file at every call."""
         if (error := self.take_error()) is not None:
             raise error
         if self._broken is not None:  # raised once already
@@ -140,7 +140,7 @@ class Worker:
         self._request(self._end)
 
     def close(self) -> None:
-        """Write the queued jobs, close the file and end the thread; an interrupted call may be repeated."""
+        """Write the queued jobs, close the file and end the thread."""
         if not self._ended:
             self.request_close()
         threads.join_thread(self._thread)
@@ -245,8 +245,7 @@ class SummaryWriter:
     Args:
         logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In an object store
             (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush` and `close`, and at most every 10
-            seconds or `flush_secs`, whichever is longer. `close` raises if uploads keep failing; a process that is
-            killed loses what it has not uploaded.
+            seconds or `flush_secs`, whichever is longer. A process that is killed loses what it has not uploaded.
         graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file.
         flush_secs: Maximum time in seconds that an event is buffered.
@@ -432,8 +431,6 @@ class SummaryWriter:
 
     def close(self) -> None:
         """Write everything added, flush it to disk, close the file and end the thread.
-
-        A second call does nothing, unless Ctrl-C has interrupted the first one.
 
         Raises:
             Exception: An event could not be written, and no earlier call has raised the error.

@@ -28,7 +28,7 @@ from jstep.weights.search import arrays_directory, local_path, read_tensors, wei
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _MAX_GROUP_BYTES = 2**30
-"""The bytes that are read together: while they are cast, they occupy memory in both dtypes."""
+"""The bytes that are read together."""
 
 
 @shortens_tracebacks
@@ -147,7 +147,7 @@ class TensorSource:
 
 
 def open_source(path: object) -> TensorSource:
-    """Open weights for reading, and check their description; no tensor is read."""
+    """Open weights for reading, and check their description."""
     resolved = local_path(path)
     if (file := weights_file(resolved)) is not None:
         tensors = read_tensors(file)

@@ -71,7 +71,7 @@ class NewFiles:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open the temporary file of a name, which has the mode of the file that it will replace."""
+        """Open the temporary file of a name, with the mode of the file that it will replace."""
         make_directories(self._directory)
         with new_file(self._temporary(name)) as file:
             with contextlib.suppress(OSError):  # it is new, or the file system has no modes
