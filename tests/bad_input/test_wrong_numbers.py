@@ -66,7 +66,7 @@ MADE: dict[str, Callable[[], Any]] = {
 """Arguments that a call may use up."""
 GIVEN_TO: dict[str, dict[str, Any]] = {
     **{name: {"labels": np.arange(4) % 2} for name in dir(jstep.metrics)},
-    "replayed": {"make": list},
+    "replayed": {"make": list}, "mean_of": {"total": 1.0, "count": 1.0},
     "scale_updates": {"factors": {"w": 0.5}}, "mup": {"base": PARAMS},
     "train": {"last_step": 0}, "gradients": {"fn": loss}, "layer_norms": {"tree": PARAMS},
     "replay": {"batches": lambda step: ()}, "verify_resume": {"train_step": ADVANCING, "batches": lambda step: ()},
