@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -98,7 +98,8 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         def call_user_step(state: Tree, args: tuple[Any, ...]) -> Any:
             result = call_custom_step(step, state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
-            if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
+            is_step = is_pair and isinstance(result[0], TrainState) and isinstance(result[1], Mapping)
+            if not is_pair or (isinstance(state, TrainState) and not is_step):
                 returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
                 raise TypeError(
                     f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
