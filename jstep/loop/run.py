@@ -39,7 +39,7 @@ from jstep.loop.course import AFTER_LOOP, BEGINNING, BETWEEN, BODY, ENDING, LEAV
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
 from jstep.loop.programs import Chunk, as_stages
-from jstep.loop.run_context import Opened, RunContext
+from jstep.loop.run_context import RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
@@ -139,7 +139,6 @@ class Run(Generic[P]):
     """
 
     _has_body: ClassVar[bool] = True
-    _opened: Opened
     _run_chunk: RunChunk
 
     @takes_options(Options)
@@ -236,7 +235,7 @@ class Run(Generic[P]):
         self._pause_body()
         self._batches.passed.append(args)
         with self._failure:
-            self._take(next(self._opened.feeder))
+            self._take(next(self._context.opened.feeder))
         self._resume_body()
         return run.metrics
 
@@ -265,8 +264,8 @@ class Run(Generic[P]):
             stack.callback(self._release)
             stack.push(self._rescue)
             run.signals.begin()
-            self._opened = open_run(run, self._batches)
-            self._has_steps = begin(run, self._opened)
+            open_run(run, self._batches)
+            self._has_steps = begin(run, run.opened)
             makes_batches = isinstance(self._batches, LoopBatches)
             self._iterator = self._iterate_bodies() if makes_batches else self._iterate_calls()
             self._stack = stack.pop_all()
@@ -357,9 +356,9 @@ class Run(Generic[P]):
     def _iterate_calls(self) -> Generator[int, None, None]:
         """Take a call in each iteration."""
         run, course, watch = self._context, self._context.course, self._context.watch
-        signals, savers, clock = run.signals, self._opened.runner.savers, run.watch.clock
+        signals, savers, clock = run.signals, run.opened.runner.savers, run.watch.clock
         has_body, interval = course.has_body, course.body_interval
-        has_run = run.restored is None or self._opened.runner.ended_at == course.first
+        has_run = run.restored is None or run.opened.runner.ended_at == course.first
         with self._failure:
             try:
                 for chunk in self._begin_steps():
@@ -391,7 +390,7 @@ class Run(Generic[P]):
         course = self._context.course
         interval = course.body_interval
         is_between = interval is not None and course.position.step % interval > 0
-        return is_between and course.has_body and course.status != LEAVING and self._opened.feeder.has_begun
+        return is_between and course.has_body and course.status != LEAVING and self._context.opened.feeder.has_begun
 
     def _begin_body(self) -> None:
         course, watch = self._context.course, self._context.watch
@@ -410,7 +409,7 @@ class Run(Generic[P]):
             self._begin_steps()
             resumes = self._has_steps and not course.is_at_last
             while resumes:
-                self._opened.feeder.iterations += 1
+                self._context.opened.feeder.iterations += 1
                 course.begin_iteration()
                 self._resume_body()
                 yield course.position.step
@@ -438,10 +437,10 @@ class Run(Generic[P]):
         run = self._context
         if not self._has_steps or run.course.is_at_last:
             return ()
-        run.signals.finish(self._opened.feeder.interrupted)
+        run.signals.finish(run.opened.feeder.interrupted)
         run.course.status = BETWEEN
-        self._run_chunk = self._opened.runner.with_before_step(self._opened.dispatch)
-        return () if isinstance(self._batches, LoopBatches) else fetch_by_all(self._opened.feeder)
+        self._run_chunk = run.opened.runner.with_before_step(run.opened.dispatch)
+        return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.opened.feeder)
 
     def _take(self, chunk: Chunk) -> int:
         """Take a call, and call the hooks that are due, except savers."""
@@ -456,14 +455,14 @@ class Run(Generic[P]):
         if course.has_body:
             course.status = WITHIN
         run.in_flight.add(chunk.first, step, position.state, position.metrics)
-        self._opened.runner.after(chunk.first)
+        run.opened.runner.after(chunk.first)
         return step
 
     def _resumes(self) -> bool:
         """Between two iterations, save if a save is due, and obey a signal; return whether there is another one."""
         run, course = self._context, self._context.course
-        if course.position.step >= self._opened.runner.savers.next or run.failures:
-            self._opened.runner.save()
+        if course.position.step >= run.opened.runner.savers.next or run.failures:
+            run.opened.runner.save()
         if run.signals.to_stop():
             course.status = LEAVING
         return course.status != LEAVING and not course.is_at_last
@@ -484,8 +483,8 @@ class Run(Generic[P]):
 
     def _finish(self) -> None:
         """End the hooks, which save the last state, or leave if a signal was received."""
-        run, course, runner = self._context, self._context.course, self._opened.runner
-        is_idle = self._has_steps and not self._opened.feeder.has_begun  # it was stopped before its first iteration
+        run, course, runner = self._context, self._context.course, self._context.opened.runner
+        is_idle = self._has_steps and not run.opened.feeder.has_begun  # it was stopped before its first iteration
         if course.status != LEAVING:
             course.status = ENDING
             if self._has_steps and not course.is_at_last:

@@ -48,7 +48,7 @@ from jstep.watching.observer import compiling_for
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 
 
-def open_run(run: RunContext, batches: Tree) -> Opened:
+def open_run(run: RunContext, batches: Tree) -> None:
     """Open the checkpoints, restore the state, and make the hooks and chunks of the run."""
     _open_checkpoints(run)
     processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
@@ -71,7 +71,6 @@ def open_run(run: RunContext, batches: Tree) -> Opened:
         summaries = [] if writer is None else [writer.settle]
         for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
             run.closing.enter_context(run.saver.flushing(flush))
-    return opened
 
 
 def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies: BatchCopies) -> Iterator[Chunk]:
