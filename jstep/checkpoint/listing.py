@@ -1,12 +1,13 @@
 """Listing of the checkpoints in a directory: their names, and which of them are complete; does not load JAX."""
 
+import logging
 import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
-from jstep.core.logs import is_first, logger
+from jstep.core.logs import log_once
 from jstep.stores.files import is_absent, may_be_file, read_small
 
 # On a disk, each checkpoint is a directory. Below a URL, checkpoints are objects with these keys:
@@ -93,9 +94,8 @@ def list_names(directory: str) -> list[str]:
 
 def find_complete(final: str) -> str | None:
     path, lacks = find_complete_or_missing(final)
-    text = f"{final} is ignored: it is incomplete, {lacks} is missing"
-    if lacks not in (None, MANIFEST_FILE) and is_first(text):
-        logger.warning("%s", text)
+    if lacks not in (None, MANIFEST_FILE):
+        log_once(logging.WARNING, f"{final} is ignored: it is incomplete, {lacks} is missing")
     return path
 
 

@@ -31,11 +31,12 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 """The texts of the warnings that this run has logged; None outside of a run."""
 
 
-def is_first(text: str) -> bool:
+def log_once(level: int, text: str) -> None:
+    """Log a line, in a run only the first time."""
     warned = set[str]() if (of_run := WARNED.get()) is None else of_run
-    is_new = text not in warned
-    warned.add(text)
-    return is_new
+    if text not in warned:
+        warned.add(text)
+        logger.log(level, "%s", text, stacklevel=2)
 
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)

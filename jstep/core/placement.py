@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from jstep.core import trees
 from jstep.core.checks import as_int, as_string, check_choice
 from jstep.core.jaxprs import is_slow_in_loops
-from jstep.core.logs import is_first, logger
+from jstep.core.logs import log_once
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
 
 
@@ -318,8 +319,7 @@ def scan(
                 f"a loop of {length} iterations with convolutions is unrolled, since XLA runs them 10 to 30 times "
                 f"slower in loops on a CPU: it compiles as long as {length} copies do; unroll=1 keeps the loop"
             )
-            if is_first(text):
-                logger.info(text)
+            log_once(logging.INFO, text)
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
 
 

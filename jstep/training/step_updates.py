@@ -3,13 +3,14 @@
 import contextlib
 import contextvars
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jstep.core import trees
 from jstep.core.checks import format_list
 from jstep.core.exceptions import setting
-from jstep.core.logs import is_first, logger
+from jstep.core.logs import log_once
 from jstep.core.trees import Optimizer, Params, Updates
 from jstep.differentiate.loss_gradients import UNUSED
 from jstep.slots.indexed_slices import is_slices
@@ -42,23 +43,20 @@ class _StepUpdates:
     def warn(self) -> None:
         updated, aged = (set[str]().union(*paths) for paths in zip(*(u[:2] for u in self.updates), strict=True))
         if leaves := sorted(map(repr, self.unused & updated & aged)):
-            _warn_once(
+            log_once(
+                logging.WARNING,
                 f"one update of the step has no gradient of {format_list(leaves)}, and another one has: the age of its "
                 "slots, which corrects the bias of averages, counts both (in PyTorch a parameter's own updates). "
                 "Otherwise add a term 0 * … of it to the loss that does not use it, or give it a label of its own in a "
-                "jstep.partition"
+                "jstep.partition",
             )
         averages = sorted(set[str]().union(*(map(repr, update.per_step) for update in self.updates)))
         if averages and not any(update.increments for update in self.updates):
-            _warn_once(
+            log_once(
+                logging.WARNING,
                 f"the averages {format_list(averages)} move once a step, at the update that increments the global "
-                "step, and no update of this step does: make the last one with increment_global_step=True"
+                "step, and no update of this step does: make the last one with increment_global_step=True",
             )
-
-
-def _warn_once(text: str) -> None:
-    if is_first(text):
-        logger.warning(text)
 
 
 _UPDATES: contextvars.ContextVar[_StepUpdates | None] = contextvars.ContextVar("jstep_updates", default=None)
