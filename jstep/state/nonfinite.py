@@ -1,11 +1,15 @@
 """NaN and infinity in the parameters and slots of a state, and the error that reports them."""
 
-from collections.abc import Mapping
+import functools
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import format_list
@@ -15,6 +19,10 @@ from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
 """The contents of an array: only finite numbers; infinity but no NaN; NaN."""
+_TOGETHER, _IN_FLIGHT = 64, 16
+"""The leaves of a kind that one program checks, unless they are many more; and the programs that run at once."""
+_BLOCK = 2**20
+"""Bytes that stay in a cache while they are read twice."""
 
 
 class StateContents:
@@ -33,13 +41,17 @@ class StateContents:
         if isinstance(slots, dict):
             slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE}
         checked = jax.tree.leaves(params if params_only else (params, slots))
+        checked = [i for i in checked if _may_be_nonfinite(state.values[i])]
+        self._paths = [state.paths[i] for i in checked]
         with meshes.internal_transfers():
-            found = [(state.paths[i], _found(state.values[i], read_cpus)) for i in checked]
-        self._found = {path: contents for path, contents in found if contents is not None}
+            self._found = _start_checks([state.values[i] for i in checked], read_cpus)
 
     def contents(self) -> dict[str, int]:
+        values = np.zeros(len(self._paths), np.int8)
         with meshes.internal_transfers():
-            return {path: int(value) for path, value in self._found.items()}
+            for numbers, found in self._found:
+                values[numbers] = np.asarray(found)
+        return dict(zip(self._paths, values.tolist(), strict=True))
 
     def are_finite(self) -> bool:
         return not any(self.contents().values())
@@ -61,25 +73,131 @@ def describe_contents(worse: Mapping[str, int]) -> str:
     return f"{format_list([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 
 
-def _found(leaf: Any, read_cpus: bool) -> Any:
-    if not (trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size):
-        return None
-    if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
+def _may_be_nonfinite(leaf: Any) -> bool:
+    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
+
+
+# The host reads the arrays of CPUs. Other devices read their own shards, with a program for up to 64 leaves of a kind,
+# which does not communicate. One reduction over the devices of a mesh then combines the results of all leaves.
+
+
+def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int], Any]]:
+    """Start to check leaves; return indices of leaves, and int8 `[n]` with their contents."""
+    kinds: dict[Any, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        kinds.setdefault(_kind_of(leaf, read_cpus), []).append(number)
+    parts: dict[Mesh | None, list[tuple[list[int], Any]]] = {}
+    running: deque[jax.Array] = deque()
+    for (mesh, kind), numbers in kinds.items():
+        of_mesh = parts.setdefault(mesh, [])
+        if kind is None:
+            row = np.array([_read_contents(leaves[number]) for number in numbers], np.int8)
+            of_mesh.append((numbers, _on_each(mesh, row)))
+            continue
+        size = min(max(_TOGETHER, len(numbers) // 16), len(numbers))
+        for first in range(0, len(numbers), size):
+            first = min(first, len(numbers) - size)  # the last program may check a leaf a second time
+            chunk = numbers[first : first + size]
+            running.append(_check_locally(mesh, [leaves[number] for number in chunk]))
+            of_mesh.append((chunk, running[-1]))
+            if len(running) >= _IN_FLIGHT:
+                running.popleft().block_until_ready()
+    found = []
+    for mesh, of_mesh in parts.items():
+        if mesh is None:
+            found += of_mesh
+            continue
+        worst = _worst_of_devices(mesh, [rows for _, rows in of_mesh])
+        found.append((list(itertools.chain(*[numbers for numbers, _ in of_mesh])), worst))
+    return found
+
+
+def _kind_of(leaf: Any, read_cpus: bool) -> tuple[Mesh | None, Any]:
+    """Return the mesh whose devices hold the parts of a leaf, and its kind; None if the host reads it."""
+    if not isinstance(leaf, jax.Array):
+        return None, None
+    mesh = meshes.mesh_of(leaf) if leaf.sharding.num_devices > 1 else None
+    is_here = leaf.is_fully_addressable
+    if read_cpus and placement.is_on_cpus(leaf) and (is_here or mesh is not None):
+        return None if is_here else mesh, None
+    return mesh, (leaf.shape, leaf.dtype, leaf.committed and leaf.sharding)
+
+
+def _read_contents(leaf: Any) -> int:
+    if not isinstance(leaf, jax.Array):
         return _contents_on_host(leaf)
-    # One program for all leaves of a shape. All processes that have a shard of a leaf know its contents.
-    contents = placement.compute_on(meshes.mesh_of(leaf), _contents, leaf).addressable_data(0)
-    contents.copy_to_host_async()
-    return contents
+    if leaf.is_fully_replicated and leaf.is_fully_addressable:
+        return _contents_on_host(np.asarray(leaf.addressable_data(0)))
+    shards = [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return max([_contents_on_host(np.asarray(shard)) for shard in shards], default=FINITE)
 
 
-def _contents_on_host(leaf: Any) -> int:
-    shards = [leaf]
-    if isinstance(leaf, jax.Array):
-        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
-    nonfinite = [shard for shard in shards if not np.isfinite(shard).all()]
-    if not nonfinite:
-        return FINITE
-    return NAN if any(np.isnan(shard).any() for shard in nonfinite) else INFINITE
+def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
+    """Read an array once, as integers: without its sign, infinity exceeds all numbers, and NaN exceeds infinity."""
+    if array.dtype.kind == "c":
+        return max(_contents_on_host(array.real), _contents_on_host(array.imag))
+    size = array.dtype.itemsize
+    if size == 1:  # some types of one byte have no infinity
+        return NAN if np.isnan(array).any() else INFINITE if np.isinf(array).any() else FINITE
+    flat, step, largest = np.ascontiguousarray(array).reshape(-1), _BLOCK // size, 0
+    signed, unsigned, sign, infinity = _integers(array.dtype)
+    for at in range(0, flat.size, step):
+        block = flat[at : at + step]
+        positive, negative = np.maximum.reduce(block.view(signed)), np.maximum.reduce(block.view(unsigned))
+        largest = max(largest, int(positive), int(negative) - sign)
+    return FINITE if largest < infinity else INFINITE if largest == infinity else NAN
+
+
+@functools.cache
+def _integers(dtype: Any) -> tuple[Any, Any, int, int]:
+    """Return the integers of the size of a floating type, its sign bit, and the bits of infinity."""
+    signed, unsigned = (np.dtype(f"{kind}{dtype.itemsize}") for kind in "iu")
+    return signed, unsigned, 1 << (8 * dtype.itemsize - 1), int(np.array(np.inf, dtype).view(unsigned))
+
+
+def _on_each(mesh: Mesh | None, row: np.ndarray[Any, Any]) -> Any:
+    """Return a row of this process for each of its devices in a mesh, or the row itself without a mesh."""
+    if mesh is None:
+        return row
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size, row.size), sharding, lambda _: row[None])
+
+
+def _check_locally(mesh: Mesh | None, leaves: Sequence[Any]) -> Any:
+    if mesh is None:
+        return placement.compute_on(None, _contents_of_each, leaves)
+    with meshes.using_mesh(mesh):
+        return _local_program(mesh, leaves[0].sharding.spec)(leaves)
+
+
+@functools.cache
+def _local_program(mesh: Mesh, spec: PartitionSpec) -> Any:
+    def row(leaves: Sequence[Any]) -> jax.Array:
+        return _contents_of_each(leaves)[None]
+
+    specs = PartitionSpec(mesh.axis_names)
+    shards = jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)
+    return jax.jit(lambda leaves: shards([placement.on_devices(leaf) for leaf in leaves]))
+
+
+def _contents_of_each(leaves: Sequence[Any]) -> jax.Array:
+    return jnp.stack([_contents(leaf) for leaf in leaves])
+
+
+def _worst_of_devices(mesh: Mesh, rows: Sequence[jax.Array]) -> Any:
+    with meshes.using_mesh(mesh):
+        worst = _reduction(mesh)(rows).addressable_data(0)
+    worst.copy_to_host_async()
+    return worst
+
+
+@functools.cache
+def _reduction(mesh: Mesh) -> Any:
+    def worst(rows: Sequence[Any]) -> Any:
+        return jax.lax.pmax(jnp.concatenate(rows, axis=1)[0], mesh.axis_names)
+
+    axes = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(worst, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False))
 
 
 def _contents(leaf: Any) -> jax.Array:

@@ -44,6 +44,39 @@ def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
     assert StateContents(jstep.TrainState.create({"w": 1.0}, jstep.adam())).are_finite()
 
 
+@pytest.mark.parametrize("count", [10, 40, 600])
+def test_any_number_of_leaves_takes_few_programs_and_one_reduction(count, monkeypatch):
+    """Each waits until few enough are running: JAX's CPU client hangs where too many communicate at once."""
+    running, most, reductions = [], [], []
+    check, reduce = contents._check_locally, contents._worst_of_devices
+
+    class Running:
+        def __init__(self, mesh, leaves):
+            self.rows = check(mesh, leaves)
+            running.append(self)
+            most.append(len(running))
+
+        def block_until_ready(self):
+            running.remove(self)
+
+    def reduced(mesh, parts):
+        reductions.append(len(parts))
+        return reduce(mesh, [part.rows for part in parts])
+
+    monkeypatch.setattr(contents, "_check_locally", Running)
+    monkeypatch.setattr(contents, "_worst_of_devices", reduced)
+    monkeypatch.setattr(contents, "_TOGETHER", 2)
+    mesh = jax.make_mesh((8,), ("data",))
+    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
+    values = [np.full(8, np.nan if i == 7 else 1.0, np.float32) for i in range(count)]
+    params = {f"{i}": jax.device_put(value, [split, whole][i % 2]) for i, value in enumerate(values)}
+    found = StateContents({"params": params}, read_cpus=False)
+    assert found.with_nan() == ["params/7"]
+    assert max(most) <= 16
+    assert len(reductions) == 1
+    assert reductions[0] <= 2 * 17
+
+
 def test_leaves_that_are_not_finite_in_words():
     assert describe_contents({}) == ""
     assert describe_contents({"a": INFINITE}) == "a contains infinity"
