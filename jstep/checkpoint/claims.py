@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import math
@@ -17,18 +18,8 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
 from jstep.core.logs import logger
 from jstep.stores.files import make_directories, open_own
-from jstep.stores.objects import ABSENT, Directory
+from jstep.stores.objects import ABSENT, Bucket
 from jstep.stores.owners import is_alive, owner_in, this_process
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-try:
-    import msvcrt
-except ImportError:  # all others
-    msvcrt = None  # type: ignore[assignment]
-_windows: Any = msvcrt
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
@@ -53,8 +44,6 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
 
 _FILE_SILENT_SECS = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
-_LOCKED_BYTE = 1 << 30
-"""Where Windows locks the file: beyond its content, since others cannot read a locked byte."""
 _file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
@@ -80,7 +69,7 @@ class FileClaim:
         """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
         with contextlib.suppress(OSError):
             if self.finalizer.alive and _same_file(self.file.fileno(), self.path):
-                os.utime(self.file.fileno() if os.utime in os.supports_fd else self.path)  # heartbeat
+                os.utime(self.file.fileno())  # heartbeat
                 return True
         return False
 
@@ -121,22 +110,14 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
 
 
 def _lock(handle: int) -> bool:
-    if fcntl is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            if error.errno not in _NO_LOCKS:
-                raise
-    if _windows is not None:
-        os.lseek(handle, _LOCKED_BYTE, os.SEEK_SET)
-        try:
-            _windows.locking(handle, _windows.LK_NBLCK, 1)
-            return True
-        except OSError:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
+        if error.errno not in _NO_LOCKS:
+            raise
     who = owner_in(_content(handle))
     alive = is_alive(who) if who else False
     return not (time.time() - os.fstat(handle).st_mtime < _FILE_SILENT_SECS if alive is None else alive)
@@ -156,17 +137,11 @@ def _content(handle: int) -> bytes:
 
 
 def _unlock(path: str, file: io.FileIO, pid: int) -> None:
-    is_ours = False  # a fork has a copy of the handle, but no claim
     with contextlib.suppress(OSError):
-        is_ours = pid == os.getpid() and _same_file(file.fileno(), path)
-        if is_ours and os.name != "nt":
+        if pid == os.getpid() and _same_file(file.fileno(), path):  # a fork has a copy of the handle, but no claim
             os.unlink(path)
     with contextlib.suppress(OSError):
         file.close()
-    with contextlib.suppress(OSError):
-        # Windows removes no open file: not before `close`, and not one that the next writer has open.
-        if is_ours and os.name == "nt":
-            os.unlink(path)
 
 
 def _release_in_fork() -> None:
@@ -175,8 +150,7 @@ def _release_in_fork() -> None:
         claim.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_in_fork)
+os.register_at_fork(after_in_child=_release_in_fork)
 
 
 # Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.
@@ -200,7 +174,7 @@ def claim_key(prefix: str) -> str:
 class ObjectClaim:
     """The exclusive right to write a prefix below a URL, until `release`."""
 
-    def __init__(self, objects: Directory, prefix: str) -> None:
+    def __init__(self, objects: Bucket, prefix: str) -> None:
         self._objects = objects
         self._prefix = prefix
         self.id = uuid.uuid4().hex

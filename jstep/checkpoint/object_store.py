@@ -14,7 +14,7 @@ from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.core.logs import logger
-from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, ReadResult, spec
+from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Bucket, PendingOperation, ReadResult, spec
 from jstep.stores.urls import parts_of_url
 
 _AT_ONCE = 16
@@ -27,7 +27,7 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
-        self._objects = Directory(url)
+        self._objects = Bucket(url)
         self._listed: listing.ListedCheckpoints | None = None
         """The list of a save in progress, while it decides which checkpoints to keep."""
         self._warned = self._forbidden = False
@@ -198,7 +198,7 @@ class ObjectStorage(attempts.Storage):
     before = ReadResult(None, ABSENT)
     """The manifest that this attempt may replace."""
 
-    def __init__(self, objects: Directory, attempt: str, manifest: str = "", verb: str = "write") -> None:
+    def __init__(self, objects: Bucket, attempt: str, manifest: str = "", verb: str = "write") -> None:
         self._objects = objects
         self._attempt = attempt
         self._manifest = manifest

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-from jstep.stores.objects import Directory, Objects
+from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.urls import is_url, join_path, split_path
 
@@ -38,7 +38,7 @@ def open_regular(path: str, buffering: int = -1) -> Any:
 
 
 def _opener(extra_flags: int = 0) -> Callable[[str, int], int]:
-    no_wait = getattr(os, "O_NONBLOCK", 0)  # a FIFO that took the place of the file meanwhile
+    no_wait = os.O_NONBLOCK  # a FIFO that took the place of the file meanwhile
     return lambda path, flags: os.open(path, flags | no_wait | extra_flags, 0o666)
 
 
@@ -86,7 +86,7 @@ def seconds_since_write(path: str) -> float:
 
 
 def is_directory(path: str) -> bool:
-    return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
+    return bool(Bucket(path).listing()) if is_url(path) else os.path.isdir(path)
 
 
 def is_absent(error: OSError) -> bool:
@@ -105,7 +105,7 @@ def may_be_file(path: str) -> bool:
 
 
 def names_in(path: str) -> list[str]:
-    names = Directory(path).listing() if is_url(path) else os.listdir(path)
+    names = Bucket(path).listing() if is_url(path) else os.listdir(path)
     return sorted(name for name in names if "/" not in name)
 
 
@@ -113,7 +113,7 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
     if not is_url(path):
         return sorted((directory, names) for directory, _, names in os.walk(path))
     names_of: dict[str, list[str]] = {}
-    for key in Directory(path).listing():
+    for key in Bucket(path).listing():
         directory, _, name = key.rpartition("/")
         names_of.setdefault(join_path(path, directory) if directory else path, []).append(name)
     return sorted(names_of.items())
@@ -138,7 +138,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         mode = os.lstat(path).st_mode  # before it is opened, as opening a device may have effects
         if not stat.S_ISREG(mode):
             raise foreign_file(path, "is a link" if stat.S_ISLNK(mode) else "is not a regular file")
-    opener = _opener(getattr(os, "O_NOFOLLOW", 0) | os.O_CREAT)
+    opener = _opener(os.O_NOFOLLOW | os.O_CREAT)
     file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
     try:
         file.seek(0)
@@ -254,8 +254,6 @@ def _is_flushed_by_drive(handle: int) -> bool:
 
 def sync_directory(directory: str) -> None:
     """Flush the entries of a directory to disk, if the system supports that."""
-    if os.name == "nt":
-        return  # Windows opens no directory, and flushes the entries itself
     try:
         handle = os.open(directory or ".", os.O_RDONLY)
         try:

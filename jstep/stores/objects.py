@@ -6,7 +6,7 @@ closing event files and logs, and by releasing the claim, each of which would wa
 
 A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty list, or a truncated
 one if a later page fails in this way. A run whose token has expired would find no
-checkpoint, start from step 0, and then delete old data. A `Directory` therefore has a mark, an object that sorts after
+checkpoint, start from step 0, and then delete old data. A `Bucket` therefore has a mark, an object that sorts after
 all others, and rejects a list that does not end in it.
 """
 
@@ -141,7 +141,7 @@ class Objects:
         return self._begin("delete", key, lambda kv: kv.write(key, None, if_equal=stamp))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
-        """Return the sorted keys in [start, stop) as the store reports them; see `Directory.listing`."""
+        """Return the sorted keys in [start, stop) as the store reports them; see `Bucket.listing`."""
         import tensorstore as ts
 
         bounds = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
@@ -185,7 +185,7 @@ LAST = "\U0010fffd~jstep"
 """The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
 
 
-class Directory(Objects):
+class Bucket(Objects):
     """The objects below a URL, with the mark."""
 
     def mark(self, last: str = "") -> None:

@@ -1,7 +1,6 @@
 """The process that a claim, a stall file or a temporary file names; removal of temporary files of dead processes."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -28,8 +27,6 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
 
 def start_time(pid: int) -> str | None:
     """Return the start time in system ticks, which with the PID identifies a process of this host."""
-    if os.name == "nt":
-        return _started_on_windows(pid)
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
@@ -40,22 +37,6 @@ def start_time(pid: int) -> str | None:
     except OSError:
         pass
     return "unknown"
-
-
-def _started_on_windows(pid: int) -> str | None:
-    """Avoid `os.kill`, which on Windows would end the process."""
-    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
-    if kernel is None:
-        return "unknown" if pid == os.getpid() else None
-    process = ctypes.c_void_p(kernel.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
-    if not process:
-        return "unknown" if kernel.GetLastError() == 5 else None  # it exists, and belongs to another user
-    try:
-        times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
-        pointers = [ctypes.byref(times, 8 * i) for i in range(4)]
-        return str(times[0]) if kernel.GetProcessTimes(process, *pointers) and not times[1] else None
-    finally:
-        kernel.CloseHandle(process)
 
 
 def space() -> str:

@@ -1,6 +1,5 @@
 """Creation of event files, on a disk or below a URL: their names and first records."""
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -113,8 +112,7 @@ def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     """
     above, directory = resolve_path(logdir), resolve_path(where)
     if is_url(above) == is_url(directory):
-        with contextlib.suppress(ValueError):  # another drive of Windows
-            directory = os.path.relpath(directory, above)
+        directory = os.path.relpath(directory, above)
     return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
 
 

@@ -12,7 +12,6 @@ from file_operations import before, failing
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
-from jstep.stores import owners
 
 
 def no_locks(directory):
@@ -175,17 +174,3 @@ class TestWithoutLocks:
             saver.claim()
             with open(path) as file:
                 assert socket.gethostname() in file.read()
-
-
-def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(monkeypatch):
-    """On Windows `os.kill(pid, 0)` ends the process."""
-    sent = []
-    monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
-    unknown = 2**31 - 1  # no process has it, so that its start time is not read
-    assert owners.start_time(unknown) == "unknown"
-    assert sent == [(unknown, 0)]
-    monkeypatch.setattr(os, "name", "nt")
-    found = owners.start_time(unknown)
-    monkeypatch.undo()
-    assert found is None  # without Windows' kernel, which would be asked
-    assert len(sent) == 1

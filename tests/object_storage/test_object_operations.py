@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jstep.stores import objects
-from jstep.stores.objects import ABSENT, Directory, Objects, StoreError
+from jstep.stores.objects import ABSENT, Bucket, Objects, StoreError
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_errors_name_the_operation_and_the_object(store, fast_retries, status, k
 
 
 def test_a_missing_bucket(store, fast_retries):
-    directory = Directory(store.run.replace("bkt", "nope"))
+    directory = Bucket(store.run.replace("bkt", "nope"))
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
         directory.write("a", b"1")
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
@@ -133,7 +133,7 @@ def test_s3_reports_expired_keys_as_400(s3, fast_retries):
 
 
 def test_a_list_must_contain_its_marker(store):
-    directory = Directory(store.run)
+    directory = Bucket(store.run)
     assert directory.listing() == []
     directory.mark()
     for key in "abcdefg":
@@ -150,7 +150,7 @@ def test_a_list_must_contain_its_marker(store):
 @pytest.mark.parametrize("status", [401, 403, 404])
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_list_that_ends_early_is_an_error(gcs, fast_retries, status, page):
-    directory = Directory("gs://bkt/run")
+    directory = Bucket("gs://bkt/run")
     directory.mark()
     for key in "abcdefg":
         directory.write(key, b"")

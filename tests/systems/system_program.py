@@ -1,4 +1,4 @@
-"""A program on a simulated system: `system_program.py SYSTEM PART`, in an empty folder, which prints what it did."""
+"""A program on a simulated macOS: `system_program.py PART`, in an empty folder, which prints what it did."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ import time
 from other_system import install
 
 if __name__ == "__main__":
-    install(sys.argv[1])
+    install()
 
 import jax.numpy as jnp
 
@@ -65,4 +65,4 @@ def main(part):
 
 
 if __name__ == "__main__":
-    main(sys.argv[2])
+    main(sys.argv[1])
