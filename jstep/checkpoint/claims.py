@@ -67,15 +67,18 @@ class FileClaim:
 
     def is_held(self) -> bool:
         """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
-        with contextlib.suppress(OSError):
-            if self.finalizer.alive and _same_file(self.file.fileno(), self.path):
-                os.utime(self.file.fileno())  # heartbeat
-                return True
-        return False
+        if not self.finalizer.alive or not _same_file(self.file.fileno(), self.path):
+            return False
+        try:
+            os.utime(self.file.fileno())  # heartbeat
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
+        return True
 
     def is_moved(self) -> bool:
         """Return whether the locked file is elsewhere: somebody has renamed the directory."""
-        return self.finalizer.alive and not self.is_held() and os.fstat(self.file.fileno()).st_nlink > 0
+        handle = self.file.fileno() if self.finalizer.alive else None
+        return handle is not None and not _same_file(handle, self.path) and os.fstat(handle).st_nlink > 0
 
     def release(self, wait: bool = True) -> None:
         """Release the claim; `wait` is for claims of object stores, and this one never waits."""

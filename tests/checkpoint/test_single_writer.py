@@ -8,6 +8,7 @@ import socket
 import pytest
 from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
+from doubles import raising
 from file_operations import before, failing
 
 from jstep.checkpoint.manifest import CheckpointError
@@ -46,6 +47,17 @@ def test_a_second_saver_of_the_process_is_refused(tmp_path):
     assert second.all_steps() == [1, 2, 3]
     second.close()
     assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # the claim file is deleted
+
+
+def test_a_claim_that_cannot_be_touched_is_the_error_of_the_file_system(tmp_path, monkeypatch):
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "utime", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+            with pytest.raises(OSError, match=r"Input/output error: .*jstep-writer"):
+                saver.save(state_at(2))
+        save_all(saver, [2])
+        assert saver.all_steps() == [1, 2]
 
 
 def test_a_linked_directory_has_the_same_claim(tmp_path):
