@@ -43,6 +43,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
 ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; a number follows
+SUFFIXES = TEMPORARY, REPLACED, DELETED, ASIDE
+_SUFFIX = re.compile("|".join(map(re.escape, SUFFIXES)))
 
 ORBAX_COMMIT_FILE = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
@@ -82,7 +84,12 @@ def checkpoint_entries(directory: str, prefix: str | None) -> list[tuple[str, in
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
     pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
     matches = map(pattern.fullmatch, list_names(directory))
-    return [(match[1], int(match[2]), match[3]) for match in matches if match is not None]
+    return [(match[1], int(match[2]), match[3]) for match in matches if match and not _SUFFIX.search(match[1])]
+
+
+def has_suffix(name: str) -> bool:
+    """Return whether this is no name of a checkpoint, although it may read as one: `model-3.orbax-checkpoint-tmp-7`."""
+    return _SUFFIX.search(name) is not None
 
 
 def list_names(directory: str) -> list[str]:
@@ -160,7 +167,7 @@ class ListedCheckpoints:
         """Name of the checkpoint → attempt → its keys."""
         for key in keys:
             match = _KEY.fullmatch(key)
-            if match is None or (prefix is not None and match["prefix"] != prefix):
+            if match is None or has_suffix(match["name"]) or (prefix is not None and match["prefix"] != prefix):
                 continue
             attempt, _, below = match["rest"].partition("/")
             if match["rest"] == MANIFEST_FILE:

@@ -10,7 +10,7 @@ from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError, is_utf8
 from jstep.checkpoint.store import Store
-from jstep.core.checks import as_int, as_number, as_string, format_value
+from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
 from jstep.stores.urls import absolute, is_url, location
 
 _MAX_LENGTH = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
@@ -160,6 +160,11 @@ def as_prefix(prefix: object) -> str:
     if not is_name or not is_utf8(text) or len(text.encode()) > _MAX_LENGTH:
         raise ValueError(
             f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; a path is `directory`"
+        )
+    if listing.has_suffix(text):
+        raise ValueError(
+            f"prefix={format_value(text)}: must contain none of {format_list(listing.SUFFIXES, 4)}, which name what is "
+            "not a checkpoint; give another"
         )
     return text
 

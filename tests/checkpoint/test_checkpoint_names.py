@@ -1,6 +1,7 @@
 """Names of checkpoints, the values of `extra`, and the content of the manifest."""
 
 import os
+import shutil
 
 import pytest
 from checkpoint_states import assert_same, save_all, state_at
@@ -29,6 +30,15 @@ class TestNames:
             assert saver.all_steps() == [1, 3]
             assert_same(saver.restore(state_at(0)), state_at(3, 3))
         assert latest_checkpoint(tmp_path / name, name) == str(tmp_path / name / f"{name}-3")
+
+
+    def test_a_name_that_reads_as_a_prefix_and_a_step_is_no_checkpoint(self, tmp_path):
+        """What a power cut leaves of a save of several processes is complete but for its name."""
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(2))
+        for name in ("orbax-checkpoint-tmp-1862166817", "jstep-replaced-9", "jstep-deleted-9", "aside.0-9"):
+            shutil.copytree(tmp_path / "model-2", tmp_path / f"model-3.{name}")
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
 
 
 def nested(depth):
