@@ -382,6 +382,7 @@ def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path,
         shutil.rmtree(tmp_path / "b")
     file.write({"step": [0, 2]})
     file.write_card({"step": 0})
+    file.write_program(0, "HloModule")
     file.close({"end": ["finished", ""]})
     assert (tmp_path / "a").exists() == (how == "replaced")
     if how == "replaced":
