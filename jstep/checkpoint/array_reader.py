@@ -1,83 +1,140 @@
 """Arrays of checkpoints, read by tensorstore, which verifies what it reads; imported on first use, which is slow."""
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 import tensorstore as ts
 
-from jstep.checkpoint.array_writer import FILES, LARGEST, Wait, array_path
+from jstep.checkpoint.array_writer import (
+    CONFIG,
+    FILES,
+    LARGEST,
+    Wait,
+    array_metadata,
+    array_path,
+    chunk_shape,
+    divide_replicas,
+)
 from jstep.checkpoint.leaf_records import shape_and_dtype
-from jstep.checkpoint.manifest import CorruptedError, Leaf
-from jstep.core.checks import array_type
-from jstep.core.placement import ShardBounds, local_parts, place, slices
+from jstep.checkpoint.manifest import CorruptedError, Manifest
+from jstep.core.placement import ShardBounds, bounds, lengths, local_parts, place, slices
 from jstep.stores.objects import LostError, redact
 
-_IN_FLIGHT = 2**30
-"""Bytes to read ahead of the array that is being placed."""
+_IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**28, 2**30
+"""Bytes of this process to read ahead of the array that is being placed."""
 _AT_ONCE = 8
 """Chunks to read at once while a checkpoint is verified."""
-# Small neighbors are read together: in a bucket each read is a request.
+# Small neighbors are read together: in a bucket each read is a request. Reads of one array follow those of another
+# within the interval even on a busy machine, so that the number of requests does not depend on time.
 _TOGETHER = {
     "experimental_read_coalescing_threshold_bytes": 2**20,
     "experimental_read_coalescing_merged_bytes": 2**25,
-    "experimental_read_coalescing_interval": "2ms",
+    "experimental_read_coalescing_interval": "20ms",
 }
 _UNAVAILABLE = "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
 """Beginnings of errors that say nothing about the data."""
 _CORRUPTION = {"NOT_FOUND": "is missing", "DATA_LOSS": "has another checksum", "OUT_OF_RANGE": "is truncated"}
 
 
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any
+    chunk: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array, with those of the checksums of its chunks."""
+        counts = [math.ceil(size / step) for size, step in zip(self.shape, self.chunk, strict=True)]
+        return math.prod(self.shape) * int(self.dtype.itemsize) + 4 * math.prod(counts)
+
+    def chunks(self) -> Iterator[tuple[slice, ...]]:
+        sizes = zip(self.shape, self.chunk, strict=True)
+        return itertools.product(
+            *[[slice(at, min(at + step, size)) for at in range(0, size, step)] for size, step in sizes]
+        )
+
+
 class ArrayReader:
     """The database of a checkpoint, opened for reading.
+
+    Shapes, dtypes and chunks are those of the manifest; what the database says about them is not read.
 
     Attributes:
         problems: Descriptions of the arrays that are corrupted, as far as they were read.
     """
 
-    def __init__(self, base: Mapping[str, Any], by_array: Mapping[str, Leaf], wait: Wait) -> None:
+    def __init__(self, base: Mapping[str, Any], manifest: Manifest, wait: Wait) -> None:
         self._base = base
-        self._by_array = by_array
+        self._by_array, self._parts = manifest.by_array, manifest.parts
         self._wait = wait
         self.problems: list[str] = []
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
+        is_local = base["driver"] == "file"
+        # Others have no such configuration: their nodes may be much larger than the files.
         self._store: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "cache_pool": "cache_pool#ocdbt"}
-        self._store |= {} if base["driver"] == "file" else _TOGETHER
+        self._store |= {"config": CONFIG} if is_local else {"config": CONFIG, **_TOGETHER}
+        self._in_flight = _IN_FLIGHT if is_local else _IN_FLIGHT_IN_BUCKETS
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all arrays have in files at least."""
+        kinds = [self._kind(name) for name in self._by_array]
+        self._raise_problems()
+        return sum(kind.nbytes for kind in kinds if kind is not None)
+
+    def sharding_to_read(self, name: str, sharding: Any) -> Any:
+        """Return the sharding with which to read an array: each process reads a part of what several of them hold."""
+        kind = None if sharding is None or sharding.is_fully_addressable else self._kind(name)
+        return sharding if kind is None else _divided(sharding, kind.shape, kind.dtype.itemsize)
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays by name, with these shardings, or None for NumPy arrays.
-
-        Shapes and dtypes are compared with the manifest before any chunk is decoded.
 
         Raises:
             CorruptedError: Names the leaves of the corrupted arrays, or the checkpoint.
         """
         opened = self._open(shardings)
         placed: dict[str, Any] = {}
-        under_way: collections.deque[tuple[str, int, dict[Any, Any]]] = collections.deque()
+        buffers = _Buffers()
+        under_way: collections.deque[tuple[str, int, dict[ShardBounds, tuple[_Memory, Any]]]] = collections.deque()
         ahead = 0
 
         def place_first() -> None:
             nonlocal ahead
             name, nbytes, reads = under_way.popleft()
-            boxes = {box: self._result(name, future, ahead) for box, future in reads.items()}
+            for _, future in reads.values():
+                self._result(name, future, ahead)
             ahead -= nbytes
             if not self.problems:
-                placed[name] = _placed(opened[name], shardings[name], boxes)
+                boxes = {box: memory.values for box, (memory, _) in reads.items()}
+                placed[name] = _placed(opened[name][0], shardings[name], boxes)
+            buffers.give_back([memory for memory, _ in reads.values()])
 
-        for name, stored in opened.items():
-            boxes = _boxes(local_parts(stored.shape, shardings[name]))
-            nbytes = int(stored.size * stored.dtype.numpy_dtype.itemsize)
-            under_way.append((name, nbytes, {box: stored[slices(box)].read(order="C") for box in boxes}))
+        for name, (kind, stored) in opened.items():
+            sharding = shardings[name]
+            reads = {}
+            for box in _boxes(local_parts(kind.shape, sharding)):
+                memory = buffers.take(lengths(box), kind.dtype, is_shared=sharding is not None)
+                reads[box] = memory, ts.array(memory.values).write(stored[slices(box)])
+            nbytes = sum([memory.values.nbytes for memory, _ in reads.values()])
+            under_way.append((name, nbytes, reads))
             ahead += nbytes
-            while ahead > _IN_FLIGHT and len(under_way) > 1:
+            while ahead > self._in_flight and len(under_way) > 1:
                 place_first()
         while under_way:
             place_first()
+        if 1 < len(opened) == len(self.problems):  # perhaps not the arrays, but what all of them need
+            of_arrays, self.problems = self.problems, []
+            if self._keys("", FILES, FILES + "\x7f") is not None:
+                self.problems = of_arrays
         self._raise_problems()
         return placed
 
@@ -106,11 +163,15 @@ class ArrayReader:
         except CorruptedError as error:
             return error.problems
         under_way: collections.deque[tuple[str, Any]] = collections.deque()
-        for name, stored in opened.items():
-            for box in _chunks(stored):
+        corrupted: set[str] = set()
+        for name, (kind, stored) in opened.items():
+            for box in kind.chunks():
+                if name in corrupted:
+                    break
                 under_way.append((name, stored[box].read()))
                 if len(under_way) > _AT_ONCE:
-                    self._result(*under_way.popleft(), LARGEST)
+                    first, future = under_way.popleft()
+                    corrupted |= {first} if self._result(first, future, LARGEST) is None else set()
         for name, future in under_way:
             self._result(name, future, LARGEST)
         for process in itertools.count():  # the nodes of the databases that were merged, which nothing else reads
@@ -118,25 +179,46 @@ class ArrayReader:
                 return list(dict.fromkeys(self.problems))
         raise AssertionError("unreachable")
 
-    def _open(self, names: Iterable[str]) -> dict[str, Any]:
-        opening = {}
+    def _open(self, names: Iterable[str]) -> dict[str, tuple[_Kind, Any]]:
+        opening: dict[str, tuple[_Kind | None, Any]] = {}
         for name in names:
             spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._store, "path": array_path(name)}}
             spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False}
-            opening[name] = ts.open(spec, open=True, read=True, context=self._context)
-        opened = {name: self._result(name, future, 0) for name, future in opening.items()}
-        if len(opened) > 1 and all(stored is None for stored in opened.values()):
-            why = self.problems[0].removeprefix(self._described(next(iter(opened))))
-            self.problems = [f"the index of its arrays{why}"]
+            if name.startswith(FILES):
+                opening[name] = None, ts.open(spec, open=True, read=True, context=self._context)
+            elif (kind := self._kind(name)) is not None:
+                spec["metadata"] = array_metadata(*kind)
+                opened = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
+                opening[name] = kind, opened
+        found = {}
+        for name, (kind, future) in opening.items():
+            if (stored := self._result(name, future, 0)) is not None:
+                found[name] = kind or self._kind_of_file(name, stored), stored
         self._raise_problems()
-        for name, stored in opened.items():
-            found = array_type(stored.shape, stored.dtype.numpy_dtype)
-            leaf = self._by_array.get(name)  # None for a file
-            expected = found if leaf is None else array_type(*shape_and_dtype(leaf))
-            if found != expected:
-                self.problems.append(f"{self._described(name)} is {found}, and {expected} in the manifest")
-        self._raise_problems()
-        return opened
+        return found
+
+    def _kind(self, name: str) -> _Kind | None:
+        """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
+        try:
+            shape, dtype = shape_and_dtype(self._by_array[name])
+            part = self._parts.get(name, shape)
+            if len(part) == len(shape) and all(0 < length <= size for length, size in zip(part, shape, strict=True)):
+                return _Kind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
+            why = f"it has parts of shape {part}"
+        except (TypeError, ValueError) as error:
+            why = str(error)
+        self.problems.append(f"{self._described(name)} is not what jstep writes: {why:.100}")
+        return None
+
+    def _kind_of_file(self, name: str, stored: Any) -> _Kind:
+        """Return the kind of a file's array, which only the database knows; add a problem if it is not one of jstep."""
+        metadata = stored.spec().to_json()["metadata"]
+        kind = _Kind(stored.shape, np.dtype(np.uint8), chunk_shape(stored.shape, stored.shape, 1))
+        expected = array_metadata(*kind)
+        codecs = [[codec["name"] for codec in fields["codecs"]] for fields in (metadata, expected)]
+        if codecs[0] != codecs[1] or any(metadata[key] != expected[key] for key in ("data_type", "chunk_grid")):
+            self.problems.append(f"{self._described(name)} is not what jstep writes")
+        return kind
 
     def _described(self, name: str) -> str:
         if name.startswith(FILES):
@@ -144,9 +226,10 @@ class ArrayReader:
         return f"the array of {self._by_array[name].path!r}" if name in self._by_array else "the index of its arrays"
 
     def _result(self, name: str, future: Any, nbytes: int) -> Any:
-        """Return the result of a future for an array, or None if it is corrupted."""
+        """Return the result of a future for an array; None, and a problem, if it is corrupted."""
         try:
-            return self._wait(future, nbytes)
+            result = self._wait(future, nbytes)
+            return True if result is None else result
         except (ValueError, LostError) as error:
             text = str(error)
             if text.startswith(_UNAVAILABLE) or "OS error" in text:
@@ -160,12 +243,45 @@ class ArrayReader:
             raise CorruptedError(list(dict.fromkeys(self.problems)))
 
 
-def _placed(stored: Any, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
+class _Memory(NamedTuple):
+    """Memory of an array, and the buffer that it is in; None if it is not used again."""
+
+    values: np.ndarray[Any, Any]
+    buffer: np.ndarray[Any, Any] | None
+
+
+class _Buffers:
+    """Memory that is used again once an array was copied out of it: new memory takes as long as reading into it."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray[Any, Any]] = []
+
+    def take(self, shape: Sequence[int], dtype: Any, *, is_shared: bool) -> _Memory:
+        if not is_shared:
+            return _Memory(np.empty(shape, dtype), None)
+        size = math.prod(shape) * dtype.itemsize
+        fits = [i for i, buffer in enumerate(self._free) if size + 64 <= buffer.size <= 2 * size + 2**20]
+        buffer = self._free.pop(fits[0]) if fits else np.empty(size + 64, np.uint8)
+        start = (16 - buffer.ctypes.data) % 64  # JAX copies what is not aligned; it would alias other memory of CPUs
+        return _Memory(buffer[start : start + size].view(dtype).reshape(shape), buffer)
+
+    def give_back(self, memories: Sequence[_Memory]) -> None:
+        self._free += [memory.buffer for memory in memories if memory.buffer is not None]
+
+
+@functools.lru_cache(maxsize=4096)
+def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
+    """Return a sharding that divides the replicas of shards, if several processes have replicas of one."""
+    places = {(device.process_index, bounds(i, shape)) for device, i in sharding.devices_indices_map(shape).items()}
+    return divide_replicas(sharding, shape, itemsize) if len(places) > len({shard for _, shard in places}) else sharding
+
+
+def _placed(kind: _Kind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
     if sharding is None:
         (values,) = boxes.values()
         return values
-    parts = {part: _within_boxes(part, boxes) for part in local_parts(stored.shape, sharding)}
-    return place(stored.shape, stored.dtype.numpy_dtype, sharding, parts)
+    parts = {part: _within_boxes(part, boxes) for part in local_parts(kind.shape, sharding)}
+    return place(kind.shape, kind.dtype, sharding, parts).block_until_ready()  # before the memory is used again
 
 
 def _boxes(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
@@ -180,10 +296,3 @@ def _within_boxes(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:
         return boxes[part]
     ((box, values),) = boxes.items()
     return values[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))]
-
-
-def _chunks(stored: Any) -> Iterator[tuple[slice, ...]]:
-    sizes = zip(stored.shape, stored.chunk_layout.read_chunk.shape or (), strict=True)
-    return itertools.product(
-        *[[slice(at, min(at + step, size)) for at in range(0, size, step)] for size, step in sizes]
-    )

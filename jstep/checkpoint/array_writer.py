@@ -8,20 +8,28 @@ and checks whenever anything reads it. So no file is read twice, and a flipped b
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ROOT
-from jstep.core.placement import is_of_host
+from jstep.core.meshes import dims_of, mesh_axes_of
+from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
 
-LARGEST = 2**25
-"""The maximum bytes of a chunk, the unit of checksums and reads. A slow connection uploads it in half a minute."""
+SMALLEST, LARGEST = 2**20, 2**25
+"""The minimum bytes of a part of a replicated array, and the maximum bytes of a chunk, the unit of checksums."""
+_OBJECT = 2**28
+"""The bytes of an object, which is uploaded in one request."""
 Wait = Callable[[Any, int], Any]
 """`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred before."""
+
+
+Index = tuple[slice, ...]
 
 
 class OwnParts(NamedTuple):
@@ -37,33 +45,108 @@ class OwnParts(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     part: tuple[int, ...]
-    values: list[tuple[tuple[slice, ...], Any]]
+    values: list[tuple[Index, Any]]
     is_file: bool = False
 
 
 # The parts that a process writes.
 
 
+class _Division(NamedTuple):
+    """The division of the shards of an array between the devices that hold replicas of them.
+
+    Attributes:
+        sharding: A sharding that gives each device its part.
+        part: The shape of a part.
+        replicas: The number of devices that still hold equal parts.
+        by_replica: Number of the replica → the parts on devices of this process: the position of the shard, and the
+            indices of the part in the array and in the shard.
+    """
+
+    sharding: Any
+    part: tuple[int, ...]
+    replicas: int
+    by_replica: Mapping[int, Sequence[tuple[int, Index, Index]]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division:
+    divided = divide_replicas(sharding, shape, itemsize)
+    part = divided.shard_shape(shape)
+    local = sharding.addressable_devices_indices_map(shape)  # in the order of the shards
+    positions = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
+    seen, by_replica = Counter[ShardBounds](), dict[int, list[Any]]()
+    for device, index in divided.devices_indices_map(shape).items():
+        found = bounds(index, shape)
+        if device in positions:
+            position, shard = positions[device]
+            within = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(found, shard, strict=True))
+            by_replica.setdefault(seen[found], []).append((position, slices(found), within))
+        seen[found] += 1
+    return _Division(divided, part, max(seen.values()), by_replica)
+
+
+def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
+    """Return a sharding on the same devices that divides the replicas of a shard, into parts of `SMALLEST` and more."""
+    if not isinstance(sharding, NamedSharding) or is_of_host(sharding):  # slices of pinned memory may hang
+        return sharding
+    mesh, shard = sharding.mesh, sharding.shard_shape(shape)
+    axes = [mesh_axes_of(axis) for axis in dims_of(sharding.spec)]
+    axes += [()] * (len(shape) - len(axes))
+    free = [name for name in mesh.axis_names if not any(name in names for names in axes)]
+    most = min(math.prod(mesh.shape[name] for name in free), math.prod(shard) * itemsize // SMALLEST)
+    for count in range(most, 1, -1):
+        along = next((axis for axis, size in enumerate(shard) if size % count == 0), None)
+        factors, left = dict[str, int](), count
+        for name in free:
+            factors[name] = math.gcd(left, mesh.shape[name])
+            left //= factors[name]
+        if along is not None and left == 1:
+            break
+    else:
+        return sharding
+    # Each free axis of the mesh becomes two: one along which the array is divided, and one of replicas.
+    names, sizes = list[str](), list[int]()
+    for name in mesh.axis_names:
+        names += [f"{name} of parts", name] if name in free else [name]
+        factor = factors.get(name, 1)
+        sizes += [factor, mesh.shape[name] // factor] if name in free else [mesh.shape[name]]
+    axes[along] = (*axes[along], *[f"{name} of parts" for name in free])
+    parts = jax.sharding.Mesh(mesh.devices.reshape(sizes), names)
+    return NamedSharding(parts, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+
+
 def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
     """Return the parts that this process writes, or copies of them on the way to the host; arrays may then be donated.
 
-    Replicas of a shard write equal parts of it, if it can be divided: no process writes all of a replicated array. On
-    CPUs the values alias the arrays, whose memory is then not reused.
+    No process writes all of a large replicated array, nor all of the small ones. On CPUs the values alias the arrays,
+    whose memory is then not reused.
     """
-    shardings = {array.sharding for array in arrays.values() if isinstance(array, jax.Array)}
-    in_place = {sharding for sharding in shardings if is_read_in_place(sharding)}
-    moving = [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.sharding not in in_place]
+    on_devices = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
+    divisions = {
+        name: _division(array.sharding, array.shape, array.dtype.itemsize) for name, array in on_devices.items()
+    }
+    in_place = {sharding for sharding in {a.sharding for a in on_devices.values()} if is_read_in_place(sharding)}
+    moving = [name for name, array in on_devices.items() if array.sharding not in in_place]
     if moving:
         # A program for each shape, whatever the number of replicas.
-        divided = jax.device_put(
-            [arrays[name] for name in moving], [_without_replicas(arrays[name]) for name in moving]
-        )
-        arrays = {**arrays, **dict(zip(moving, divided, strict=True))}
-    own_parts = [_own_parts(name, array, in_place) for name, array in arrays.items()]
+        divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
+        on_devices |= dict(zip(moving, divided, strict=True))
+    own_parts, turn = list[OwnParts](), 0
+    for name, array in arrays.items():
+        part, values = array.shape, list[Any]()
+        if name in divisions:
+            _, part, replicas, by_replica = divisions[name]
+            for position, index, within in by_replica.get(turn * _stride(replicas) % replicas, ()):
+                data = on_devices[name].addressable_data(position)
+                values.append((index, np.asarray(data)[within] if array.sharding in in_place else data))
+            turn += replicas > 1
+        elif jax.process_index() == 0:
+            values.append(((), array))
+        own_parts.append(OwnParts(name, array.shape, array.dtype, part, values))
     if not moving:
         return own_parts
-    on_devices = [data for array in own_parts for _, data in array.values if isinstance(data, jax.Array)]
-    copies = iter(_copies_on_host(on_devices))
+    copies = iter(_copies_on_host([data for a in own_parts for _, data in a.values if isinstance(data, jax.Array)]))
     return [
         array._replace(
             values=[(index, next(copies) if isinstance(data, jax.Array) else data) for index, data in array.values]
@@ -72,53 +155,14 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
     ]
 
 
+@functools.cache
+def _stride(replicas: int) -> int:
+    """Return the step from the replica that writes one array to that of the next: soon it is of another process."""
+    return next(n for n in range(math.ceil(0.618 * replicas), 2 * replicas) if math.gcd(n, replicas) == 1)
+
+
 def is_read_in_place(sharding: Any) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
-
-
-def _own_parts(name: str, array: Any, in_place: set[Any]) -> OwnParts:
-    if isinstance(array, np.ndarray):
-        return OwnParts(name, array.shape, array.dtype, array.shape, [((), array)] if jax.process_index() == 0 else [])
-    sharding, kind = array.sharding, (name, array.shape, array.dtype)
-    is_here = sharding in in_place
-    if sharding.num_devices == 1:
-        data = array.addressable_data(0)
-        return OwnParts(*kind, array.shape, [((), np.asarray(data) if is_here else data)])
-    part = sharding.shard_shape(array.shape)
-    replicas = sharding.num_devices * math.prod(part) // array.size
-    axis = divisible_axis(part, replicas) if is_here else None  # on devices, `_without_replicas` has divided them
-    if axis is None:
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        values = [(shard.index, np.asarray(shard.data) if is_here else shard.data) for shard in shards]
-        return OwnParts(*kind, part, values)
-    size = part[axis] // replicas
-    values = []
-    for shard in array.addressable_shards:
-        first = shard.replica_id * size
-        data = np.asarray(shard.data)[(slice(None),) * axis + (slice(first, first + size),)]
-        first += shard.index[axis].start or 0
-        values.append(((*shard.index[:axis], slice(first, first + size), *shard.index[axis + 1 :]), data))
-    return OwnParts(*kind, (*part[:axis], size, *part[axis + 1 :]), values)
-
-
-def divisible_axis(shape: Sequence[int], count: int) -> int | None:
-    """Return the first axis that can be divided into `count` parts, or None."""
-    return next((axis for axis, size in enumerate(shape) if size % count == 0), None) if count > 1 else None
-
-
-def _without_replicas(array: Any) -> Any:
-    """Return a sharding that divides the replicas of each shard along an axis, if that is possible."""
-    sharding = array.sharding
-    if not isinstance(sharding, jax.sharding.NamedSharding) or is_of_host(sharding):  # slices of pinned memory may hang
-        return sharding
-    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-    axes = [() if names is None else names if isinstance(names, tuple) else (names,) for names in spec]
-    free = tuple(name for name in sharding.mesh.axis_names if not any(name in names for names in axes))
-    axis = divisible_axis(sharding.shard_shape(array.shape), math.prod(sharding.mesh.shape[name] for name in free))
-    if axis is None:
-        return sharding
-    axes[axis] = (*axes[axis], *free)
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
@@ -137,7 +181,10 @@ def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 # Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
 # one node, reading would be quadratic. No other process writes to a database.
-_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
+_ENTRY = 1024
+"""The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
+CONFIG = {"max_inline_value_bytes": _ENTRY, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
+CONFIG |= {"compression": None}  # so that the size of a file bounds the memory that it needs
 FILES = "$files/"
 """The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
 
@@ -178,13 +225,11 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     """
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
-    size = {} if is_local else {"target_data_file_size": LARGEST}  # an object is uploaded in one request
-    store = {"driver": "ocdbt", "base": dict(base), "config": _CONFIG, **size}
+    size = {} if is_local else {"target_data_file_size": _OBJECT}
+    store = {"driver": "ocdbt", "base": dict(base), "config": CONFIG, **size}
     chunk, opening = functools.cache(chunk_shape), []
     for array in arrays:
-        shape = chunk(array.part, array.shape, array.dtype.itemsize)
-        grid = {"name": "regular", "configuration": {"chunk_shape": shape}}
-        kind = {"shape": array.shape, "data_type": str(array.dtype), "chunk_grid": grid, "codecs": _CODECS}
+        kind = array_metadata(array.shape, array.dtype, chunk(array.part, array.shape, array.dtype.itemsize))
         kvstore = {**store, "path": array_path(array.name)}
         # Without the last one, a chunk of zeros would not be stored, and could not be told from one that was lost.
         spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": kind, "store_data_equal_to_fill_value": True}
@@ -203,6 +248,11 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     return _root(base, context)
 
 
+def array_metadata(shape: tuple[int, ...], dtype: Any, chunk: Sequence[int]) -> dict[str, Any]:
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+    return {"shape": list(shape), "data_type": str(dtype), "chunk_grid": grid, "codecs": _CODECS}
+
+
 def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> list[int]:
     """Divide a part of an array into chunks of at most `LARGEST` bytes.
 
@@ -218,17 +268,26 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
     return chunk
 
 
-def merge(base: Mapping[str, Any], keys: Iterable[str], wait: Wait) -> bytes | None:
+def count_entries(arrays: Sequence[OwnParts]) -> int:
+    """Return the number of entries of a database: the chunks of all processes, and the metadata of each array."""
+    count = len(arrays)
+    for array in arrays:
+        chunk = chunk_shape(array.part, array.shape, array.dtype.itemsize)
+        count += math.prod([-(-size // step) for size, step in zip(array.shape, chunk, strict=True) if step])
+    return count
+
+
+def merge(base: Mapping[str, Any], keys: Iterable[str], entries: int, wait: Wait) -> bytes | None:
     """Merge the databases below some keys into one, which refers to their files; see `write` for the result."""
     # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the checkpoint as a pattern.
     context, transaction = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}}), ts.Transaction(atomic=True)
-    whole = {"driver": "ocdbt", "base": dict(base), "config": _CONFIG}
+    whole = {"driver": "ocdbt", "base": dict(base), "config": CONFIG}
     merged = wait(ts.KvStore.open(whole, context=context), 0).with_transaction(transaction)
     parts = [{"driver": "ocdbt", "base": {**base, "path": f"{base['path']}{key}"}} for key in keys]
     opening = [ts.KvStore.open(part, context=context) for part in parts]
     for copy in [wait(part, 0).experimental_copy_range_to(merged) for part in opening]:
-        wait(copy, 0)
-    wait(transaction.commit_async(), 0)
+        wait(copy, entries * _ENTRY)
+    wait(transaction.commit_async(), entries * _ENTRY)
     return _root(base, context)
 
 

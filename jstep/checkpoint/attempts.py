@@ -1,14 +1,15 @@
 """One save, in a background thread of each process: the same in a directory and below a URL.
 
-    1. Each process writes its arrays. If there are several processes, it then writes an empty file, its "part".
-    2. The first process waits for all parts, merges their databases, and commits: the manifest, and in a directory the
-       name of the directory. From here on the checkpoint exists.
-    3. The others wait until it does, or until the first process reports why not.
+    1. Each process writes its arrays. If there are several processes, it then writes an empty file below `parts/`.
+    2. The first process waits for these files, by one list at a time, merges the databases, and commits: the manifest,
+       and in a directory the name of the directory. From here on the checkpoint exists.
+    3. The others wait until it does, or until the first process reports why not: in one file, that of its own part.
 
 With one process, the database is directly in the attempt, else below `ocdbt.process_N/`. A crash before the commit
 leaves an attempt, which the next save removes.
 """
 
+import abc
 import atexit
 import contextlib
 import dataclasses
@@ -19,22 +20,29 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
-from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec
-from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import format_bytes
+from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec, list_names
+from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.core.checks import format_bytes, format_list
 from jstep.core.logs import logger
 from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
+from jstep.stores.objects import BYTES_PER_SEC
 
-OUTCOME_SECS = 1800.0
-"""Seconds that the others wait for the outcome: the first process may have much more to write."""
+Files = Mapping[str, int]
+"""Path of a file below a checkpoint → its bytes; none below a URL."""
+
 PEER_SECS = 120.0
-"""Seconds that the first process waits for the others, plus ten times the time of its own part."""
-_FAILURE = "failed.txt"
-"""The file in which a process reports a failed save to the others."""
+"""Seconds without a new part after which the first process gives up, plus ten times those of its own part, plus those
+in which a slow process writes the average part."""
+OUTCOME_SECS = 1800.0
+"""Seconds that the others wait for the outcome, plus as many as the first process waits for a part."""
+PARTS = "parts/"
+_FAILED = ".failed"
+"""The end of the name of a file in which a process reports to the first one why it has failed."""
+_SAVED = b"saved"
 
 
 class Storage(Protocol):
@@ -42,9 +50,6 @@ class Storage(Protocol):
 
     Keys are relative to it.
     """
-
-    def begin(self) -> None:
-        """Note what this attempt replaces; called on the first process."""
 
     def path(self, key: str) -> str:
         """Return the path or URL of a key."""
@@ -54,6 +59,9 @@ class Storage(Protocol):
 
     def read(self, key: str) -> bytes | None:
         """Read a small file; None if it is missing."""
+
+    def names(self, key: str) -> Collection[str]:
+        """Return the names of the files below a key."""
 
     def write(self, key: str, data: bytes) -> object:
         """Write a new file, and flush its content."""
@@ -65,7 +73,7 @@ class Storage(Protocol):
         """See `array_writer.Wait`."""
         return future.result()
 
-    def finish(self, key: str = "") -> Mapping[str, int]:
+    def finish(self, key: str = "") -> Files:
         """Flush the names of the files below a key, and return those that the manifest lists, with their sizes."""
         return {}
 
@@ -73,9 +81,6 @@ class Storage(Protocol):
 class LocalStorage(Storage):
     def __init__(self, path: str) -> None:
         self._path = path
-
-    def begin(self) -> None:
-        """Do nothing: the directory is renamed under the claim."""
 
     def path(self, key: str) -> str:
         return os.path.join(self._path, key) if key else self._path
@@ -90,14 +95,17 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
+    def names(self, key: str) -> Collection[str]:
+        return list_names(self.path(key))
+
     def write(self, key: str, data: bytes) -> None:
         with new_file(self.path(key)) as file:
             file.write(data)
 
     def publish(self, key: str, data: bytes) -> None:
-        replace_file(self.path(key), data)
+        replace_file(self.path(key), data, make_parents=False)
 
-    def finish(self, key: str = "") -> Mapping[str, int]:
+    def finish(self, key: str = "") -> Files:
         sizes = {}
         for directory, _, names in os.walk(self.path(key)):
             for name in names:
@@ -107,108 +115,158 @@ class LocalStorage(Storage):
         return dict(sorted(sizes.items()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """The part of one process in a save.
+class End(Protocol):
+    """The end of a save, on the first process."""
+
+    def finish(self, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+        """Publish a checkpoint with these files, and then delete what it supersedes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveJob:
+    """What one process writes.
 
     Attributes:
         name: A name that no other attempt has, the same on all processes.
+        saved_at: The time in the manifest.
         process: The index of this process.
         count: The number of processes.
-        saved_at: The time in the manifest, on the first process.
-        arrays: The `OwnParts` to write. Their memory is released once they are written, like that of `files`.
+        nbytes: The bytes of all arrays.
+        arrays: The `OwnParts` to write.
         files: Name → `LargeBytes`.
-        commit: Makes the checkpoint exist; called on the first process with the sizes of the files.
-        is_committed: Returns whether this attempt is the checkpoint; called on the others.
     """
 
-    storage: Storage
     name: str
+    saved_at: float
     process: int
     count: int
-    saved_at: float
-    arrays: list[Any]
+    nbytes: int
+    arrays: Sequence[Any]
     files: Mapping[str, Any]
-    commit: Callable[[Mapping[str, int]], None]
-    is_committed: Callable[[], bool]
+
+
+class Attempt(abc.ABC):
+    """A save in progress: `run` writes the part of this process; the first one then commits, and the others wait.
+
+    The memory of the arrays is released once they are written.
+    """
+
+    def __init__(self, storage: Storage, job: SaveJob, end: End) -> None:
+        self.storage, self.name, self._end = storage, job.name, end
+        self.process, self.count, self._saved_at = job.process, job.count, job.saved_at
+        self._arrays, self._files = job.arrays, job.files
+        self._names = [array.name for array in job.arrays]
+        self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
+        self._peer_secs = PEER_SECS + job.nbytes / job.count / BYTES_PER_SEC
+
+    @abc.abstractmethod
+    def publish(self, manifest: Manifest) -> Sequence[str]:
+        """Make the checkpoint exist, and return what it leaves to be erased."""
+
+    @abc.abstractmethod
+    def is_published(self) -> bool:
+        """Return whether this attempt is the checkpoint."""
+
+    def begin(self) -> None:
+        """Let the others wait for the outcome; called on the first process before anything is written."""
+        if self.count > 1:
+            self.storage.publish(self.part(0), b"")
+
+    def commit(self, files: Files) -> None:
+        """Publish the checkpoint, on the first process."""
+        self._end.finish(files, self.publish)
+
+    def part(self, process: int) -> str:
+        """Return the key of a file that says that a process has written; that of the first one says the outcome."""
+        return f"{PARTS}{self.name}.{process}"
+
+    def tell_outcome(self, outcome: bytes = _SAVED) -> None:
+        if self.count > 1:
+            self.storage.publish(self.part(0), outcome)
 
     def run(self) -> None:
-        """Write this process's part; then the first process commits all parts, and the others wait for it."""
-        began, nbytes = time.monotonic(), sum([math.prod(array.part) * array.dtype.itemsize for array in self.arrays])
+        began = time.monotonic()
         try:
             if self.process == 0:
-                self.storage.begin()
-            names = self._write_part()
+                self.begin()
+            self._write_part()
+            self._peer_secs += 10 * (time.monotonic() - began)
             if self.process == 0:
-                self._commit_all(names, time.monotonic() - began)
+                self._merge()
+                for name, data in array_writer().orbax_files(self._names, self._saved_at).items():
+                    self.storage.write(name, data)
+                self.commit(self.storage.finish())
         except BaseException as error:
-            explained = _explained(error, self.storage.path(""), nbytes)
+            explained = _explained(error, self.storage.path(""), self._nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
             raise explained from error.__cause__
         if self.process:
-            self._wait_for_first()
+            self._wait_for_outcome()
 
-    def _write_part(self) -> list[str]:
-        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
-
-        names = [array.name for array in self.arrays]
-        file_arrays = [array_writer.file_array(name, file.read()) for name, file in self.files.items()]
-        own_parts = [*self.arrays, *file_arrays]
-        self.arrays.clear()
+    def _write_part(self) -> None:
+        writer = array_writer()
+        files = [writer.file_array(name, file.read()) for name, file in self._files.items()]
+        own_parts, self._arrays = [*self._arrays, *files], ()
+        self._entries = writer.count_entries(own_parts) if self.count > 1 else 0
         key = process_key(self.process) if self.count > 1 else ""
-        base = array_writer.base(self.storage.spec(), key)
-        self._write_root(key, array_writer.write(base, own_parts, self.storage.wait, first=self.process == 0))
-        for file in self.files.values():
+        base = writer.base(self.storage.spec(), key)
+        self._write_root(key, writer.write(base, own_parts, self.storage.wait, first=self.process == 0))
+        for file in self._files.values():
             file.written()
-        if self.count > 1:
+        if self.process:
             self.storage.finish(key)
-            self.storage.publish(part_key(self.process, self.name), b"")
-        return names
+            self.storage.publish(self.part(self.process), b"")
 
-    def _commit_all(self, names: Sequence[str], took: float) -> None:
-        from jstep.checkpoint import array_writer
-
-        until = time.monotonic() + PEER_SECS + 10 * took
-        for process in range(1, self.count):
-            self._wait_for_part(process, until)
-        if self.count > 1:
-            base = array_writer.base(self.storage.spec())
-            root = array_writer.merge(base, map(process_key, range(self.count)), self.storage.wait)
-            self._write_root("", root)
-        for name, data in array_writer.orbax_files(names, self.saved_at).items():
-            self.storage.write(name, data)
-        self.commit(self.storage.finish())
+    def _merge(self) -> None:
+        """Wait for the parts of all processes, and merge their databases."""
+        if self.count == 1:
+            return
+        missing, until = {*range(1, self.count)}, time.monotonic() + self._peer_secs
+        for pause in _pauses():
+            names = set(self.storage.names(PARTS))
+            arrived = {process for process in missing if f"{self.name}.{process}" in names}
+            for process in missing:
+                if f"{self.name}.{process}{_FAILED}" in names:
+                    text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
+                    raise CheckpointError(f"process {process}: {text.decode()}")
+            if not (missing := missing - arrived):
+                break
+            until = time.monotonic() + self._peer_secs if arrived else until
+            if time.monotonic() > until:
+                who = format_list([f"process {process}" for process in sorted(missing)], 8)
+                raise CheckpointError(f"{who}: not written in {self._peer_secs:.0f} s, as the others have")
+            time.sleep(pause)
+        writer = array_writer()
+        base = writer.base(self.storage.spec())
+        self._write_root("", writer.merge(base, map(process_key, range(self.count)), self._entries, self.storage.wait))
 
     def _write_root(self, key: str, root: bytes | None) -> None:
         if root is not None:
             self.storage.write(f"{key}{ROOT}", root)
 
-    def _wait_for_part(self, process: int, until: float) -> None:
-        for _ in _pauses(until):
-            self._raise_failure_of(process)
-            if self.storage.read(part_key(process, self.name)) is not None:
+    def _wait_for_outcome(self) -> None:
+        secs, has_begun = OUTCOME_SECS + self._peer_secs, False
+        until = time.monotonic() + secs
+        for pause in _pauses():
+            outcome = self.storage.read(self.part(0))
+            if outcome == _SAVED or (outcome is None and self.is_published()):
                 return
-        raise CheckpointError(f"{self.storage.path(process_key(process))}: process {process} has not written")
-
-    def _wait_for_first(self) -> None:
-        for _ in _pauses(time.monotonic() + OUTCOME_SECS):
-            part = self.storage.read(part_key(self.process, self.name))
-            self._raise_failure_of(0)
-            if self.is_committed():
-                return
-            if part is None:
-                raise CheckpointError(f"{self.storage.path('')}: the first process has removed it; see its error")
-        raise CheckpointError(f"{self.storage.path('')}: the first process has not reported the outcome")
-
-    def _raise_failure_of(self, process: int) -> None:
-        if (text := self.storage.read(f"{process_key(process)}{_FAILURE}")) is not None:
-            raise CheckpointError(f"process {process}: {text.decode()}")
+            if outcome:
+                raise CheckpointError(f"process 0: {outcome.decode()}")
+            if outcome is None and has_begun:
+                raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
+            has_begun = outcome is not None
+            if time.monotonic() > until:
+                raise CheckpointError(f"{self.storage.path('')}: process 0 has not published it in {secs:.0f} s")
+            time.sleep(pause)
 
     def _report(self, text: str) -> None:
-        if self.count == 1:
-            return
+        data = text.encode(errors="replace")
         try:
-            self.storage.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
+            if self.process:
+                self.storage.publish(f"{self.part(self.process)}{_FAILED}", data)
+            else:
+                self.tell_outcome(data)
         except OSError as error:
             logger.warning("the failure of %s was not reported to other processes: %s", self.storage.path(""), error)
 
@@ -217,17 +275,18 @@ def process_key(process: int) -> str:
     return f"ocdbt.process_{process}/"
 
 
-def part_key(process: int, attempt: str) -> str:
-    """Return the key of the part of a process: an empty file, which has the name of the attempt."""
-    return f"{process_key(process)}part.{attempt}"
+def array_writer() -> Any:
+    """Return the module, which is imported on first use: importing tensorstore is slow."""
+    from jstep.checkpoint import array_writer
+
+    return array_writer
 
 
-def _pauses(until: float) -> Iterator[None]:
-    """Yield, with longer and longer pauses, until a time."""
+def _pauses() -> Iterator[float]:
+    """Yield longer and longer pauses."""
     pause = 0.005
-    while time.monotonic() < until:
-        yield
-        time.sleep(pause)
+    while True:
+        yield pause
         pause = min(1.0, 1.5 * pause)
 
 

@@ -4,19 +4,19 @@ A checkpoint is written under a temporary name, its manifest last, and then rena
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import shlex
 import shutil
+import stat
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedError, Manifest, encode
 from jstep.checkpoint.retention import evict
-from jstep.checkpoint.store import Commit, Files, Store
+from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
 _MAX_LISTINGS = 10  # a writer evicts one checkpoint per save
@@ -45,6 +45,10 @@ class DirectoryStore(Store):
                     break  # it was evicted, so a newer one exists that is not in this list
             else:
                 return
+
+    def names(self) -> dict[int, str]:
+        steps = (step for step, _, _ in listing.entries(self.directory, self._prefix))
+        return {step: self.path(listing.format_name(self._prefix, step)) for step in steps}
 
     def at(self, prefix: str, step: int) -> str | None:
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
@@ -78,6 +82,25 @@ class DirectoryStore(Store):
                 wrong[name] = f"{size} bytes instead of {nbytes}"
         return wrong
 
+    def unlike_written(self, path: str, manifest: Manifest) -> str:
+        """See `Store.unlike_written`: there are regular files alone, with as many bytes as the arrays need."""
+        nbytes = 0
+        for above, directories, names in os.walk(self.storage(path, manifest).path("")):
+            for name in (*directories, *names):
+                file = os.path.join(above, name)
+                found = os.stat(file)
+                if stat.S_ISREG(found.st_mode):
+                    nbytes += found.st_size
+                elif name in names or os.path.islink(file):
+                    return f"{os.path.relpath(file, path)} is not a regular file"
+        try:
+            needed = self.reader(path, manifest).nbytes
+        except CorruptedError as error:
+            return str(error)
+        if nbytes >= needed:
+            return ""
+        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
+
     def claim(self) -> None:
         self._refuse_moved()
         make_directories(self.directory)
@@ -95,43 +118,28 @@ class DirectoryStore(Store):
         self._is_cleaned = False
         return FileClaim(self.directory, self._prefix)
 
-    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
+    def save(self, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
         1. Arrays and files in a temporary directory, and what Orbax needs (`attempts`).
         2. The flushes of `Saver.flushing`.
         3. The manifest, without which a directory is not a checkpoint.
-        4. The renamed directory (`_publish`). Only then are superseded checkpoints removed (`commit`).
+        4. The renamed directory. Only then are superseded checkpoints removed (`retention`).
         """
-        import jax  # not at the top: listing a directory of checkpoints does not need JAX
-
-        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
-
-        process, count = jax.process_index(), jax.process_count()
-        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
-        if self._failed is not None and process == 0:  # no process writes into it any more
+        self._is_cleaned, self.erase_secs = False, 0.0  # if this is interrupted, the next save removes the leftovers
+        if self._failed is not None and job.process == 0:  # no process writes into it any more
             remove(self._failed)
-        temporary = path + listing.TEMPORARY + (f"-{commit.number}" if count > 1 else "")
-        os.makedirs(temporary, exist_ok=count > 1)
-        self._failed = temporary if count > 1 else None
-
-        def commit_directory(sizes: Files) -> None:
-            commit.finish(sizes, functools.partial(self._publish, temporary, path))
-            self._failed = None
-
-        def is_committed() -> bool:
-            return os.path.exists(os.path.join(path, attempts.part_key(process, str(commit.number))))
-
-        storage = attempts.LocalStorage(temporary)
-        own_parts = array_writer.take(arrays)
-        name = str(commit.number)
-        attempt = attempts.Attempt(
-            storage, name, process, count, commit.saved_at, own_parts, files, commit_directory, is_committed
-        )
+        temporary = path + listing.TEMPORARY + (f"-{job.name}" if job.count > 1 else "")
+        if job.count > 1:
+            os.makedirs(os.path.join(temporary, attempts.PARTS), exist_ok=True)
+        else:
+            os.makedirs(temporary)
+        self._failed = temporary if job.count > 1 else None
+        attempt = DirectoryAttempt(self, path, temporary, job, end)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
-    def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
+    def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
         self._refuse_moved()  # if the directory was renamed, tensorstore has created it again under its old name
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
@@ -150,12 +158,16 @@ class DirectoryStore(Store):
             if os.path.lexists(replaced):
                 os.rename(replaced, final)
             raise
+        self._failed = None
         return [replaced]
 
     def abandon(self, path: str) -> None:
         """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
         self._is_cleaned = False
         remove(path + listing.TEMPORARY)
+        if isinstance(self._claim, FileClaim) and self._claim.is_moved():
+            with contextlib.suppress(OSError):  # tensorstore has made it again
+                os.rmdir(self.directory)
 
     def command_to_set_aside(self, path: str) -> str:
         names = (f"{path}{listing.ASIDE}{number}" for number in itertools.count())
@@ -170,8 +182,10 @@ class DirectoryStore(Store):
         return []
 
     def erase(self, remains: Sequence[str]) -> None:
+        began = time.monotonic()
         for path in remains:
             remove(path)
+        self.erase_secs += time.monotonic() - began
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of interrupted saves and deletions; only the owner of the claim may do so."""
@@ -187,6 +201,20 @@ class DirectoryStore(Store):
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)
+
+
+class DirectoryAttempt(attempts.Attempt):
+    def __init__(
+        self, store: DirectoryStore, final: str, temporary: str, job: attempts.SaveJob, end: attempts.End
+    ) -> None:
+        super().__init__(attempts.LocalStorage(temporary), job, end)
+        self._store, self._temporary, self._final = store, temporary, final
+
+    def publish(self, manifest: Manifest) -> Sequence[str]:
+        return self._store.publish(self._temporary, self._final, manifest)
+
+    def is_published(self) -> bool:
+        return os.path.exists(os.path.join(self._final, self.part(self.process)))
 
 
 def _require_remains(path: str) -> None:

@@ -12,10 +12,11 @@ from jstep.stores.files import is_absent, may_be_file, read_small
 
 # On a disk, each checkpoint is a directory. Below a URL, checkpoints are objects with these keys:
 #
-#     model-7/manifest.json               the checkpoint exists when this does
-#     model-7/data.1795172888-1f0e2d3c/   the objects of one attempt to save it
-#     ~claims/model                       the writer of model-*
-#     ~jstep                              the mark: a list without it is incomplete
+#     model-7/manifest.json                         the checkpoint exists when this does
+#     model-7/data.1795172888-1f0e2d3c/             the objects of one attempt to save it
+#     ~attempts/model-7/data.1795172888-1f0e2d3c    the index: an empty object, from the beginning of this attempt on
+#     ~claims/model                                 the writer of model-*
+#     ~jstep.2                                      the mark: a list without it is incomplete
 
 
 def read_manifest(checkpoint: str) -> Manifest:
@@ -144,6 +145,8 @@ def has_data(path: str) -> bool:
 
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
 _ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
+COPIED = "data.copied"
+"""What the index has for a checkpoint that was copied from a disk."""
 HOUR = 3600
 
 
@@ -158,19 +161,20 @@ def is_old(attempt: str, time_now: float) -> bool:
 
 
 class ListedCheckpoints:
-    """The checkpoints and attempts among the keys of objects."""
+    """The checkpoints among the keys of objects, or of an index of them."""
 
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
-        self.committed: dict[str, int] = {}
-        """Name of the checkpoint → its step."""
-        self.attempts: dict[str, dict[str, list[str]]] = {}
-        """Name of the checkpoint → attempt → its keys."""
+        self.steps: dict[str, int] = {}
+        """Name of a checkpoint, complete or not → its step."""
+        self.attempts: dict[str, list[str]] = {}
+        """Name of a checkpoint → its attempts."""
         for key in keys:
             match = _KEY.fullmatch(key)
             if match is None or has_suffix(match["name"]) or (prefix is not None and match["prefix"] != prefix):
                 continue
-            attempt, _, below = match["rest"].partition("/")
-            if match["rest"] == MANIFEST_FILE:
-                self.committed[match["name"]] = int(match["step"])
-            elif below and is_attempt(attempt):
-                self.attempts.setdefault(match["name"], {}).setdefault(attempt, []).append(key)
+            name, attempt = match["name"], match["rest"].partition("/")[0]
+            if attempt == MANIFEST_FILE or is_attempt(attempt):
+                self.steps[name] = int(match["step"])
+                found = self.attempts.setdefault(name, [])
+                if is_attempt(attempt) and attempt not in found[-1:]:  # keys are sorted
+                    found.append(attempt)

@@ -16,11 +16,12 @@ from jstep.core.checks import describe_type, format_value
 from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 2
-"""The format, which began with jstep 0.4; earlier versions wrote format 1."""
-_OTHER_FORMATS = {
-    1: "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
-}
+FORMAT = 3
+"""The format; versions before jstep 0.4 wrote format 1, and versions before its release format 2."""
+_EARLIER = (
+    "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
+)
+_OTHER_FORMATS = {1: _EARLIER, 2: _EARLIER}
 """What to do with checkpoints of other formats."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
@@ -57,10 +58,25 @@ class CheckpointExtra(NamedTuple):
         values: JSON, which refers to the files by their names. A value of the dict may be a function that returns it,
             and that the first process calls in the background (`known_values`).
         files: Name → `LargeBytes`: the files that this process writes. Names differ between processes.
+        finite: Whether the checkpoint records its parameters as finite, if the caller has checked them. In a run, those
+            that were not finite when it began count as finite.
+        temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is temporary:
+            the next save replaces it, and no limit counts it. None if it is permanent.
     """
 
     values: Any
     files: Mapping[str, Any]
+    finite: bool | None = None
+    temporary_secs: float | None = None
+
+    @classmethod
+    def of(cls, extra: object) -> "CheckpointExtra":
+        """Return the `extra` of a user as one.
+
+        Raises:
+            TypeError: It is not JSON.
+        """
+        return extra if isinstance(extra, cls) else cls(json_copy(extra, "extra"), {})
 
     def is_same(self, other: "CheckpointExtra") -> bool:
         text, other_text = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
@@ -174,10 +190,12 @@ class RetainedSteps:
 
     Attributes:
         since: The first save more than `keep_checkpoint_every_n_hours` after this time is kept permanently.
+        temporary: The steps of checkpoints that the next save replaces.
     """
 
     steps: frozenset[int]
     since: float
+    temporary: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +206,7 @@ class Manifest:
         retention: Decided when the save ends.
         files: Path below the checkpoint → its bytes; empty if it was written to a bucket.
         data: The directory with the files of a checkpoint written to a bucket; None if they are next to the manifest.
+        parts: Name of an array → the shape of the parts in which it was written, unless that is its own.
         left_out: Leaves that a target must provide.
         finite: Whether all parameters are finite. In a run, those that were not when it began count as finite. True if
             it was not recorded.
@@ -203,6 +222,7 @@ class Manifest:
     # Not from the metadata of the installed package: another version, or none, may be installed under this name.
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
+    parts: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     left_out: tuple[LeftOutLeaf, ...] = ()
     finite: bool = True
     temporary: bool = False
@@ -214,6 +234,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it."""
+    retained = manifest.retention
     head = {
         "format": FORMAT,
         "jstep": manifest.jstep,
@@ -221,11 +242,13 @@ def encode(manifest: Manifest) -> bytes:
         "saved_at": manifest.saved_at,
         "nbytes": sum([leaf.nbytes for leaf in manifest.leaves]),
         "extra": manifest.extra,
-        "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
+        "retention": {"kept": sorted(retained.steps), "since": retained.since},
         "finite": manifest.finite,
     }
     head |= {"temporary": True} if manifest.temporary else {}
     head |= {} if manifest.data is None else {"data": manifest.data}
+    head |= {"parts": manifest.parts} if manifest.parts else {}
+    head["retention"] |= {"temporary": sorted(retained.temporary)} if retained.temporary else {}
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
@@ -271,16 +294,20 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     data = _optional(loaded.get("data"), "text")
     if data is not None and (data in ("", ".", "..") or "/" in data):
         raise ValueError(f"the directory {data!r} is not below the checkpoint")
-    kept = frozenset(_checked(step, "a count") for step in retention["kept"])
+    kept, temporary = (
+        frozenset(_checked(step, "a count") for step in steps)
+        for steps in (retention["kept"], retention.get("temporary", ()))
+    )
     return Manifest(
         _checked(loaded["step"], "a count"),
         _checked(loaded["saved_at"], "a number"),
         tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
         loaded["extra"],
-        RetainedSteps(kept, _checked(retention["since"], "a number")),
+        RetainedSteps(kept, _checked(retention["since"], "a number"), temporary),
         files,
         _checked(loaded["jstep"], "a word"),
         data,
+        {name: tuple(_checked(size, "a count") for size in part) for name, part in loaded.get("parts", {}).items()},
         tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
         _checked(loaded.get("finite", True), "true or false"),
         _checked(loaded.get("temporary", False), "true or false"),

@@ -4,21 +4,30 @@ import contextlib
 import dataclasses
 import functools
 import shlex
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
-
-import jax
 
 from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
-from jstep.checkpoint.store import Commit, Files, Store
+from jstep.checkpoint.store import Store
 from jstep.core.logs import logger
-from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Bucket, PendingOperation, ReadResult, spec
+from jstep.core.threads import SerialTasks
+from jstep.stores.objects import (
+    ABSENT,
+    INDEX,
+    START_TIMEOUT_SECS,
+    Bucket,
+    PendingOperation,
+    ReadResult,
+    in_flight,
+    spec,
+)
 from jstep.stores.urls import parts_of_url
 
-_AT_ONCE = 16
-"""Objects to delete at once."""
+_TRIES = 3
+"""Lists until one has a checkpoint: during a list, a writer may replace the only one."""
 
 
 class ObjectStore(Store):
@@ -27,31 +36,42 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
-        self._objects = Bucket(url)
-        self._listed: listing.ListedCheckpoints | None = None
-        """The list of a save in progress, while it decides which checkpoints to keep."""
-        self._warned = self._forbidden = False
+        self.objects = Bucket(url)
+        self._own: dict[int, str] = {}
+        """Step → path of the checkpoints of this writer, as long as it holds the claim."""
+        self._is_saving = self._warned = self._forbidden = False
+        self._erasing = SerialTasks("jstep-delete", functools.partial(self.log_undeleted, url), daemon=True)
+        self._unerased = 0
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self.directory + "/")
 
-    def _list(self, prefix: str | None) -> listing.ListedCheckpoints:
-        start = "" if prefix is None else f"{prefix}-"
-        return self._listed or listing.ListedCheckpoints(self._objects.listing(start), prefix)
+    def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
+        index = self.objects.index("" if prefix is None else f"{prefix}-")
+        return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore."""
-        committed = self._list(prefix).committed
-        for step, name in sorted(((step, name) for name, step in committed.items()), reverse=True):
-            yield step, self.path(name)
+        for _ in range(_TRIES):
+            steps = self._listed(prefix).steps
+            names, found = sorted(steps, key=lambda name: (steps[name], name), reverse=True), False
+            for some in (names[:1], names[1:]):  # the others are often not asked for
+                for key in self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in some):
+                    name, found = key.rpartition("/")[0], True
+                    yield steps[name], self.path(name)
+            if found or not names:
+                return
+
+    def names(self) -> dict[int, str]:
+        return dict(self._own)
 
     def at(self, prefix: str, step: int) -> str | None:
         name = listing.format_name(prefix, step)
-        return None if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
+        return None if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
 
     def manifest(self, path: str) -> Manifest:
         url = f"{path}/{MANIFEST_FILE}"
-        result = self._objects.read(f"{self._name(path)}/{MANIFEST_FILE}")
+        result = self.objects.read(f"{self._name(path)}/{MANIFEST_FILE}")
         if result.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         manifest = listing.decode_manifest(result.data, url)
@@ -61,90 +81,75 @@ class ObjectStore(Store):
 
     def storage(self, path: str, manifest: Manifest) -> "ObjectStorage":
         name = self._name(path)
-        return ObjectStorage(self._objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")
+        return ObjectStorage(self.objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")
 
     def lock(self) -> claims.ObjectClaim:
         """Take the claim, and check within `START_TIMEOUT_SECS` that the store can be read, listed and written."""
-        with self._objects.within(START_TIMEOUT_SECS):
-            self._objects.mark(f"{self._prefix}-")
-            claim = claims.ObjectClaim(self._objects, self._prefix)
+        with self.objects.within(START_TIMEOUT_SECS):
+            claim = claims.ObjectClaim(self.objects, self._prefix)
             try:
-                self._list(self._prefix)
+                if self.objects.index() is None:
+                    copies = listing.ListedCheckpoints(self.objects.listing(), None)
+                    for name, found in copies.attempts.items():
+                        for attempt in found or [listing.COPIED]:
+                            self.objects.write(f"{INDEX}{name}/{attempt}", b"")
+                    self.objects.mark()
+                self._own = dict(self.newest_first(self._prefix))
             except BaseException:
                 claim.release()
                 raise
             return claim
 
-    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
+    def save(self, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
         """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
-        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
+        self.erase_secs = 0.0
+        attempt = ObjectAttempt(self, path, job, end)
+        self._write = attempts.BackgroundWrite(attempt.key, attempt.run, f"jstep-save-{self._name(path)}")
 
-        name = self._name(path)
-        attempt = f"data.{max(0, int(commit.saved_at))}-{commit.number:08x}"
-        storage = ObjectStorage(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
-
-        def commit_attempt(sizes: Files) -> None:
-            self._commit_attempt(name, attempt, storage.before, commit)
-
-        def is_committed() -> bool:
-            data = self._objects.read(f"{name}/{MANIFEST_FILE}").data
-            return data is not None and decode(data).data == attempt
-
-        process, count = jax.process_index(), jax.process_count()
-        own_parts = array_writer.take(arrays)
-        part = attempts.Attempt(
-            storage, attempt, process, count, commit.saved_at, own_parts, files, commit_attempt, is_committed
-        )
-        self._write = attempts.BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
-
-    def _commit_attempt(self, name: str, attempt: str, before: ReadResult, commit: Commit) -> None:
-        listed = self._listed = self._list(self._prefix)  # one list request per save
-        try:
-            commit.finish({}, functools.partial(self._publish, name, attempt, before))
-            if not self._forbidden:
-                try:  # the checkpoint exists
-                    self._clean_up(listed, name, attempt, commit.saved_at)
-                except (OSError, CheckpointError) as error:
-                    self.log_undeleted(self.directory, error)
-        finally:
-            self._listed = None
-
-    def _publish(self, name: str, attempt: str, before: ReadResult, manifest: Manifest) -> list[str]:
+    def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
-        key, data = f"{name}/{MANIFEST_FILE}", encode(dataclasses.replace(manifest, data=attempt))
+        before, data = attempt.before, encode(dataclasses.replace(manifest, data=attempt.data))
         if self._claim is not None:
             self._claim.check()
-        stamp = self._objects.write_if(key, data, before.stamp)
+        stamp = self.objects.write_if(attempt.manifest_key, data, before.stamp)
         if stamp is None:
-            raise CheckpointError(
-                f"{self._objects.at(key)} was written by another writer meanwhile, and is left unchanged; give "
-                "each run its own directory or prefix"
-            )
-        try:  # a process suspended between the two may have lost its claim and its data: undo the commit
-            with contextlib.suppress(OSError):
-                if self._claim is not None:
-                    self._claim.check()
+            url = self.objects.at(attempt.manifest_key)
+            raise CheckpointError(f"{url} was written by another writer meanwhile; stop one of the two runs")
+        try:
+            # This process may have been suspended since the first check, while another one took the claim and deleted
+            # the data of this attempt.
+            if self._claim is not None:
+                self._claim.check()
         except CheckpointError:
             if before.data is None:
-                self._objects.delete(key, stamp)
+                self.objects.delete(attempt.manifest_key, stamp)
             else:  # the step was saved before, and that checkpoint is still there
-                self._objects.write_if(key, before.data, stamp)
+                self.objects.write_if(attempt.manifest_key, before.data, stamp)
             raise
-        return []  # a reader may still read the replaced objects
+        self._own[manifest.step] = attempt.checkpoint
 
-    def _clean_up(self, listed: listing.ListedCheckpoints, new: str, attempt: str, time_now: float) -> None:
-        """Remove what the new manifest has replaced, and what interrupted saves left behind."""
-        for name, keys in listed.attempts.items():
-            old = [other for other in keys if listing.is_old(other, time_now)]
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def clean_up(self, new: "ObjectAttempt") -> None:
+        """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
+        complete = {self._name(path) for path in self._own.values()}
+        for name, found in self._listed(self._prefix).attempts.items():
+            old = [attempt for attempt in found if listing.is_old(attempt, new.saved_at)]
             victims: list[str] = []
-            if name == new:  # a reader may still read the replaced objects
-                victims = [other for other in (old if name in listed.committed else keys) if other != attempt]
-            elif name not in listed.committed:  # lists are unreliable: only a read shows that it has no manifest
-                victims = list(keys) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
-            elif old and len(keys) > 1:  # all but the attempt of the existing checkpoint
+            if name == self._name(new.checkpoint):  # a reader may still read the replaced objects
+                victims = [attempt for attempt in (found if new.before.data is None else old) if attempt != new.data]
+            elif name not in complete:  # only a read shows that it has no manifest
+                victims = found if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
+            elif old and len(found) > 1:  # all but the attempt of the existing checkpoint
                 data = self.manifest(self.path(name)).data
-                victims = [other for other in old if other != data]
-            self.erase([key for victim in victims for key in keys[victim]])
+                victims = [attempt for attempt in old if attempt != data]
+            self.erase([f"{name}/{attempt}/" for attempt in victims])
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -154,23 +159,48 @@ class ObjectStore(Store):
 
     def hide(self, path: str) -> list[str]:
         """Delete the manifest unless another writer has replaced it; return the keys that it leaves behind."""
-        if self._forbidden and self._listed is not None:
+        if self._forbidden and self._is_saving:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
         key = f"{name}/{MANIFEST_FILE}"
-        listed = self._list(name.rpartition("-")[0])
-        manifest = self._objects.read(key)
-        if manifest.data is None or not self._objects.delete(key, manifest.stamp):
+        manifest = self.objects.read(key)
+        if manifest.data is not None and not self.objects.delete(key, manifest.stamp):
             return []
-        ours = {key for attempt in listed.attempts.get(name, {}).values() for key in attempt}
-        with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-            ours |= {f"{name}/{file}" for file in decode(manifest.data).files}
-        return sorted(ours)
+        self._own = {step: other for step, other in self._own.items() if other != path}
+        with contextlib.suppress(CheckpointError):
+            read = decode(manifest.data or b"")
+            if listing.is_attempt(read.data):
+                return [f"{name}/{read.data}/"]
+            return [*[f"{name}/{file}" for file in read.files], f"{name}/{listing.COPIED}/"]
+        return []
+
+    # Deletion, in a thread: the next save does not wait for it.
 
     def erase(self, remains: Sequence[str]) -> None:
-        for first in range(0, len(remains), _AT_ONCE):
-            for pending in [self._objects.start_delete(key) for key in remains[first : first + _AT_ONCE]]:
-                pending.result()
+        """See `Store.erase`; keys with a slash at the end are those of attempts."""
+        if remains:
+            self._unerased += 1
+            self._erasing.add(functools.partial(self._erase, remains))
+
+    def _erase(self, remains: Sequence[str]) -> None:
+        began = time.monotonic()
+        try:
+            for key in remains:
+                keys = self.objects.list(key, f"{key[:-1]}0") if key.endswith("/") else [key]  # 0 follows the slash
+                for _, operation in in_flight(self.objects.start_delete, keys):
+                    operation.result()
+                if key.endswith("/"):
+                    self.objects.delete(f"{INDEX}{key[:-1]}")
+        finally:
+            self.erase_secs += time.monotonic() - began
+            self._unerased -= 1
+
+    def is_erasing(self) -> bool:
+        return self._unerased > 0
+
+    def finish_erasing(self) -> None:
+        if self._claim is not None and self._claim.is_held():  # not in a fork, whose parent deletes
+            self._erasing.wait(threading.TIMEOUT_MAX)
 
     def log_undeleted(self, path: str, error: Exception) -> None:
         """Log one warning for all checkpoints."""
@@ -185,27 +215,60 @@ class ObjectStore(Store):
         super().close(wait)
 
 
+class ObjectAttempt(attempts.Attempt):
+    """An attempt in a bucket.
+
+    Attributes:
+        checkpoint: The URL of the checkpoint.
+        data: The name of its data.
+        before: The manifest that it may replace.
+    """
+
+    def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
+        self.checkpoint, self.saved_at = path, job.saved_at
+        self.data = f"data.{max(0, int(job.saved_at))}-{int(job.name):08x}"
+        name = path.removeprefix(store.directory + "/")
+        self.key, self.manifest_key = f"{name}/{self.data}", f"{name}/{MANIFEST_FILE}"
+        super().__init__(ObjectStorage(store.objects, self.key), job, end)
+        self._store = store
+        self.before = ReadResult(None, ABSENT)
+
+    def begin(self) -> None:
+        self.before = self._store.objects.read(self.manifest_key)
+        self._store.objects.write(f"{INDEX}{self.key}", b"")
+        super().begin()
+
+    def commit(self, files: attempts.Files) -> None:
+        with self._store.saving():
+            super().commit({})
+            try:  # the checkpoint exists
+                self._store.clean_up(self)
+            except (OSError, CheckpointError) as error:
+                self._store.log_undeleted(self._store.directory, error)
+
+    def publish(self, manifest: Manifest) -> Sequence[str]:
+        self._store.publish(self, manifest)
+        self.tell_outcome()
+        return []  # a reader may still read the replaced objects
+
+    def is_published(self) -> bool:
+        data = self._store.objects.read(self.manifest_key).data
+        return data is not None and decode(data).data == self.data
+
+
 class ObjectStorage(attempts.Storage):
     """The objects of an attempt. An object has its content from the start, or does not exist.
 
     Args:
         objects: The objects below the URL of the store.
         attempt: The key of the attempt.
-        manifest: The key of the manifest that the attempt may replace.
         verb: The operation, for errors.
     """
 
-    before = ReadResult(None, ABSENT)
-    """The manifest that this attempt may replace."""
-
-    def __init__(self, objects: Bucket, attempt: str, manifest: str = "", verb: str = "write") -> None:
+    def __init__(self, objects: Bucket, attempt: str, verb: str = "write") -> None:
         self._objects = objects
         self._attempt = attempt
-        self._manifest = manifest
         self._verb = verb
-
-    def begin(self) -> None:
-        self.before = self._objects.read(self._manifest)
 
     def _key(self, key: str) -> str:
         return f"{self._attempt}/{key}" if key else self._attempt
@@ -218,6 +281,10 @@ class ObjectStorage(attempts.Storage):
 
     def read(self, key: str) -> bytes | None:
         return self._objects.read(self._key(key)).data
+
+    def names(self, key: str) -> list[str]:
+        keys = self._objects.list(self._key(key), f"{self._key(key)[:-1]}0")  # 0 follows the slash
+        return [found.removeprefix(self._key(key)) for found in keys]
 
     def write(self, key: str, data: bytes) -> object:
         return self._objects.write(self._key(key), data)

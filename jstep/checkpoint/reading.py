@@ -2,15 +2,25 @@
 
 import copy
 import dataclasses
-from collections import Counter
+import json
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jstep.checkpoint import leaf_records, match, targets
 from jstep.checkpoint.listing import format_name, misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest, UnsupportedFormatError
+from jstep.checkpoint.manifest import (
+    CheckpointError,
+    CorruptedError,
+    Leaf,
+    Manifest,
+    UnsupportedFormatError,
+    decode,
+    encode,
+)
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, processes, trees
 from jstep.core.checks import format_items, format_list, truncate
@@ -31,14 +41,19 @@ _AGES = (
     "too large, unless jstep.partition gives them an age of their own"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
+_FAILED, _CORRUPTED = 1, 2
+"""Outcomes of a read, of which the worst counts."""
+_AT_ONCE = 16
+"""Programs that exchange parts of arrays at once."""
 _MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 
 
 class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
 
-    def __str__(self) -> str:
-        return f"{self.args[0]} was deleted or replaced while it was read"
+
+def _gone(path: str) -> GoneError:
+    return GoneError(f"{path} was deleted or replaced while it was read")
 
 
 class CheckpointReader:
@@ -55,7 +70,10 @@ class CheckpointReader:
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
-            return self._store.reader(path, self._store.manifest(path)).read_file(name)
+            manifest = self._store.manifest(path)
+            if problem := self._store.unlike_written(path, manifest):
+                raise CorruptedError([problem])
+            return self._store.reader(path, manifest).read_file(name)
         except CorruptedError as error:
             raise CheckpointError(f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}") from error
 
@@ -102,30 +120,38 @@ class CheckpointReader:
         raise AssertionError("unreachable")
 
     def find(self, requested: int | None) -> tuple[str, Manifest]:
-        """Return the path and manifest of a checkpoint, the same on every process."""
-        step = self._newest() if requested is None else requested
-        path = processes.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
-        if processes.any_process(path is None):
+        """Return the path and manifest of a checkpoint, which the first process finds and reads."""
+
+        def found() -> tuple[str, Manifest]:
+            step = self._newest() if requested is None else requested
+            if (path := self._store.at(self._prefix, step)) is not None:
+                return path, self._manifest(path, step)
+            name = format_name(self._prefix, step)
             if requested is None:
-                raise GoneError(self._store.path(format_name(self._prefix, step)))
+                raise _gone(self._store.path(name))
+            lacks = dict(self._store.broken(self._prefix, step - 1)).get(self._store.path(name))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
-                f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
-                f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
+                f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, "
+                f"{f'since {lacks}; it ' if lacks else 'which '}has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
-        assert path is not None
-        other = f"{path} cannot be restored: see the error of another process"
-        manifest = processes.on_all_processes(lambda: self._manifest(path, step), other, CheckpointError)
-        if processes.any_process(manifest is None):
-            raise GoneError(path)
-        assert manifest is not None
-        return path, manifest
 
-    def _manifest(self, path: str, step: int) -> Manifest | None:
+        if processes.is_single_process():
+            return found()
+
+        def as_text() -> str:
+            path, manifest = found()
+            return json.dumps([path, encode(manifest).decode()])
+
+        kinds = GoneError, CheckpointError, FileNotFoundError, PermissionError, OSError
+        path, manifest = json.loads(processes.text_from_first(as_text, kinds))
+        return path, decode(manifest.encode())
+
+    def _manifest(self, path: str, step: int) -> Manifest:
         try:
             manifest = self._store.manifest(path)
         except FileNotFoundError:
-            return None
+            raise _gone(path) from None
         except CheckpointError as error:
             verdict = UNREADABLE if isinstance(error, UnsupportedFormatError) else CORRUPTED
             raise self.unusable(path, [str(error)], verdict) from error
@@ -139,15 +165,9 @@ class CheckpointReader:
 
     def _newest(self) -> int:
         """Return the highest step; older checkpoints are never restored silently if it is incomplete."""
-        store, problem = self._store, "the checkpoints cannot be read"
-        newest = processes.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
-        (step,) = processes.broadcast_ints(-1 if newest is None else newest[0])
-
-        def check() -> None:
-            for path, lacks in store.broken(self._prefix, step)[:1]:
-                raise self.unusable(path, [lacks], CORRUPTED)
-
-        processes.on_all_processes(check, "a checkpoint is corrupted", CheckpointError)
+        step = next((step for step, _ in self._store.newest_first(self._prefix)), -1)
+        for path, lacks in self._store.broken(self._prefix, step)[:1]:
+            raise self.unusable(path, [lacks], CORRUPTED)
         if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
@@ -247,26 +267,35 @@ class CheckpointReader:
         return values
 
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome."""
+        """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome.
+
+        A process reads its part of what others hold, too; they then exchange the parts.
+        """
         arrays: dict[str, Any] = {}
         problems: list[str] = []
         failure: Exception | None = None
         try:
-            arrays = self._store.reader(path, manifest).read(shardings)
+            if problem := processes.text_from_first(lambda: self._store.unlike_written(path, manifest)):
+                raise CorruptedError([problem])
+            reader = self._store.reader(path, manifest)
+            arrays = reader.read({name: reader.sharding_to_read(name, shardings[name]) for name in shardings})
         except CorruptedError as error:
             problems = error.problems
         except Exception as error:
             failure = error
-        if processes.any_process(bool(problems) or failure is not None):
-            if processes.any_process(self._store.is_gone(path, manifest)):
-                raise GoneError(path)
-            if processes.any_process(bool(problems)):
-                raise self.unusable(path, problems or ["another process names the array"], CORRUPTED)
+        outcome = _CORRUPTED if problems else _FAILED if failure is not None else 0
+        if outcome := int(processes.max_over_processes(np.array([outcome]))[0]):
+            if processes.text_from_first(lambda: "gone" if self._store.is_gone(path, manifest) else ""):
+                raise _gone(path)
+            if outcome == _CORRUPTED:
+                texts = [text for text in processes.gather_texts("; ".join(problems[: SHOWN + 1])) if text]
+                found = problems if processes.is_single_process() else list(dict.fromkeys(texts))
+                raise CheckpointError(processes.text_from_first(lambda: str(self.unusable(path, found, CORRUPTED))))
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         if jax.process_index() == 0:
             self._store.warn_of_unused(path, manifest)
-        return arrays
+        return _exchanged(arrays, shardings)
 
     def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
         try:
@@ -295,6 +324,18 @@ class CheckpointReader:
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
+
+
+def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays with these shardings; few programs at once, as too many of them hang on CPUs."""
+    result, running = dict(arrays), deque[jax.Array]()
+    for name, sharding in shardings.items():
+        if sharding is not None and arrays[name].sharding != sharding:
+            result[name] = jax.device_put(arrays[name], sharding)
+            running.append(result[name])
+            if len(running) >= _AT_ONCE:
+                running.popleft().block_until_ready()
+    return result
 
 
 def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from jstep.checkpoint.attempts import Files
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
-from jstep.checkpoint.store import Commit, Files, Store
+from jstep.checkpoint.store import Store
 
 
 def evictions(
@@ -59,10 +60,38 @@ class Listener(Protocol):
         """Wait until this checkpoint, or each one, may be deleted."""
 
 
-class Retention:
-    """The end of each save: completes the manifest, and deletes superseded checkpoints.
+@dataclasses.dataclass(frozen=True)
+class EndOfSave:
+    """The end of a save, on the first process and in the background.
 
-    The retention state is in the manifest of the newest checkpoint, whichever Saver wrote it.
+    Attributes:
+        manifest: The manifest, which lacks files, retention, left-out leaves, and `extra` that is still a function.
+        left_out: Returns the records of leaves that are left out; may wait for devices.
+        flushes: Called before the checkpoint exists.
+        temporary_secs: If saved within this many seconds of the last permanent one, the checkpoint is temporary.
+        listener: Receives a permanent checkpoint, and is waited for before one is deleted.
+        began: The monotonic time at which the save began.
+    """
+
+    retention: "Retention"
+    manifest: Manifest
+    left_out: Callable[[], tuple[LeftOutLeaf, ...]]
+    flushes: Sequence[Callable[[], None]] = ()
+    temporary_secs: float | None = None
+    listener: Listener | None = None
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    def finish(self, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+        for flush in self.flushes:
+            flush()
+        self.retention.finish(self, files, publish)
+
+
+class Retention:
+    """What each save records of the checkpoints that are kept, and which ones it deletes.
+
+    The retention state is in the manifest of the newest checkpoint, whichever Saver wrote it. Other manifests are read
+    only if their checkpoints may have to be deleted.
     """
 
     def __init__(
@@ -72,132 +101,109 @@ class Retention:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._complete: set[int] = set()
-        """Steps of checkpoints that are known to be complete."""
-        self._known: dict[int, Manifest] = {}
-        """Step → head of each manifest that was read or written."""
-        self._replaces = True  # there may be a temporary one
-        self.write_secs: float | None = None
-        """The seconds from the start of the latest save until its checkpoint existed; None while it is written."""
+        self._known: dict[int, Manifest | None] = {}
+        """Step → head of the manifest of a complete checkpoint; None if it cannot be read."""
+        self._published_secs: float | None = None
 
-    def commit_of(
-        self,
-        number: int,
-        manifest: Manifest,
-        left_out: Callable[[], tuple[LeftOutLeaf, ...]],
-        flushes: Iterable[Callable[[], None]],
-        temporary_secs: float | None = None,
-        listener: Listener | None = None,
-    ) -> Commit:
-        """Return the end of a save.
+    @property
+    def write_secs(self) -> float | None:
+        """The seconds of the latest save, and of the deletions after it; None before the end of these."""
+        if self._published_secs is None or self._store.is_erasing():
+            return None
+        return self._published_secs + self._store.erase_secs
 
-        `number` is that of `Commit`. `manifest` still lacks files, retention and left-out leaves, and values of `extra`
-        that are functions. The checkpoint is temporary within `temporary_secs` after the last permanent one. `listener`
-        receives a permanent one, and is waited for before one is deleted.
-        """
-        began, self.write_secs = time.monotonic(), None
+    def begin(self) -> None:
+        self._published_secs = None
 
-        def finish(files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
-            for flush in flushes:
-                flush()
-            victims, retained, is_temporary = self._decide(manifest, temporary_secs)
-            sealed = dataclasses.replace(
-                manifest,
-                extra=known_values(manifest.extra),
-                retention=retained,
-                files=files,
-                left_out=left_out(),
-                temporary=is_temporary,
-            )
-            self._store.erase(publish(sealed))
-            self._retained = retained
-            self._complete.add(manifest.step)
-            self._known[manifest.step] = _head(sealed)
-            self._replaces = is_temporary
-            self.write_secs = time.monotonic() - began
-            if listener is not None and not is_temporary:
-                listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
-            for path in victims:
-                if listener is not None:
-                    listener.wait(path)
-                evict(self._store, path)
+    def finish(self, end: EndOfSave, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+        manifest = end.manifest
+        victims, retained, is_temporary = self._decide(manifest, end.temporary_secs)
+        sealed = dataclasses.replace(
+            manifest,
+            extra=known_values(manifest.extra),
+            retention=retained,
+            files=files,
+            left_out=end.left_out(),
+            temporary=is_temporary,
+        )
+        self._store.erase(publish(sealed))
+        self._retained = retained
+        self._known[manifest.step] = _head(sealed)
+        seconds = time.monotonic() - end.began
+        if end.listener is not None and not is_temporary:
+            end.listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
+        for path in victims:
+            if end.listener is not None:
+                end.listener.wait(path)
+            evict(self._store, path)
+        self._published_secs = seconds
 
-        return Commit(number, manifest.saved_at, finish)
-
-    def _decide(self, manifest: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
+    def _decide(self, new: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
         """Return the paths to delete, the retention state, and whether this checkpoint is temporary."""
-        retained = self._load()
-        if self._max_to_keep is None and temporary_secs is None and not self._replaces:
+        paths = self._store.names()
+        retained = self._load(paths)
+        if self._max_to_keep is None and temporary_secs is None and not retained.temporary:
             return [], retained, False
-        paths = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
         self._known = {step: head for step, head in self._known.items() if step in paths}
-        new = manifest.step
+        others = sorted(paths.keys() - {new.step}, reverse=True)
+        is_temporary = False
         # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
         # this step by itself.
-        was_permanent = new in paths and self._permanent_saved_at({new: paths[new]}) is not None
-        others = {step: path for step, path in paths.items() if step != new}
-        previous = self._permanent_saved_at(others)
-        is_temporary = not was_permanent and (
-            temporary_secs is not None and previous is not None and 0 <= manifest.saved_at - previous < temporary_secs
-        )
-        newest_finite = self._newest_finite(others, manifest)
-        temporary = {step for step, head in self._known.items() if head.temporary} - {newest_finite}
-        replaced = [path for step, path in others.items() if step in temporary]
-        remaining = {step: path for step, path in others.items() if step not in temporary}
-        if is_temporary or self._max_to_keep is None:
-            return replaced, retained, is_temporary
-        self._complete = set(remaining)
-        times = {step: self._saved_at(step, path, retained) for step, path in remaining.items()}
-        times[new] = manifest.saved_at
-        victims, retained = evictions(times, new, retained, self._max_to_keep, self._every_n_hours, newest_finite)
-        return [*replaced, *(remaining[step] for step in victims)], retained, False
+        if temporary_secs is not None and not (new.step in paths and self._is_permanent(new.step)):
+            previous = next((self._known[step] for step in others if self._is_permanent(step)), None)
+            is_temporary = previous is not None and 0 <= new.saved_at - previous.saved_at < temporary_secs
+        finite = next((step for step in sorted({*others, new.step}, reverse=True) if self._is_finite(step, new)), None)
+        temporary = {step for step in others if step in retained.temporary and not self._is_permanent(step)}
+        replaced, left = sorted(temporary - {finite}), {step for step in others if step not in temporary - {finite}}
+        marks = (temporary & left) | ({new.step} if is_temporary else set())
+        victims: list[int] = []
+        if self._max_to_keep is not None and not is_temporary:
+            left = {step for step in left if step in retained.steps or self._is_there(step)}
+            times = {step: self._saved_at(step, retained) for step in left} | {new.step: new.saved_at}
+            victims, retained = evictions(times, new.step, retained, self._max_to_keep, self._every_n_hours, finite)
+        retained = dataclasses.replace(retained, temporary=frozenset(marks))
+        return [paths[step] for step in [*replaced, *victims]], retained, is_temporary
 
-    def _permanent_saved_at(self, paths: Mapping[int, str]) -> float | None:
-        """Return when the newest permanent checkpoint was saved, if known."""
-        for step in sorted(paths, reverse=True):
-            manifest = self._manifest(step, paths[step])
-            if manifest is None or not manifest.temporary:
-                return None if manifest is None else manifest.saved_at
-        return None
-
-    def _newest_finite(self, paths: Mapping[int, str], new: Manifest) -> int | None:
-        for step in sorted({*paths, new.step}, reverse=True):
-            manifest = new if step == new.step else self._manifest(step, paths[step])
-            if manifest is not None and manifest.finite:
-                return step
-        return None
-
-    def _manifest(self, step: int, path: str) -> Manifest | None:
-        if step not in self._known:
+    def _is_there(self, step: int) -> bool:
+        """Return whether a checkpoint is complete, by its manifest, which is read once."""
+        if step not in self._known and (path := self._store.at(self._prefix, step)) is not None:
+            self._known[step] = None
             with contextlib.suppress(CheckpointError, OSError):
                 self._known[step] = _head(self._store.manifest(path))
-        return self._known.get(step)
+        return step in self._known
+
+    def _is_permanent(self, step: int) -> bool:
+        return self._is_there(step) and ((head := self._known[step]) is None or not head.temporary)
+
+    def _is_finite(self, step: int, new: Manifest) -> bool:
+        head = new if step == new.step else self._known[step] if self._is_there(step) else None
+        return head is not None and head.finite
+
+    def _saved_at(self, step: int, retained: RetainedSteps) -> float:
+        if self._every_n_hours is None or step in retained.steps:
+            return 0.0
+        head = self._known[step]
+        return retained.since if head is None else head.saved_at  # too young to keep permanently
 
     def delete(self, step: int, path: str) -> None:
-        self._complete.discard(step)
         self._known.pop(step, None)
         self._store.erase(self._store.hide(path))
+        self._store.finish_erasing()
 
     def evictable(self) -> list[str]:
         """Return the checkpoints that are not permanent, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
-        permanent = self._load().steps
+        permanent = self._load(paths).steps
         return [paths[step] for step in sorted(paths) if step not in permanent]
 
-    def _load(self) -> RetainedSteps:
+    def _load(self, paths: Mapping[int, str]) -> RetainedSteps:
         if self._retained is None:
             self._retained = RetainedSteps(frozenset(), self._since)
-            for _, path in self._store.newest_first(self._prefix):
+            for step in sorted(paths, reverse=True):
                 with contextlib.suppress(CheckpointError, OSError):
-                    self._retained = self._store.manifest(path).retention
+                    self._retained = self._store.manifest(paths[step]).retention
                     break
         return self._retained
-
-    def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
-        if self._every_n_hours is None or step in retained.steps:
-            return 0.0
-        manifest = self._manifest(step, path)
-        return retained.since if manifest is None else manifest.saved_at  # too young to keep permanently
 
 
 def _head(manifest: Manifest) -> Manifest:

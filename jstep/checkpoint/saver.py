@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
+from jstep.checkpoint.attempts import SaveJob
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest, json_copy
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
-from jstep.checkpoint.retention import Listener, Retention
+from jstep.checkpoint.retention import EndOfSave, Listener, Retention
 from jstep.core import exceptions, meshes, placement, processes, trees
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
@@ -120,8 +121,6 @@ class Saver:
         self._saving: str | None = None
         self._failure: Exception | None = None
         self._flushes: list[Callable[[], None]] = []
-        self._finite: bool | None = None
-        self._temporary_secs: float | None = None
         self._listener: Listener | None = None
         self._reader = CheckpointReader(self._store, self.prefix)
         self._lock = threading.RLock()
@@ -169,7 +168,7 @@ class Saver:
         with self._lock:
             self._check_open()
             placement.refuse_compile_only(state, "state")
-            content = extra if isinstance(extra, CheckpointExtra) else CheckpointExtra(json_copy(extra, "extra"), {})
+            content = CheckpointExtra.of(extra)
             number, microseconds = self._begin()
             with meshes.internal_transfers():
                 path = self._save(state, content, number, microseconds / 1e6)
@@ -425,25 +424,9 @@ class Saver:
         finally:
             self._flushes.remove(flush)
 
-    @contextlib.contextmanager
-    def knowing(self, finite: bool | None, temporary_secs: float | None = None) -> Iterator[None]:
-        """A context for saves of parameters that the caller has checked for values that are not finite.
-
-        Args:
-            finite: Whether the checkpoint records them as finite; None to check them in the save. In a run, parameters
-                that were not finite when it began count as finite.
-            temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is
-                temporary: the next save replaces it, and no limit counts it. None if it is permanent.
-        """
-        self._finite, self._temporary_secs = finite, temporary_secs
-        try:
-            yield
-        finally:
-            self._finite = self._temporary_secs = None
-
     @property
     def write_secs(self) -> float | None:
-        """The seconds that the latest save took until its checkpoint existed; None while it is written, or before."""
+        """The seconds of the latest save in the background, with the deletions after it; None until they have ended."""
         return self._retention.write_secs
 
     def close(self, wait: bool = True) -> None:
@@ -499,20 +482,33 @@ class Saver:
         return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
 
     def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
+        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
+
         leaves = StateLeaves(state)
         saved = SavedState.of(leaves, self.leave_out)
         step = _step_of(state)
-        finite = self._finite
+        finite = extra.finite
         if finite is None:
             finite = StateContents(leaves, params_only=True).are_finite()
-        manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)
         path = self._store.path(format_name(self.prefix, step))
         self._saving = path
+        self._retention.begin()
         try:
-            records = start_leaf_fingerprints(saved.left_out)
-            flushes = tuple(self._flushes)
-            commit = self._retention.commit_of(number, manifest, records, flushes, self._temporary_secs, self._listener)
-            self._store.save(path, saved.arrays, extra.files, commit)
+            own_parts = array_writer.take(saved.arrays)
+            parts = {array.name: array.part for array in own_parts if array.part != array.shape}
+            manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, parts=parts, finite=finite)
+            records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
+            end = EndOfSave(self._retention, manifest, records, flushes, extra.temporary_secs, self._listener)
+            job = SaveJob(
+                name=str(number),
+                saved_at=saved_at,
+                process=jax.process_index(),
+                count=jax.process_count(),
+                nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
+                arrays=own_parts,
+                files=extra.files,
+            )
+            self._store.save(path, job, end)
         except Exception as error:
             self._give_up(error)
         return path

@@ -7,10 +7,10 @@ happens, a path holds a complete checkpoint or none.
 import abc
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import BackgroundWrite, Storage
+from jstep.checkpoint.attempts import BackgroundWrite, End, SaveJob, Storage
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -19,23 +19,6 @@ from jstep.stores.urls import join_path
 
 if TYPE_CHECKING:
     from jstep.checkpoint.array_reader import ArrayReader
-
-
-Files = Mapping[str, int]
-"""Path of a file below a checkpoint → its bytes; none below a URL."""
-
-
-class Commit(NamedTuple):
-    """The end of a save, on the first process and in the background.
-
-    `finish(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
-    exist and returns leftovers; then it erases those, and deletes superseded checkpoints. `number` belongs to this save
-    alone; it is the same on all processes, like `saved_at`.
-    """
-
-    number: int
-    saved_at: float
-    finish: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
 
 class Store(abc.ABC):
@@ -66,6 +49,10 @@ class Store(abc.ABC):
         """Yield step and path of complete checkpoints, highest step first; `trusted` steps are not checked."""
 
     @abc.abstractmethod
+    def names(self) -> dict[int, str]:
+        """Return step → path of what has the name of a checkpoint of this writer, complete or not."""
+
+    @abc.abstractmethod
     def at(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
@@ -89,7 +76,11 @@ class Store(abc.ABC):
         from jstep.checkpoint.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
 
         storage = self.storage(path, manifest)
-        return ArrayReader(storage.spec(), manifest.by_array, storage.wait)
+        return ArrayReader(storage.spec(), manifest, storage.wait)
+
+    def unlike_written(self, path: str, manifest: Manifest) -> str:
+        """Describe what tensorstore would open and jstep does not write; empty if there is none, as in a bucket."""
+        return ""
 
     def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
         """Describe the listed files that are missing or have another size; manifests below a URL list no files."""
@@ -97,7 +88,8 @@ class Store(abc.ABC):
 
     def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
         """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
-        problems = self.reader(path, manifest).find_corruption()
+        problem = self.unlike_written(path, manifest)
+        problems = [problem] if problem else self.reader(path, manifest).find_corruption()
         wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
         return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
@@ -152,11 +144,8 @@ class Store(abc.ABC):
         """Take the claim; see `claim`."""
 
     @abc.abstractmethod
-    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
-        """Start to write arrays, and the files of this process; return when the arrays may be donated.
-
-        All processes call it together. When everything is written, the first process calls `commit.finish`.
-        """
+    def save(self, path: str, job: SaveJob, end: End) -> None:
+        """Start to write what a job holds. All processes call it together; the first one ends it."""
 
     def wait(self) -> None:
         if self._write is not None:
@@ -179,7 +168,16 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def erase(self, remains: Sequence[str]) -> None:
-        """Delete files or objects that belong to no checkpoint any more."""
+        """Delete files or objects that belong to no checkpoint any more; in a bucket, in the background."""
+
+    erase_secs = 0.0
+    """The seconds of the deletions since the latest save began."""
+
+    def is_erasing(self) -> bool:
+        return False
+
+    def finish_erasing(self) -> None:  # noqa: B027  a directory has done it
+        """Wait for the end of the deletions."""
 
     def log_undeleted(self, path: str, error: Exception) -> None:
         logger.warning("%s could not be deleted: %s", path, error)
@@ -191,8 +189,10 @@ class Store(abc.ABC):
 
         Without `wait`, it waits for nothing: the user has pressed Ctrl-C twice.
         """
-        if self._write is not None and wait:
-            self._write.join()
+        if wait:
+            if self._write is not None:
+                self._write.join()
+            self.finish_erasing()
         if self._claim is not None:
             self._claim.release(wait)
             self._claim = None

@@ -1,13 +1,14 @@
 """The processes of a run: initialization, and agreement on values, times and when to stop."""
 
 import itertools
+import json
 import os
 import signal
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -134,6 +135,27 @@ def _raise_on_all(error: Exception | None, problem: str, kind: type[Exception]) 
     texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
     process = next(i for i, text in enumerate(texts) if text)
     raise error or kind(f"{problem}: process {process}: {texts[process]}")
+
+
+def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()) -> str:
+    """Return the text that `fn` returns on process 0; an error there is raised on all processes.
+
+    The others raise one of `kinds` if it has the name of that error, or else the last of them, with its message.
+    """
+    if is_single_process():
+        return fn()
+    error: Exception | None = None
+    outcome = ["", ""]
+    if jax.process_index() == 0:
+        try:
+            outcome = ["", fn()]
+        except Exception as caught:
+            error, outcome = caught, [type(caught).__name__, str(caught)]
+    name, text = json.loads(broadcast_bytes(json.dumps(outcome).encode()))
+    if name:
+        last = kinds[-1] if kinds else RuntimeError
+        raise error or next((kind for kind in kinds if kind.__name__ == name), last)(text)
+    return str(text)
 
 
 def first_ints_on_all(

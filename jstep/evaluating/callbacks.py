@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 
 from jstep.checkpoint.hook_states import hook_key
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
@@ -551,10 +551,11 @@ class KeepBest(MetricReader):
 
     def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
         wait([] if self._data is None else [self._data], timeout=10)  # it hashes a batch that this evaluation has read
-        with internal_transfers(), saver.knowing(is_finite):
+        with internal_transfers():
             extra: dict[str, Any] = {} if self._config is None else {"config": dict(self._config)}
             extra |= {"averages": True} if self._are_averages else {}
-            saver.save(state, extra=extra | {self.metric: value})
+            content = CheckpointExtra.of(extra | {self.metric: value})
+            saver.save(state, extra=content._replace(finite=is_finite))
             self.values[step] = value
             if self.data is not None:
                 self._measured_on[step] = self.data

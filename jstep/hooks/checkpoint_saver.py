@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
@@ -38,7 +39,6 @@ class CheckpointSaverHook(RunHook):
 
     phase = SAVING
     instead = "call save(state) of a jstep.Saver"
-    _temporary_secs: float | None = None
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class CheckpointSaverHook(RunHook):
         """Whether a checkpoint of this step holds this state, unchanged by hooks since."""
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
-    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
         """Save, unless this state is saved; return False if `before_save` prevented it.
 
-        With `wait`, the checkpoint is on disk on return.
+        With `wait`, the checkpoint is on disk on return. `temporary_secs` is that of `CheckpointExtra`.
         """
         if not self.has_saved(step, state):
             require_alive(state)
@@ -98,9 +98,10 @@ class CheckpointSaverHook(RunHook):
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver, self._is_closed = Saver(self._directory), False
             is_finite = run.require_finite(step, self.saver)
-            extra = self._extra() if self._extra else None
+            extra = CheckpointExtra.of(self._extra() if self._extra else None)
+            extra = extra._replace(finite=is_finite, temporary_secs=temporary_secs)
             self.saver.set_listener(run.background)
-            with internal_transfers(), self.saver.knowing(is_finite, self._temporary_secs):
+            with internal_transfers():
                 self.saver.save(state, extra=extra)
             self.mark_saved(step, state)
         if wait and not self._is_closed:

@@ -153,7 +153,7 @@ class RunSaverHook(CheckpointSaverHook):
     def run(self) -> RunContext:
         return cast(RunContext, super().run)
 
-    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
         """Save, without counting the wait for steps in flight."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
@@ -163,24 +163,20 @@ class RunSaverHook(CheckpointSaverHook):
 
             timed = self._interval.saving()
         with self.run.watch.phase(SAVING), timed:
-            return super().save(step, state, wait=wait)
+            return super().save(step, state, wait=wait, temporary_secs=temporary_secs)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Save; an automatic checkpoint may be temporary, except at the last step."""
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self._temporary_secs = None if interval is None or self.run.course.is_at_last else MAX_SECS
-        try:
-            self.save(step, state)
-        finally:
-            self._temporary_secs = None
+        self.save(step, state, temporary_secs=None if interval is None or self.run.course.is_at_last else MAX_SECS)
 
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loader or a hook stalls."""
         if not super().has_saved(step, state):
-            extra = self._extra_of_run(self._saved_host_state.hooks)  # as of the latest save
-            with internal_transfers(), self.saver.knowing(is_finite):
+            extra = self._extra_of_run(self._saved_host_state.hooks)._replace(finite=is_finite)  # as of the latest save
+            with internal_transfers():
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 

@@ -86,7 +86,7 @@ def seconds_since_write(path: str) -> float:
 
 
 def is_directory(path: str) -> bool:
-    return bool(Bucket(path).listing()) if is_url(path) else os.path.isdir(path)
+    return Bucket(path).exists() if is_url(path) else os.path.isdir(path)
 
 
 def is_absent(error: OSError) -> bool:
@@ -184,16 +184,17 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
             sync(file.fileno(), path)
 
 
-def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
-    """Write a file or object atomically, and create its directory; a file keeps its mode.
+def replace_file(path: str, data: bytes, *, flush: bool = True, make_parents: bool = True) -> None:
+    """Write a file or object atomically; a file keeps its mode.
 
-    Without `flush`, a power cut may empty it.
+    Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist.
     """
     directory, name = split_path(path)
     if is_url(path):
         Objects(directory).write(name, data)
         return
-    make_directories(directory)
+    if make_parents:
+        make_directories(directory)
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:

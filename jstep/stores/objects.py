@@ -17,8 +17,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from jstep.core.secret_text import hide
 from jstep.stores.urls import parts_of_url
@@ -70,14 +71,17 @@ class PendingOperation:
         self.url = objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
-        self._until = time.monotonic() + timeout + nbytes / BYTES_PER_SEC
+        self._until = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
+        self._patience = 20 if verb == "list" else 0
 
     def result(self) -> Any:
         """Return the result; raise an OSError if the operation fails or takes too long."""
-        left = min(self._until, self._objects.deadline()) - time.monotonic()
+        left = self._until - time.monotonic()
         # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:
-            result = self._future.result(timeout=max(0.01, left))
+            while not self._is_done(left) and self._patience and self._responds():
+                self._patience, left = self._patience - 1, SECONDS
+            result = self._future.result(timeout=0.01)
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
@@ -92,6 +96,35 @@ class PendingOperation:
         if isinstance(problem, BusyError | ConnectionError):
             _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
+
+    def _is_done(self, secs: float) -> bool:
+        with contextlib.suppress(TimeoutError, *_ERRORS):
+            self._future.result(timeout=max(0.01, secs))
+        return bool(self._future.done())
+
+    def _responds(self) -> bool:
+        """Return whether the store responds to another request: a list of many pages takes long."""
+        with contextlib.suppress(OSError):
+            Objects(self._objects.url).read(MARK)
+            return True
+        return False
+
+
+_Item = TypeVar("_Item")
+_AT_ONCE = 64
+"""Small operations in flight."""
+
+
+def in_flight(
+    begin: Callable[[_Item], PendingOperation], items: Iterable[_Item]
+) -> Iterator[tuple[_Item, PendingOperation]]:
+    """Begin an operation for each item, several at once, and yield the items with the operations, in order."""
+    running: deque[tuple[_Item, PendingOperation]] = deque()
+    for item in items:
+        running.append((item, begin(item)))
+        if len(running) >= _AT_ONCE:
+            yield running.popleft()
+    yield from running
 
 
 class Objects:
@@ -132,6 +165,17 @@ class Objects:
                 return None
         # Missing, and yet not `ABSENT`: S3 reports this if there is no bucket.
         raise no_bucket(self.at(key), "write")
+
+    def existing(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys of objects that exist, in order."""
+        one_byte, found = slice(0, 1), []
+        begun = in_flight(lambda key: self._begin("read", key, lambda kv: kv.read(key, byte_range=one_byte)), keys)
+        for key, operation in begun:
+            try:
+                found += [key] if operation.result().state == "value" else []
+            except LostError:  # it has no byte
+                found.append(key)
+        return found
 
     def delete(self, key: str, stamp: bytes | None = None) -> bool:
         """Delete an object, if it exists and has this stamp; return whether it is deleted."""
@@ -179,43 +223,50 @@ class Objects:
         return PendingOperation(self, ts.KvStore.open(spec(self.url)), "open", "").result()
 
 
-MARK = "~jstep"
-"""Sorts after all letters, digits and punctuation of ASCII."""
-LAST = "\U0010fffd~jstep"
-"""The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
+MARK = "~jstep.2"
+"""Sorts after all letters, digits and punctuation of ASCII, and after the index. (`~jstep` was that of format 2.)"""
+INDEX = "~attempts/"
+"""The empty object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
+list of the index passes through none of them. (tensorstore lists all of an S3 prefix, whatever the range.)"""
 
 
 class Bucket(Objects):
     """The objects below a URL, with the mark."""
 
-    def mark(self, last: str = "") -> None:
-        """Write the mark for keys up to `last`, if it does not exist yet."""
-        for mark in [MARK] if last < MARK else [MARK, LAST]:
-            if self.read(mark).data is None:
-                self.write_if(mark, b"", ABSENT)
+    def mark(self) -> None:
+        """Write the mark, if it does not exist yet."""
+        if self.read(MARK).data is None:
+            self.write_if(MARK, b"", ABSENT)
 
-    def listing(self, start: str = "") -> list[str]:
-        """Return all keys from `start` on, in order, without the marks.
+    def exists(self) -> bool:
+        return self.read(MARK).data is not None or bool(self.listing())
 
-        A directory without a mark is a copy, or no Saver has written to it yet: its list is accepted if a second
-        request returns the same.
-        """
-        keys = self.list(start)
-        if not self._ends(keys, start):
-            marked = self.read(MARK).data is not None
-            again = self.list(start) if marked or keys else keys
-            if not self._ends(again, start) and (marked or again != keys):
-                raise PermissionError(
-                    f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
-                    f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
-                )
+    def index(self, start: str = "") -> list[str] | None:
+        """Return what the index has with this beginning; None without a mark: nothing, or a copy, was written there."""
+        for _ in range(2):  # the mark may be written meanwhile
+            keys = self.list(f"{INDEX}{start}", f"{MARK}\0")
+            if MARK in keys:
+                return [key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")]
+            if self.read(MARK).data is None:
+                return None
+        raise self._truncated()
+
+    def listing(self) -> list[str]:
+        """Return all keys in order, without the mark; if there is none, a second list must be the same."""
+        keys = self.list()
+        if MARK not in keys:
+            is_marked = self.read(MARK).data is not None
+            again = self.list() if is_marked or keys else keys
+            if MARK not in again and (is_marked or again != keys):
+                raise self._truncated()
             keys = again
-        return [key for key in keys if key not in (MARK, LAST)]
+        return [key for key in keys if key != MARK]
 
-    @staticmethod
-    def _ends(keys: list[str], start: str) -> bool:
-        beyond = start > MARK or any(key > MARK for key in keys)
-        return (LAST if beyond else MARK) in keys
+    def _truncated(self) -> PermissionError:
+        return PermissionError(
+            f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
+            f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
+        )
 
 
 # Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.

@@ -15,7 +15,7 @@ import jstep
 from jstep.checkpoint import array_writer
 from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CorruptedError, Leaf
+from jstep.checkpoint.manifest import CorruptedError, Leaf, Manifest
 from jstep.checkpoint.saver import Saver
 
 
@@ -25,17 +25,18 @@ def result_of(future, nbytes):
 
 def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
     base = directory_spec(str(tmp_path))
-    grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
-    metadata = {"shape": [4], "data_type": "float32", "chunk_grid": grid}
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "params/w/"}, "metadata": metadata}
+    metadata = array_writer.array_metadata((4,), np.dtype(np.float32), [2])
+    kvstore = {"driver": "ocdbt", "base": base, "config": array_writer.CONFIG, "path": "params/w/"}
+    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
     array = ts.open(spec, create=True).result()
     array[:2].write(np.ones(2, np.float32)).result()
-    leaves = {"params/w": Leaf("params/w", ("params", "w"), (4,), "float32", 16, "params/w")}
+    leaf = Leaf("params/w", ("params", "w"), (4,), "float32", 16, "params/w")
+    manifest = Manifest(1, 0.0, (leaf,), parts={"params/w": (2,)})
     with pytest.raises(CorruptedError, match="the array of 'params/w' is missing"):
-        ArrayReader(base, leaves, result_of).read({"params/w": None})
-    assert "is missing" in ArrayReader(base, leaves, result_of).find_corruption()[0]
+        ArrayReader(base, manifest, result_of).read({"params/w": None})
+    assert "is missing" in ArrayReader(base, manifest, result_of).find_corruption()[0]
     array[2:].write(np.ones(2, np.float32)).result()
-    found = ArrayReader(base, leaves, result_of).read({"params/w": None})
+    found = ArrayReader(base, manifest, result_of).read({"params/w": None})
     assert found["params/w"].tolist() == [1.0] * 4
 
 

@@ -122,7 +122,7 @@ def test_the_limit_is_for_all_of_them_together(saved):
 
 
 def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
-    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=3, jstep="9.0"))
+    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=4, jstep="9.0"))
     with pytest.raises(CheckpointError) as error:
         Saver(saved).restore(state_at(0))
     assert "model-3 cannot be restored" in str(error.value)
@@ -131,8 +131,9 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
     assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
 
 
-def test_the_format_of_0_3_names_its_version(saved):
-    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=1, jstep="0.3.0"))
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_earlier_format_names_its_version(saved, number):
+    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=number, jstep="0.3.0"))
     with pytest.raises(CheckpointError, match=r"model-3 cannot be restored: .* written by jstep 0\.3\.0") as error:
         Saver(saved).restore(state_at(0))
     assert "restore it with that version and write its arrays with jstep.save_weights" in str(error.value)

@@ -91,9 +91,27 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
     saver.close()
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Arrays are divided between replicas like those of 1 MiB and more."""
+    monkeypatch.setattr(array_writer, "SMALLEST", 32)
+    array_writer._division.cache_clear()
+    yield
+    array_writer._division.cache_clear()
+
+
+def test_what_is_small_is_not_divided_between_replicas(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = NamedSharding(mesh, P())
+    values = {f"w{i}": jax.device_put(jnp.ones((4, 1024)) * i, sharding) for i in range(20)}
+    values["large"] = jax.device_put(jnp.ones((8, 2**18)), sharding)
+    parts = {part.name: (part.part, len(part.values)) for part in array_writer.take(values)}
+    assert parts == dict.fromkeys(values, ((4, 1024), 1)) | {"large": ((1, 2**18), 8)}
+
+
 @pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_chunks_are_those_of_orbax(tmp_path, kind):
+def test_chunks_are_those_of_orbax(tmp_path, kind, small_parts):
     """Shards are chunks, and replicas share the writing of theirs, also while the mesh is the current one."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     specs = {"replicated": P(), "rows": P("x"), "columns": P(None, "y"), "both": P("x", "y")}
@@ -118,6 +136,7 @@ def test_chunks_are_those_of_orbax(tmp_path, kind):
 TWO = """
     import glob
     from jax.experimental import multihost_utils
+    from jstep.checkpoint.array_reader import ArrayReader
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     process, address = int(sys.argv[2]), sys.argv[3]
@@ -133,6 +152,7 @@ TWO = """
         params = {"w": everywhere(np.arange(8.0, dtype=np.float32) + step, P("x")), "b": everywhere(np.ones(3), P())}
         params["shared"] = everywhere(np.arange(4.0), P())  # each process writes a half
         params["large"] = everywhere(np.ones(8000), P("x"))  # not within a node of the database
+        params["whole"] = everywhere(np.ones(2**19, np.float32), P())  # each process reads a half
         return jstep.TrainState(params, {}, everywhere(np.int32(step), P()))
 """
 
@@ -209,7 +229,12 @@ def test_two_processes(tmp_path):
     newest = state(3)
     with jax.transfer_guard("disallow"):  # the guards of the caller do not apply to jstep's own transfers
         saver.save(newest, extra={"step": 3})
+        reads, read = [], ArrayReader.read
+        ArrayReader.read = lambda reader, shardings: reads.append(shardings) or read(reader, shardings)
         back = saver.restore(shapes)
+        ArrayReader.read = read
+    assert reads[0]["params/whole"].shard_shape((2**19,)) == (2**18,)
+    assert back.params["whole"].is_fully_replicated and np.asarray(back.params["whole"]).sum() == 2**19
     own = back.params["w"].addressable_shards[0]
     assert np.asarray(own.data).tolist() == [3 + 4 * process + i for i in range(4)]
     assert saver.restore()["params"]["w"].tolist() == [3 + i for i in range(8)]
@@ -243,7 +268,7 @@ def test_two_processes(tmp_path):
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
 
 
-def test_arrays_that_are_not_read_in_place(tmp_path, monkeypatch):
+def test_arrays_that_are_not_read_in_place(tmp_path, monkeypatch, small_parts):
     """As on accelerators: replicas are divided on the devices, and copied to pinned memory; the state is donated."""
     monkeypatch.setattr(array_writer, "is_read_in_place", lambda sharding: False)
     mesh = jax.make_mesh((4, 2), ("x", "y"))

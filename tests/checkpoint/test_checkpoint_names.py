@@ -31,7 +31,6 @@ class TestNames:
             assert_same(saver.restore(state_at(0)), state_at(3, 3))
         assert latest_checkpoint(tmp_path / name, name) == str(tmp_path / name / f"{name}-3")
 
-
     def test_a_name_that_reads_as_a_prefix_and_a_step_is_no_checkpoint(self, tmp_path):
         """What a power cut leaves of a save of several processes is complete but for its name."""
         with Saver(tmp_path) as saver:
@@ -78,19 +77,21 @@ class TestManifest:
             Leaf("slots/b", ("slots", "b"), (0,), "int8", 0, None),
         )
         files = {"d/f": 9, "g": 1}
-        retained, left_out = RetainedSteps(frozenset({5, 2}), 0.25), (LeftOutLeaf(*fields, "0123456789abcdef"),)
-        whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, "1.0", "data.1", left_out, False, True)
+        retained = RetainedSteps(frozenset({5, 2}), 0.25, frozenset({6}))
+        left_out, parts = (LeftOutLeaf(*fields, "0123456789abcdef"),), {"params/a": (1, 3)}
+        whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, "1.0", "data.1", parts, left_out, False, True)
         text = """{
- "format": 2,
+ "format": 3,
  "jstep": "1.0",
  "step": 7,
  "saved_at": 1.5,
  "nbytes": 28,
  "extra": {"n": [1]},
- "retention": {"kept": [2, 5], "since": 0.25},
+ "retention": {"kept": [2, 5], "since": 0.25, "temporary": [6]},
  "finite": false,
  "temporary": true,
  "data": "data.1",
+ "parts": {"params/a": [1, 3]},
  "leaves": [
   {"path": "params/a", "shape": [2, 3], "dtype": "float32", "nbytes": 24},
   {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", "nbytes": 4, \
@@ -105,12 +106,12 @@ class TestManifest:
   {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", \
 "fingerprint": "0123456789abcdef"}
  ],
- "crc32": "8bc85da9"
+ "crc32": "7fc3bda1"
 }
 """
         assert encode(whole).decode() == text
         assert decode(encode(whole)) == whole
         plain = Manifest(7, 1.5, leaves[:1], jstep="1.0")
         assert decode(encode(plain)) == plain
-        assert not {b'"temporary"', b'"data"', b'"left_out"'} & set(encode(plain).split())
+        assert not {b'"temporary"', b'"data"', b'"left_out"', b'"parts"'} & set(encode(plain).split())
         assert list(whole.by_array) == ["params/a", "params.1"]

@@ -15,6 +15,7 @@ from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
+from jstep.look.cli import main
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_invalid_content_with_a_valid_checksum(saved, change):
 
 
 def test_array_data_that_contradict_the_manifest(tmp_path):
-    """The shape and dtype of the stored data are compared with the manifest before anything is decoded."""
+    """What the manifest says counts; the metadata of the stored array are not read."""
     with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"w": jnp.arange(8.0)}, NO_SLOTS, global_step=1))
         saver.save(jstep.TrainState.create({"w": jnp.zeros(2_000_000, jnp.bfloat16)}, NO_SLOTS, global_step=2))
@@ -81,8 +82,33 @@ def test_array_data_that_contradict_the_manifest(tmp_path):
         edit_manifest(one, lambda data: data.update(files=files))
         target = jstep.TrainState.create({"w": jnp.zeros(8)}, NO_SLOTS)
         for wanted in (target, jax.tree.map(np.asarray, target), None):
-            with pytest.raises(CheckpointError, match=r"'params/w' is bfloat16\[2000000\], and float32\[8\]"):
+            with pytest.raises(CheckpointError, match=r"corrupted: the array of 'params/w' "):
                 saver.restore(wanted, step=1)
+
+
+@pytest.mark.parametrize("where", ["manifest.ocdbt", "d/data", "ocdbt.process_0/manifest.ocdbt"])
+def test_what_is_not_a_regular_file_is_not_opened(saved, where):
+    saver, path = saved
+    edit_manifest(path, lambda data: data.update(files={}))
+    victim = os.path.join(path, where)
+    os.makedirs(os.path.dirname(victim), exist_ok=True)
+    if os.path.exists(victim):
+        os.remove(victim)
+    os.mkfifo(victim)
+    with pytest.raises(CheckpointError, match=f"model-2 is corrupted: {where} is not a regular file"):
+        saver.restore(state_at(0))
+    assert main(["inspect", path, "--verify"]) == 2
+
+
+def test_an_array_needs_as_many_bytes_in_files(saved):
+    """One of 2**40 numbers, of which none is stored, is an error at once."""
+    saver, path = saved
+    edit_manifest(path, lambda data: data["leaves"][0].update(shape=[2**40], nbytes=2**42) or data.update(files={}))
+    target = jax.eval_shape(lambda: state_at(0))
+    target = target.replace(params={"w": jax.ShapeDtypeStruct((2**40,), jnp.float32)})
+    for wanted in (None, target):
+        with pytest.raises(CheckpointError, match=r"its files have \d+ bytes, and its arrays need \d{13}"):
+            saver.restore(wanted)
 
 
 def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
@@ -101,18 +127,18 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
 
 def test_evicted_during_a_restore(tmp_path, monkeypatch):
     """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
-    open_reader, steps = DirectoryStore.reader, []
+    unlike_written, steps = DirectoryStore.unlike_written, []
     with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
         save_all(saver, [1])
 
-        def evict(store, path, manifest):
+        def evict(store, path, manifest):  # before its files are checked
             steps.append(manifest.step)
             if steps[-1] != 4 or evicts_last:
                 save_all(saver, [steps[-1] + 1])
-            return open_reader(store, path, manifest)
+            return unlike_written(store, path, manifest)
 
         evicts_last = False
-        monkeypatch.setattr(DirectoryStore, "reader", evict)
+        monkeypatch.setattr(DirectoryStore, "unlike_written", evict)
         assert int(reader.restore(state_at(0)).global_step) == 4
         assert steps == [1, 2, 3, 4]
         evicts_last = True

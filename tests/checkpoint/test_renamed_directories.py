@@ -25,6 +25,7 @@ def test_a_save_that_was_in_progress_is_an_error(tmp_path):
         saver.save(state_at(1))
         with pytest.raises(CheckpointError, match="run was renamed while it is written"):
             saver.wait()
+    assert os.listdir(tmp_path) == ["moved"]
 
 
 def test_a_directory_that_was_deleted_is_made_again(tmp_path):

@@ -8,7 +8,8 @@ from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.checkpoint import retention
+from jstep.checkpoint import listing, retention
+from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
 
 
@@ -22,6 +23,19 @@ class TestRetention:
             assert saver.all_steps() == [6, 10]
             save_all(saver, [11])
             assert saver.all_steps() == [11]
+
+    @pytest.mark.parametrize("kept", [3, 12])
+    def test_a_save_reads_few_manifests_whatever_is_kept(self, kept, tmp_path, monkeypatch):
+        with Saver(tmp_path, max_to_keep=None) as saver:
+            save_all(saver, range(kept))
+        reads, read = [], listing.read_manifest
+        monkeypatch.setattr(listing, "read_manifest", lambda path: reads.append(path) or read(path))
+        with Saver(tmp_path, max_to_keep=None) as saver:
+            for n in range(5):
+                reads.clear()
+                saver.save(state_at(kept + n), CheckpointExtra(None, {}, True, 600.0))
+                saver.wait()
+                assert len(reads) <= (6 if n == 0 else 2)
 
     def test_the_newest_finite_checkpoint_is_kept(self, tmp_path):
         def save(saver, *steps, value):

@@ -11,7 +11,7 @@ from points import STEP, make_state
 import jstep
 from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.array_writer import FILES
-from jstep.checkpoint.listing import directory_spec
+from jstep.checkpoint.listing import directory_spec, read_manifest
 from jstep.data.loaders import open_source
 from jstep.data.positions import restore_position
 from jstep.look.cli import main
@@ -69,7 +69,8 @@ def by_hand(steps):
 
 def files_of(directory, step):
     """The files of a checkpoint that hold values of the host, with their sizes."""
-    reader = ArrayReader(directory_spec(str(directory / f"model-{step}")), {}, lambda future, nbytes: future.result())
+    path = str(directory / f"model-{step}")
+    reader = ArrayReader(directory_spec(path), read_manifest(path), lambda future, nbytes: future.result())
     names = [name.removeprefix(FILES) for name in reader.files()]
     return {name: len(reader.read_file(name)) for name in names}
 

@@ -13,6 +13,7 @@ from loop_runs import DATA, make_state, same, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
+from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval
 
@@ -60,8 +61,7 @@ def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path):
     with jstep.Saver(tmp_path, clock=clock) as saver:
         for n, secs in ((1, 600.0), (2, 600.0), (3, 600.0)):
             clock.now += 10
-            with saver.knowing(True, secs):
-                saver.save(make_state(n))
+            saver.save(make_state(n), CheckpointExtra(None, {}, True, secs))
             saver.wait()
         assert passing_in(tmp_path) == {1: False, 3: True}
         assert jstep.latest_checkpoint(tmp_path) == str(tmp_path / "model-3")
@@ -84,8 +84,7 @@ def test_limits_count_what_is_kept(limit, hours, kept, tmp_path):
     for n in range(1, 18):  # each Saver is that of another start
         with jstep.Saver(tmp_path, max_to_keep=limit, keep_checkpoint_every_n_hours=hours, clock=clock) as saver:
             clock.now += 300
-            with saver.knowing(True, 600.0):
-                saver.save(make_state(n))
+            saver.save(make_state(n), CheckpointExtra(None, {}, True, 600.0))
     assert passing_in(tmp_path) == dict.fromkeys(kept, False)
 
 
@@ -93,13 +92,11 @@ def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_p
     clock = Clock()
     with jstep.Saver(tmp_path, clock=clock) as saver:
         for n in (1, 2):
-            with saver.knowing(True, 600.0):
-                saver.save(make_state(n))
+            saver.save(make_state(n), CheckpointExtra(None, {}, True, 600.0))
         saver.wait()
 
         with saver.flushing(raising(OSError(28, "No space left on device"))):
-            with saver.knowing(True, 600.0):
-                saver.save(make_state(3))
+            saver.save(make_state(3), CheckpointExtra(None, {}, True, 600.0))
             with pytest.raises(jstep.CheckpointError, match="No space left"):
                 saver.wait()
         assert passing_in(tmp_path) == {1: False, 2: True}
@@ -110,8 +107,7 @@ def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path):
     with jstep.Saver(tmp_path, clock=clock, allow_nonfinite=True) as saver:
         for n, finite in ((1, True), (2, True), (3, False), (4, False), (5, True)):
             clock.now += 10
-            with saver.knowing(finite, 600.0):
-                saver.save(make_state(n))
+            saver.save(make_state(n), CheckpointExtra(None, {}, finite, 600.0))
             saver.wait()
             if n == 4:
                 assert list(passing_in(tmp_path)) == [1, 2, 4]

@@ -12,6 +12,7 @@ from doubles import raising
 from positioned import Positioned
 
 import jstep
+from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.record.starts import read_starts
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
@@ -216,8 +217,8 @@ class Living:
         with jstep.Saver(self.where, max_to_keep=1) as saver:
             step = saver.latest_step()
             state = make_state().replace(global_step=step + 1)
-            with saver.knowing(True, 1e9 if temporary else None):
-                saver.save(state, extra=saver.extra(step))
+            secs = 1e9 if temporary else None
+            saver.save(state, CheckpointExtra(saver.extra(step), {}, True, secs))
 
 
 @pytest.mark.parametrize(("temporary", "taken"), [(True, 10), (False, 12)])

@@ -67,7 +67,8 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     assert gcs.keys("run/model-3/") == [], "the next save has deleted its objects"
     last = gcs.keys("run/model-1/")
     parts = {re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*|\.data\..*)?$", r"\2", key) for key in last}
-    assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/part", "/manifest.ocdbt")}
+    assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/manifest.ocdbt")}
+    assert sum(part.startswith("parts/") for part in parts) == 2
     assert parts >= {"manifest.json", "manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"}
     params = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
     optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))
@@ -77,7 +78,7 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     back = jstep.Saver("gs://bkt/run").restore(target)
     assert np.array_equal(back.params["w"], jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))
     assert back.params["w"].sharding == rows
-    assert gcs.keys("run/~") == ["run/~jstep"]
+    assert not gcs.keys("run/~claims/")
 
     # One process resumes the run of two processes.
     def loss_fn(params, x):
