@@ -5,7 +5,7 @@ import contextvars
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,23 +237,23 @@ def place(
     shape: Sequence[int], dtype: DTypeLike, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
 ) -> jax.Array:
     """Assemble an array from `local_parts`, without sharing their memory."""
-    indices = sharding.addressable_devices_indices_map(tuple(shape))
-    devices = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in indices]
-    values = [parts[bounds(index, shape)] for index in indices.values()]
     with internal_transfers():
-        placed = [_without_alias(*pair) for pair in zip(jax.device_put(values, devices), values, strict=True)]
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, placed, dtype=dtype)
+        array = jax.make_array_from_callback(
+            tuple(shape), sharding, lambda index: parts[bounds(index, shape)], dtype=dtype
+        )
+        return _without_alias(array, parts.values())
 
 
 def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
     with internal_transfers():
-        return _without_alias(jax.device_put(values), values)
+        return _without_alias(jax.device_put(values), [values])
 
 
-def _without_alias(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
+def _without_alias(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:
     """Copy an array that aliases NumPy memory."""
-    (device,) = array.devices()
-    is_alias = device.platform == "cpu" and array.unsafe_buffer_pointer() == values.ctypes.data
+    addresses = {value.ctypes.data for value in values}
+    shards = [shard.data for shard in array.addressable_shards if shard.device.platform == "cpu"]
+    is_alias = any(data.unsafe_buffer_pointer() in addresses for data in shards)
     # For NumPy arrays JAX ignores may_alias.
     return jax.device_put(array, array.sharding if array.committed else None, may_alias=False) if is_alias else array
 
