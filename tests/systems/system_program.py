@@ -16,15 +16,15 @@ optimizer = jstep.adam(jstep.cosine_decay(0.1, 1000))
 train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
 
 
-def train(last_step, **options):
+def train(last_step, log_steps=None, **options):
     state = jstep.TrainState.create({"w": jnp.ones((3, 2)), "ö": jnp.ones(3)}, optimizer)
     return jstep.train(
-        train_step, state, lambda step: jnp.full((4, 3), step + 1.0), last_step, log_steps=None, **options
+        train_step, state, lambda step: jnp.full((4, 3), step + 1.0), last_step, log_steps=log_steps, **options
     )
 
 
 def all_of_it():
-    state = train(30, checkpoint_dir="run", save_checkpoint_steps=3, logdir="run")
+    state = train(30, 10, checkpoint_dir="run", save_checkpoint_steps=3, logdir="run")
     again = train(40, checkpoint_dir="run")
     assert again == train(40)
     assert int(state.global_step) == 30
