@@ -159,15 +159,11 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
     for state, indices in target.states:
         params = jax.tree.leaves(indices.params)
         roles = roles_in(state)
-        copies = [
-            (roles[name], owner, index)
-            for name in roles.of(*COPIES)
-            if name in state.slots
-            for owner, index in zip(
-                owners(name, state.slots[name], state.params, roles), jax.tree.leaves(indices.slots[name]), strict=True
-            )
-            if owner is not None
-        ]
+        copies = list[tuple[Role | None, int, int]]()
+        for name in (name for name in roles.of(*COPIES) if name in state.slots):
+            owned = owners(name, state.slots[name], state.params, roles)
+            pairs = zip(owned, jax.tree.leaves(indices.slots[name]), strict=True)
+            copies += [(roles[name], owner, index) for owner, index in pairs if owner is not None]
         masters = {owner: index for role, owner, index in copies if role is Role.MASTER}
         for role, owner, index in copies:
             inside = [masters[owner]] if role is Role.MASTER_COPY and owner in masters else []
