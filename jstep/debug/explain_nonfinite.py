@@ -72,9 +72,8 @@ def explain_nonfinite(
     """Find the first update of a run whose result is not finite, after its newest finite checkpoint, and explain it.
 
     The steps are repeated as by `replay`, until the loss, a parameter or a slot is not finite; then the update is
-    searched by `find_nonfinite`, and repeated with each row of its batch alone. A finite loss often has an infinite
-    gradient: the loss that is NaN is then that of the next step. If all is finite because the latest updates are
-    skipped, as by `skip_nonfinite`, the first of these that was repeated is explained.
+    searched by `find_nonfinite`, and repeated with each row of its batch alone. If all is finite because the latest
+    updates are skipped, as by `skip_nonfinite`, the first of these is explained.
 
     Args:
         train_step: As given to `train`.
@@ -145,7 +144,6 @@ def _first_nonfinite(calls: Iterator[ReplayedCall]) -> tuple[int, Mapping[str, i
 
 
 def _is_skipped(state: TrainState) -> bool:
-    """Return whether the update that led to a state was skipped."""
     steps = [state.slots[name] for name in roles_in(state).of(Role.LAST_FINITE) if name in state.slots]
     with internal_transfers():
         return any(int(step) < int(state.global_step) for step in steps)

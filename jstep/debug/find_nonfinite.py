@@ -24,16 +24,13 @@ class NonFinite:
     Attributes:
         primitive: The operation, such as `log`.
         source: Its line in the source code, such as "model.py:12 (loss_fn)".
-        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3"; empty at the top
-            level.
+        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3"; or empty.
         inputs: The range of each operand.
         outputs: The range of each result.
-        reaches: Whether a result of the function is non-finite as well. If not, a later operation, such as `where` or
-            the guard of a skipped step, discards the number.
+        reaches: Whether a result of the function is non-finite as well, and not hidden by a later `where`.
         constant: The range of the non-finite constant if no operation made the number, else None. `primitive` and
             `source` are then the operation that reads it first.
-        differentiated: Whether the operation is in code that is differentiated. It may then be part of the derivative:
-            `sqrt` divides in its backward pass.
+        differentiated: Whether the operation is in code that is differentiated, so it may be part of the derivative.
     """
 
     primitive: str
@@ -70,14 +67,13 @@ class NonFinite:
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
-    The function is traced, and evaluated one operation at a time with a check of every result, including those inside
-    jit, scan, while, cond, remat and custom derivatives; a `shard_map`, also of `lanes` on a mesh, is one operation.
-    For a step returned by `minimize`, this covers the loss, its gradient and the update; nothing is donated or changed.
+    The function is traced, and evaluated one operation at a time, also inside jit, scan, while, cond, remat and custom
+    derivatives; a `shard_map`, also of `lanes` on a mesh, is one operation. For a step returned by `minimize`, this
+    covers the loss, its gradient and the update; nothing is donated.
 
-    Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is. A number that a later
-    `where` hides is reported, since its derivative often does not hide it; `reaches` is then False. If a result is
-    non-finite and no operation made it so, it comes from a constant: statistics with a NaN that the function closes
-    over, or `x * nan`. `constant` is then its range; `primitive` and `source` are the operation that reads it first.
+    Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is, as is a number that a
+    later `where` hides, since its derivative often does not hide it. If no operation made the number, it comes from a
+    constant that the function closes over.
 
     Args:
         fn: Any function of arrays that JAX can trace. Integers, strings and None among its arguments remain Python
@@ -169,8 +165,8 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.g
 def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
-    It is the step's innermost line outside of JAX and libraries, or else in the library or jstep's optimizer. `eqns`
-    are the operation and the enclosing ones. `later` operations serve one without a line.
+    It is the innermost line outside of JAX and libraries of the operation and the enclosing ones, `eqns`, or else of
+    `later` ones.
     """
     lines = map(_line, (eqns, *([eqn] for eqn in later)))
     return next(filter(None, lines), "unknown")

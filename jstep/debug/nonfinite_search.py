@@ -29,7 +29,7 @@ def value_range(value: object) -> Range:
 
 @jax.jit
 def _flags(value: Any) -> Any:
-    """Whether a value has a NaN, and whether it has a non-finite number."""
+    """Whether a value has a NaN, and whether it has a number that is not finite."""
     value = reduce_unreduced(value)
     return jnp.stack([jnp.isnan(value).any(), ~jnp.isfinite(value).all()])
 
@@ -190,7 +190,6 @@ def _constant(value: Any, depends: bool = False) -> Value:
 
 
 def _moved(value: Any, depends: bool, before: Sequence[Value]) -> Value:
-    """Return a value that has only numbers of others."""
     has_nan, is_bad = _bad(value)
     return Value(value, depends, has_nan, is_bad, _first_origin(before) if is_bad else None)
 

@@ -71,28 +71,18 @@ def replay(
 ) -> Replay:
     """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
 
-    The newest intact checkpoint up to that step, or up to `start`, is restored and the steps after it are run again as
-    in the run, with `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`.
-    Nothing is written. If the run logged fingerprints (`FingerprintHook`) after that checkpoint, states are compared
-    with them; otherwise, the losses are compared with those in its event files and its record. A difference, such as
-    from another loader or step, is an error. A log line names what was compared.
+    The newest intact checkpoint up to that step, or up to `start`, is restored, or else `state` is taken, and the steps
+    after it are run again. Nothing is written. States are compared with the run's fingerprints (`FingerprintHook`), or
+    else losses with those that it recorded; a difference, such as from another loader or step, is an error.
 
-    If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
+    If the loss was NaN at step 7310, replay 7309, and `find_nonfinite(train_step, state, *args)` finds the operation.
 
-        state, args = jstep.replay(train_step, state, batches, checkpoint_dir, 7309)
-        print(jstep.find_nonfinite(train_step, state, *args))
-
-    prints the line of the loss and the ranges of its operands. For a closer look, `loss_fn(state.params, *args)`
-    computes the loss and `train_step(state, *args)` runs the step.
-
-    Changes that hooks made to the state between that checkpoint and the step are not replayed (hooks that return a
-    TrainState, such as `ReduceOnPlateau`); the checkpoint after the change has them. The position of a loader is
-    changed; reset the loader before another use.
+    Changes that hooks such as `ReduceOnPlateau` made to the state after that checkpoint are not replayed. The position
+    of a loader is changed; reset the loader before another use.
 
     Args:
         train_step: As given to `train`.
-        state: As given to `train`. It provides structure and shardings, and is the start if there is no checkpoint
-            before the step. It is donated, as by `train`.
+        state: As given to `train`. It is donated.
         batches: As given to `train`: an object with `batches[N]`, a function of the step, or a loader whose position is
             saved: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
         checkpoint_dir: As given to `train`.
@@ -101,7 +91,7 @@ def replay(
         steps_per_call: As given to `train`.
         batch_sharding: As given to `train`.
         start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint is skipped with a
-            warning, so the state of a corrupted step is `replay(…, step)` of that step.
+            warning.
 
     Returns:
         A `Replay`: `state`, whose global_step is `step`, and `args`.
@@ -142,7 +132,7 @@ class ReplayedCall(NamedTuple):
 
 
 def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
-    """Return the loss among the metrics of a step, of several members in a population; None if there is none."""
+    """The loss among the metrics of a step, one a member in a population."""
     loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
     with internal_transfers():
         return None if loss is None else read_value(loss).astype(np.float64)
@@ -212,7 +202,7 @@ def replayed(
 
 
 class _Recorded:
-    """The fingerprints that a run has recorded for the steps of a replay, or its losses if it has no fingerprints."""
+    """The fingerprints that a run recorded for the steps of a replay, or else its losses."""
 
     def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
         self._start, self._step = start, step
@@ -246,7 +236,6 @@ class _Recorded:
             )
 
     def log(self) -> None:
-        """Log what the replay was compared with."""
         kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
         if self.steps:
             steps = format_list([str(step) for step in self.steps], 8)

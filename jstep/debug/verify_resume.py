@@ -63,16 +63,14 @@ def verify_resume(
     The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too.
 
     Args:
-        make_state: Returns the initial state, the same each time. It is called for each run, and once for the state to
-            restore into, as in a restarted program.
+        make_state: Returns the initial state, the same each time it is called.
         train_step: As for `train`.
         batches: As for `train`, but no iterator that cannot be reset (a generator).
         at: The number of steps before the restart, 0 < at < steps.
         steps: The total number of steps.
 
     Returns:
-        A `ResumeReport`, which is true if the runs end in the same state, and otherwise has the first leaf that differs
-        and the likely cause.
+        A `ResumeReport`, true if the runs end in the same state.
 
     Raises:
         RuntimeError: make_state returned a state that was donated to an earlier step.
@@ -140,7 +138,6 @@ _OUTSIDE = (
 
 
 def _cause(before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits]) -> str:
-    """The likely cause of a difference; empty if neither the checkpoint nor the step is one."""
     changed = _differing(before, after)
     if changed:
         return f"the checkpoint restored {changed[0]!r} with other bits than were saved"

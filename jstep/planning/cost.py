@@ -34,29 +34,26 @@ _UNKNOWN = "not known"
 class Cost(Tabular):
     """Cost of a step on each device.
 
-    Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the
-    compiled program.
+    Figures that the compiler does not report are None, as are most of those of a program that does not fit.
 
     Attributes:
-        flops: Floating-point operations. Loops count as often as they run; those whose length depends on values count
-            once (see `loops_unknown`).
-        bytes_accessed: Bytes read and written by all operations, as estimated by XLA; loops as above.
+        flops: Floating-point operations. Loops count as often as they run, or once if that depends on values.
+        bytes_accessed: Bytes read and written by all operations, as estimated by XLA.
         params_bytes: Bytes of the parameters.
         slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
         argument_bytes: Bytes of all arguments, state and batch, without those in host memory.
         output_bytes: Bytes of all results, without those in host memory.
         alias_bytes: Bytes of the results that reuse the memory of donated arguments.
         temp_bytes: Bytes of the temporaries.
-        peak_bytes: Peak memory: arguments, results and temporaries, without aliased results and host memory. For a
-            program that does not fit, the memory that it would need.
-        compile_seconds: Compilation time in seconds.
+        peak_bytes: Peak memory, or what the program would need: arguments, results and temporaries, without aliased
+            results and host memory.
+        compile_seconds: Time of the compilation, in seconds.
         devices: Number of devices that the step runs on.
-        memory_bytes: Device memory available to programs; None if unknown. For compile-only GPUs it is 0.75 of the
-            memory, JAX's default share.
+        memory_bytes: Device memory available to programs; None if unknown. JAX's share of a compile-only GPU is 0.75.
         loops_unknown: Number of loops whose length depends on values.
         host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
         fits: Whether peak memory is within the available memory; None if either is unknown.
-        topology: The name of the topology that the step was compiled for; None for the devices of this machine.
+        topology: The topology that the step was compiled for; None for the devices of this machine.
         warnings: Likely mistakes, each with its remedy.
     """
 
@@ -117,18 +114,15 @@ class Cost(Tabular):
 def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str | None = None) -> Cost:
     """Return the cost of a step on each device: operations and memory. The step is not run.
 
-    The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
-    `jax.ShapeDtypeStruct`s, so the model need not fit into memory. On a mesh of `jstep.topology` the step is compiled
-    for TPUs or GPUs that the machine does not have.
+    The step is compiled for its arguments: arrays or `jax.ShapeDtypeStruct`s, so the model need not fit into memory.
 
     Args:
         train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
         state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
         *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`, for instance by
             `shard_batch`.
-        topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state is
-            replicated and the rows of the batch are split over all devices. For other layouts, place state and batch on
-            the mesh of the topology.
+        topology: The name of a topology to compile for, with a replicated state and the rows of the batch split over
+            all devices. For other layouts, place state and batch on the mesh of `jstep.topology(name)`.
 
     Returns:
         A `Cost`, whose `str()` is a table. If the step does not fit into memory, `fits` is False.
@@ -245,7 +239,7 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """Correct XLA's figure for a device, which counts the body of a loop once."""
+    """XLA's figure for a device, which counts the body of a loop once, corrected by the traced program."""
     if not measured or measured < 0.2 * once / devices:
         # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
         return total / devices
@@ -306,7 +300,6 @@ def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
 
 
 def _are_donated(compiled: Any) -> list[bool]:
-    """Whether each argument is donated, those of the state first."""
     infos = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
     return [info.donated for info in infos]
 
@@ -325,7 +318,6 @@ def _unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
 
 
 def _unplaced_activations(state: TrainState, args: Sequence[Any], traced: object) -> list[str]:
-    """A likely reason why a step does not fit."""
     axis = next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
     if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in jax.tree.leaves(state.params)):
         return []

@@ -34,8 +34,7 @@ class Plan(Tabular):
     Attributes:
         steps: The steps N of the updates N → N + 1 that were evaluated, int64 `[points]`.
         hyperparameters: Name → values at these steps, `[points]`.
-        due: Hook → the steps after which it is called. Hooks that are due only by time are left out. One without a hash
-            is there by the name of its class.
+        due: Hook, or the name of its class if it has no hash → the steps after which it is called.
         last_step: The step at which the run ends.
         stages: First step of each stage → the name of its training step; empty if `train_step` was not given.
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
@@ -121,9 +120,6 @@ def plan(
 ) -> Plan:
     """Preview a run: hyperparameters at the steps from start to last_step − 1, and the steps at which hooks are due.
 
-    It shows mistakes before the run: a learning rate that decays to zero after a tenth of the run, a warm-up in the
-    wrong unit, a checkpoint at every step.
-
     Args:
         optimizer: An optimizer, a schedule, or a dict of schedules and numbers.
         last_step: As for `train`.
@@ -131,11 +127,11 @@ def plan(
         hooks: As for `train`. Hooks that are due only by time are left out.
         points: Number of steps to evaluate, evenly spaced, including the first and the last.
         train_step: As for `train`; adds the stages to the plan.
-        batches: As for `train`; adds batch sizes, weights, and the rows and passes from step 0 to last_step, if made by
-            `jstep.batches` or `jstep.mixture`.
+        batches: As for `train`; adds batch sizes, weights, rows and passes, if made by `jstep.batches` or
+            `jstep.mixture`.
 
     Returns:
-        A `Plan`: `str()` is a table, as in a notebook.
+        A `Plan`, whose `str()` is a table.
 
     Raises:
         ValueError: `start` is not before last_step, or a number is out of range.
@@ -200,7 +196,7 @@ def _functions(optimizer: Any) -> Any:
 
 
 def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray[Any, Any]]:
-    """Evaluate a function at each step, compiled as in a train step, or else on the host."""
+    """The values of a function at each step, compiled as in a train step if it can be."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
         with internal_transfers():
@@ -219,7 +215,7 @@ def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
 
 
 def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
-    """The fields of a `Plan` about the batches; empty if they are not made by jstep."""
+    """The fields of a `Plan` about the batches; empty if they are not jstep's."""
     if batches is not None:
         check_batches(batches)
     if not isinstance(batches, BatchSequence):

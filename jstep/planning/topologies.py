@@ -172,16 +172,15 @@ def _sizes_of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
 def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
     """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
 
-    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
-    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
-    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, for `cost`
+    and for a step's `lower`, `trace` and `eval_shape`. Nothing can be executed on the mesh.
 
     Args:
         name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
             For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
             v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
-        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
-            over all devices. With several slices, the first axis divisible by their number spans them.
+        axes: Axis name → size. The sizes must multiply to the number of devices; by default `"data"` has all of them.
+            With several slices, the first axis divisible by their number spans them.
         axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
 
     Returns:
@@ -255,10 +254,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
 
 
 def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Check that state and batch are on the same devices; return them.
-
-    If these are compile-only, arrays without a mesh are replaced by shapes.
-    """
+    """Check that state and batch are on the same devices; on compile-only devices, return shapes."""
     meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
     placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
     for name, mesh in placed.items():
@@ -297,7 +293,6 @@ _WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requ
 
 
 def compile_only_devices(name: Name) -> Sequence[Any]:
-    """Return the compile-only devices of a topology, cached so that equal names give equal meshes."""
     with _lock:
         if name not in _made:
             require_compiler(name)
@@ -312,10 +307,7 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
 
 
 def require_working(name: Name, device: object) -> None:
-    """Compile a small program for a compile-only device.
-
-    This tells an error of a program from an error of its compiler.
-    """
+    """Compile a small program, to tell an error of a program from an error of its compiler."""
     mesh = Mesh(np.array([device]), ("data",))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     with using_mesh(mesh):
@@ -328,7 +320,6 @@ def require_working(name: Name, device: object) -> None:
 
 
 def require_compiler(name: Name) -> None:
-    """Check that the compiler of a topology is installed, without loading it."""
     if name.kind not in GPUS:
         if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
             raise _unusable(name, "libtpu")
@@ -391,7 +382,6 @@ _COMPILER = "bin/ptxas", "nvvm/libdevice"
 
 
 def _cuda_roots() -> list[str]:
-    """The folders in which XLA looks for NVIDIA's compiler, in its order."""
     roots = [os.environ.get("CUDA_ROOT")]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()

@@ -189,26 +189,23 @@ def mup(
     | rate, `"muon_original"` (scale "original"; Adam for other leaves) | 1 | 1 | 1/r_in |
     | rate, `"hyperball"` (Adam for other leaves) | 1 | 1 | 1 |
 
-    The best learning rate of the small model then transfers approximately to the wide one. This holds for width, not
-    for depth, batch size or the length of the run. Three adjustments cannot be inferred from shapes: a tied embedding
-    and output layer has no factor in table 3, so multiply its logits by 1/r in the model, and it counts as input;
-    attention with wider heads needs 1/d in place of 1/√d; and Adam's ε is relative to gradients that shrink with the
-    width: set it to about 1e-12.
+    The best learning rate of the small model then transfers approximately to the wide one, of the same depth, batch
+    size and length of the run. Shapes do not show three adjustments: multiply the logits of a tied output layer by 1/r,
+    scale attention with wider heads by 1/d in place of 1/√d, and set Adam's ε to about 1e-12.
 
     Args:
         base: The shapes of the small model's parameters, from `jax.eval_shape`, or its parameters.
         target: The same for the wide model, with the same tree and depth and no smaller axis.
-        delta: The same for a third model, for axes that are equal in base and target or differ only by accident: an
-            axis is a width if it differs between base and delta; the ratio is still target over base.
+        delta: The same for a third model: an axis is a width if it differs between base and delta, not base and target.
         axes: `axes(path, leaf) -> (in, out)`: the fan-in and fan-out axes of each leaf, each a number, several or None.
-            By default the last two, (in, out) as in Flax; for a vector the last, an output. Needed for kernels [out,
-            in] (`(1, 0)`), for stacked vectors [layers, d] and biases [heads, head_dim] (`(None, out)`).
+            By default the last two, (in, out) as in Flax; for a vector the last, an output. Kernels [out, in] need `(1,
+            0)`, stacked vectors [layers, d] and biases [heads, head_dim] need `(None, out)`.
         init: The variance of the model's initializers: `"fan_in"` for 1/fan_in, or `"constant"`.
         optimizer: The row of the table: `"adam"`, `"sgd"`, `"muon"`, `"muon_original"` or `"hyperball"`.
 
     Returns:
-        A `MupFactors`: `rates` for `scale_updates`, `decays` for `add_weight_decay`, `initial(params)`; `str()` formats
-        a table. It covers all trainable leaves; factors of leaves that do not grow are exactly 1.
+        A `MupFactors` of all trainable leaves; `str()` formats a table. Factors of leaves that do not grow are exactly
+        1.
 
     Raises:
         TypeError: `axes` does not return a pair of axes.
@@ -341,8 +338,7 @@ def coord_check(
     """Measure how much activations change in a few training steps on one batch, at several widths.
 
     With rates and initial values that transfer (`mup`), the change of each activation is about the same at all widths:
-    a growth within ±0.1 or so. Otherwise the changes of hidden layers and of the output grow with the width, or shrink.
-    It is expected that the size of the output before training shrinks like 1/√width.
+    a growth within ±0.1 or so. The size of the output before training shrinks like 1/√width.
 
     Args:
         make: `make(width) -> (train_step, state, batch)`: a training step, as from `minimize`, a new state, and a
@@ -352,8 +348,7 @@ def coord_check(
         steps: The number of training steps, each on the same batch, ≥ 1.
 
     Returns:
-        A `CoordCheck`: `sizes[name][width]`, `changes[name][width]`, `growth[name]`; `str()` formats a table,
-        `plot(path)` draws a figure.
+        A `CoordCheck`, whose `str()` is a table; `plot(path)` draws a figure.
 
     Raises:
         TypeError: `make` or `activations` returns something else.
@@ -422,7 +417,6 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
 
 
 def _as_host_arrays(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
-    """The activations on the host, in float32 or wider."""
     if not isinstance(activations, Mapping) or not activations:
         raise TypeError(f"activations: must return name -> array at width {width}, got {describe_type(activations)}")
     arrays = {}
