@@ -52,7 +52,6 @@ def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -
 
 
 def format_items(title: str, items: Sequence[str], max_items: int = SHOWN) -> str:
-    """Format `; title (count): first items`; empty without items."""
     return f"; {title} ({len(items)}): {format_list(items, max_items)}" if items else ""
 
 
@@ -84,7 +83,6 @@ def describe_type(value: object) -> str:
 
 
 def as_bool(value: object, argument: str) -> bool:
-    """Convert a bool; reject other values, such as the string "no"."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {describe_type(value)}")
     return bool(value)
@@ -103,7 +101,7 @@ def as_int(
     *,
     if_traced: str = "call this outside of compiled functions",
 ) -> int:
-    """Convert a Python, NumPy or concrete JAX integer, not a bool. `if_traced` is the advice for a tracer."""
+    """Convert a Python, NumPy or concrete JAX integer; `if_traced` is the advice for a tracer."""
     if _is_traced(value):
         raise TypeError(f"{argument} is traced: must be an integer that is known before compilation; {if_traced}")
     try:
@@ -232,7 +230,7 @@ def hook_name(hook: object) -> str:
 
 
 def in_own_digits(value: float) -> float:
-    """Return a float, with the shortest digits of its own precision: 0.9 for 0.8999999761581421."""
+    """Return a float with the shortest digits of its own precision: 0.9 for 0.8999999761581421."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value and value % 1 else float(value)

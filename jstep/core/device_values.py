@@ -1,6 +1,6 @@
 """Conversion of values for devices: arrays with strong dtypes, numbers and keys.
 
-While 64-bit types are off, JAX silently truncates integers that do not fit 32 bits: they are rejected here.
+While 64-bit types are off, JAX truncates integers that do not fit 32 bits: they are rejected here.
 """
 
 import contextvars
@@ -38,7 +38,6 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
 
 
 def host_leaf(leaf: object, path: str, argument: str) -> Any:
-    """Like `as_leaf`, but leave arrays in host memory."""
     leaf = trees.native(leaf, path, argument)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         _refuse_wide(leaf, path, argument)
@@ -127,10 +126,7 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 def as_scalar(
     value: Any, argument: str, *, integer: bool = False, expected: str = "", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> Any:
-    """Check a number or scalar array, and its range if it is concrete.
-
-    An array on a mesh becomes a float or int; other JAX arrays are unchanged.
-    """
+    """Check a number or scalar array, and its range if it is concrete; one on a mesh becomes a float or int."""
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
@@ -163,10 +159,7 @@ def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
 
 
 def as_key(value: Any, argument: str) -> Any:
-    """Validate one PRNG key, typed or raw, traced or not.
-
-    A key on a mesh is copied off it, to work with any state.
-    """
+    """Validate one PRNG key, typed or raw, traced or not; one on a mesh is copied off it."""
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):

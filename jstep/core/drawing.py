@@ -15,7 +15,6 @@ from jstep.core.html_tables import html_text
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH = 560
 _HEIGHT = 168
-"""The size of the plot area."""
 COLORS, _DASHES = 10, 4
 NEUTRAL = COLORS
 """The color of runs in the background."""
@@ -23,15 +22,11 @@ NEUTRAL = COLORS
 
 @functools.cache
 def stylesheet() -> str:
-    """Return the style of the figures, in the colors of the page."""
     return importlib.resources.files("jstep.core").joinpath("curves.css").read_text(encoding="utf-8")
 
 
 class Curve(NamedTuple):
-    """A curve with gaps at nonfinite values; dash 0 is solid. A `pale` curve (repeated steps) has no legend entry.
-
-    `key` identifies what is drawn in all pictures of a page; None for its index.
-    """
+    """A curve with gaps at nonfinite values; `key` identifies what is drawn in all pictures of a page."""
 
     name: str
     steps: Numbers
@@ -65,10 +60,7 @@ def picture(
     legend: bool = True,
     style: bool = True,
 ) -> str:
-    """Draw curves over the step as a `<figure>`; a page with many figures includes the style once.
-
-    `columns` are the maximum points across of a colored and of a neutral curve.
-    """
+    """Draw curves over the step as a `<figure>`; `columns` are the most points of a colored and of a neutral curve."""
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
     up = _axis(np.concatenate([*finite, []]))
     steps = np.concatenate([np.zeros(0, np.int64), *(curve.steps for curve in curves)])
@@ -156,7 +148,7 @@ def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
 
 
 class _Axis(NamedTuple):
-    """An axis, whose ends are numbers, or exponents of ten, and whose ticks are positions from 0 to 1."""
+    """An axis, linear or logarithmic; ticks are positions from 0 to 1."""
 
     low: float
     high: float
@@ -164,7 +156,7 @@ class _Axis(NamedTuple):
     is_log: bool
 
     def share(self, values: Any) -> Any:
-        """The positions of numbers along the axis, from 0 to 1; NaN for numbers that are not finite."""
+        """The positions of numbers along the axis, from 0 to 1; NaN for others."""
         with np.errstate(all="ignore"):
             shares = _between(np.log10(values) if self.is_log else values, self.low, self.high)
         return np.where(np.isfinite(shares), shares, np.nan)

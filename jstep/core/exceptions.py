@@ -57,7 +57,6 @@ def with_path(error: OSError, path: str) -> OSError:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the traceback of an error that will be raised again."""
     BaseException.with_traceback(error, None)  # also of a class that rejects attributes
 
 

@@ -1,4 +1,4 @@
-"""Tables as HTML, in a notebook's colors, and results that are tables, at a prompt and in a notebook."""
+"""Tables as HTML, and results that are tables, at a prompt and in a notebook."""
 
 import html
 import textwrap
@@ -37,7 +37,7 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
 
 
 class Tabular:
-    """Base class of results that are shown as a table, at a prompt and in a notebook."""
+    """Base class of results that are shown as a table."""
 
     _left = 1
     """The number of left-aligned columns in text."""

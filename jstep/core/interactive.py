@@ -1,4 +1,4 @@
-"""Interactive sessions (Python's prompt, a notebook), which keep the state of an interrupted run."""
+"""Interactive sessions, which keep the state of an interrupted run."""
 
 import sys
 from typing import Any
@@ -22,14 +22,12 @@ def _shell() -> Any:
 
 
 def kept_state() -> Any:
-    """Return the kept state, unless donated since."""
     from jstep.core import trees  # which needs JAX
 
     return next((state for state in _kept if not trees.is_donated(state)), None)
 
 
 def keep(state: Any) -> bool:
-    """Keep a state, in interactive sessions only."""
     if not is_interactive():
         return False
     _kept[:] = [state]
@@ -37,5 +35,4 @@ def keep(state: Any) -> bool:
 
 
 def forget() -> None:
-    """Drop the kept state."""
     _kept.clear()

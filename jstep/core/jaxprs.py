@@ -1,8 +1,7 @@
 """Traced programs: their operations, and the hash that identifies them.
 
-JAX does not document the names of its operations and their parameters, which other versions may change. Only this file
-and `differentiate/merging.py` read them, for lanes, loops over steps, optimizers from other libraries, and tools.
-`tests/core/test_jaxprs.py` lists every name that is read here, and fails with the name if the installed JAX lacks it.
+JAX does not document the names of its operations and their parameters. Only this file and `differentiate/merging.py`
+read them; `tests/core/test_jaxprs.py` lists them, and fails with the name that the installed JAX lacks.
 """
 
 import dataclasses
@@ -41,8 +40,6 @@ MOVES = frozenset([
     "stop_gradient", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
 ])
 # fmt: on
-"""Operations that move data without arithmetic."""
-
 SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
 """Operations that are 10 to 30 times slower inside loops in XLA's CPU backend."""
 
@@ -83,7 +80,7 @@ class Subprogram:
 class Operation:
     """An operation: its `kind` is "operation", "call", "scan", "while", "cond" or "shard_map".
 
-    Nested operations have higher numbers. A while has two `bodies`, condition and body.
+    Nested operations have higher numbers; a while has condition and body.
     """
 
     number: int
@@ -207,7 +204,6 @@ def shard_counts(operation: Operation) -> dict[str, int]:
 
 
 def has_remat(body: Subprogram) -> bool:
-    """Whether gradients recompute operations, as with `jax.checkpoint`."""
     return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
 
 
@@ -263,7 +259,6 @@ def evaluate(
     by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluate a program by `by(operation, operands)`; `constant` maps constants to values."""
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
@@ -454,14 +449,11 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
-    """The number format of a product: the wider dtype, and its precision or preset (`"ANY_F8"`)."""
-
     dtype: str
     precision: str
 
 
 def count_flops(eqn: Any) -> float:
-    """Return the floating-point operations of an operation without inner programs."""
     name, params = _name(eqn), eqn.params
     size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     if name in ("dot_general", "ragged_dot_general"):

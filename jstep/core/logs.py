@@ -46,8 +46,7 @@ _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.cou
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
     """Log `msg % args` at the first call from this line of code, and at every n-th call after it.
 
-    In a run of `train` the lines are shown. Elsewhere Python shows no level below `WARNING` by itself: call
-    `logging.basicConfig(level=logging.INFO)` first.
+    Outside of `train`, Python shows no level below `WARNING` by itself: call `logging.basicConfig(level=logging.INFO)`.
 
     Args:
         level: A level of `logging`, such as `logging.INFO` or `"INFO"`.

@@ -1,7 +1,7 @@
 """Meshes and other JAX contexts: which one applies, and code that must be independent of the user's contexts.
 
-Arrays that the user sees are never converted to other axis types. A user's function is traced on the types of the
-user's mesh; jstep's own computations run with Auto axes, and their results are sharded like their arguments.
+A user's function is traced on the axis types of the user's mesh; jstep's own computations run with Auto axes, and their
+results are sharded like their arguments.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
-"""`thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
+"""Not carried: `thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
 
 SETTINGS = tuple(
     name
@@ -43,14 +43,14 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
-    """Exempt transfers, but for a user's functions, from the caller's transfer guards."""
+    """Exempt transfers from the caller's transfer guards, but for a user's functions."""
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
     return jax.transfer_guard("allow")
 
 
 def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: exempt the transfers of a function that users may call from their transfer guards."""
+    """Decorator: exempt the transfers of a function from the user's transfer guards."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -146,7 +146,6 @@ def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def mesh_text(mesh: Any) -> str:
-    """Format axes: `data: 4 Explicit, model: 2 Auto`."""
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return ", ".join(f"{name}: {mesh.shape[name]} {kind.name}" for name, kind in named)
 
@@ -197,10 +196,7 @@ def shard_like(*trees: Any) -> Callable[[Any], Any]:
 def without_explicit_axes(
     fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
-    """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs, replicated by default.
-
-    `fn` must not close over arrays on the mesh.
-    """
+    """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs. `fn` closes over no array on a mesh."""
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
         return fn(*args)
@@ -252,10 +248,9 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
 
 
 def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator: support arrays on any mesh, and exempt internal transfers from transfer guards.
+    """Decorator: support arrays on any mesh, and exempt internal transfers.
 
-    A leaf of the result is sharded like that of equal path and shape in the first of `like` (`"state.params"`) that has
-    it.
+    A leaf of the result is sharded like that of equal path and shape in the first of `like` (`"state.params"`).
     """
 
     def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -320,7 +315,7 @@ def _signature(error: Exception) -> tuple[type, str]:
 
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:
-    """Call `fn(*args)`; if tracing raises, no operation has run or joined the caller's program."""
+    """Call `fn(*args)`; if tracing raises, no operation has joined the caller's program."""
     arrays, filled = partition_arrays(args)
 
     def whole(arrays: list[Any]) -> Any:

@@ -75,7 +75,6 @@ def is_of_host(sharding: Any) -> bool:
 
 
 def _device_here(sharding: Any) -> Any:
-    """Return a device of a sharding, preferably of this process."""
     devices = sharding.device_set
     return next(
         (device for device in devices if device.process_index == device.client.process_index()), next(iter(devices))
@@ -175,7 +174,6 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device only compiles, like those of `jstep.topology`."""
     # The client of a real device has devices in this process, even if this device belongs to another process.
     return not device.client.local_device_count()
 
@@ -295,7 +293,6 @@ Unroll = int | bool | None
 
 
 def as_unroll(value: object) -> Unroll:
-    """Validate scan iterations per loop iteration; None is automatic."""
     if value is None or isinstance(value, bool):
         return value
     return as_int(value, "unroll", 1, "a number of iterations")
@@ -344,8 +341,7 @@ def compute_first(*arrays: object) -> tuple[Any, ...]:
 def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """Return chains of arrays, each of which XLA must compute after the previous one on a CPU.
 
-    If two kernels read a slot that one of them overwrites, XLA copies the slot unless a data dependency lets the other
-    run earlier.
+    Without such a dependency, XLA copies a slot that one of two kernels overwrites.
     """
 
     def ordered(chains: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:

@@ -31,10 +31,7 @@ _T = TypeVar("_T")
 
 
 def should_stop() -> bool:
-    """Return whether all processes must stop after this call, because one of them received SIGTERM.
-
-    All must call this after each call of the training step.
-    """
+    """Whether all processes must stop after this call; all must ask after each call of the training step."""
     try:
         with doing(AGREEING):
             is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
@@ -61,7 +58,7 @@ def request_stop() -> None:
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The processes communicate only about ten times a period, at a step that process 0 chose at the previous exchange.
+    The processes communicate about ten times a period.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float]) -> None:
@@ -71,7 +68,6 @@ class AgreedClock:
         self._exchange_step = 0
 
     def due(self, step: int) -> bool:
-        """Return whether the period is over, equally on every process."""
         if self._first_step is None:
             self._first_step = step
         if step < self._exchange_step:
@@ -117,10 +113,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
-    """Return `fn()`, which must not communicate; an error on one process is raised on all.
-
-    The others raise `kind`, with `problem` and the process that failed.
-    """
+    """Return `fn()`, which must not communicate; an error on one process is raised on all, on others as `kind`."""
     error: Exception | None = None
     try:
         result = fn()
@@ -182,10 +175,7 @@ class AgreedShapes:
         self._known: set[Any] = set()
 
     def check(self, state: trees.Tree, args: tuple[Any, ...], shapes: Hashable = None) -> None:
-        """Compare new shapes of a batch with the other processes, if its arrays span them.
-
-        All processes must call this before each call of a step.
-        """
+        """Compare new shapes of a batch with the other processes, if its arrays span them; all must call it."""
         if shapes is None:
             leaves, treedef = trees.flatten(args)
             shapes = treedef, *((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
@@ -208,7 +198,6 @@ def _spans_processes(leaf: object) -> bool:
 
 
 def _described(args: tuple[Any, ...]) -> str:
-    """Describe each array by its type over all processes and its path."""
     named = trees.leaves_with_paths(trees.args_to_batch(args))
     types = [array_type(np.shape(leaf), np.dtype(jax.dtypes.result_type(leaf)).name) for _, leaf in named]
     return ", ".join(kind + (f" at {path!r}" if path else "") for kind, (path, _) in zip(types, named, strict=True))
@@ -256,7 +245,6 @@ class Setting(NamedTuple):
 
 
 def launcher_of_several() -> str | None:
-    """Return a variable that indicates several processes, as `NAME=value`, or None."""
     texts = ((name, os.environ.get(name, "")) for name in _SIZES)
     return next((f"{name}={text}" for name, text in texts if "," in text or (text.isdigit() and int(text) > 1)), None)
 
@@ -271,7 +259,6 @@ def check_range(settings: Mapping[str, Setting]) -> None:
 
 
 def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
-    """Read variables; an empty one is unset."""
     settings: dict[str, Setting] = {}
     for field, name in names.items():
         if text := os.environ.get(name, "").strip():
@@ -309,7 +296,7 @@ def initialize(
 
     Without arguments it uses the launcher's settings: the variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
     `JAX_PROCESS_ID`; SkyPilot's variables (one process for each node); otherwise JAX's own detection of SLURM, Open
-    MPI, Cloud TPU and GKE. It does nothing if JAX is already initialized, as by Ray Train on GPUs and TPUs.
+    MPI, Cloud TPU and GKE. It does nothing if JAX is initialized already.
 
     Args:
         coordinator_address: `"host:port"` of process 0.
@@ -329,9 +316,8 @@ def initialize(
         >>> import jstep
         >>> jstep.distributed.initialize(num_processes=1)
 
-    Source: `jax.distributed.initialize`. On the CPU collectives use gloo. A coordinator with a loopback address listens
-    only on this address; JAX's default is all interfaces. Under SLURM JAX assigns to each task the GPU of its
-    `SLURM_LOCALID`; to assign others, set `JAX_LOCAL_DEVICE_IDS` or all three `JAX_*` variables.
+    Source: `jax.distributed.initialize`. A coordinator with a loopback address listens only on it. Under SLURM, each
+    task gets the GPU of its `SLURM_LOCALID`, unless `JAX_LOCAL_DEVICE_IDS` is set.
     """
     values = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
     arguments = {name: Setting(value, name) for name, value in values.items() if value is not None}

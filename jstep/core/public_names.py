@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def show_in(package: str, value: object) -> None:
-    """Let a public function or exception of jstep show the package that it is imported from.
+    """Let a public function or exception show the package that it is imported from.
 
     Other classes keep their module, by which `inspect.getsource` and type hints find it.
     """
@@ -50,14 +50,12 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 def find_hint(typed: str) -> str:
     """Say what to type in place of something that only other libraries have; empty if no table knows it.
 
-    A name `AdamOptimizer`, an attribute `Optimizer.minimize`, an argument `minimize(global_step=)`, an argument of any
-    function `(use_locking=)`, or a call with other arguments `apply_gradients()`.
+    Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`, `apply_gradients()`.
     """
     return _hints().get(typed, "")
 
 
 def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> AttributeError:
-    """Return the error of an attribute that does not exist."""
     hint = find_hint(prefix + name)
     # Python suggests a similar name of `obj`, which would contradict what is known.
     return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj)
@@ -88,7 +86,6 @@ def explains_attributes(cls: type[_T]) -> type[_T]:
 
 @functools.cache
 def _hints() -> Mapping[str, str]:
-    """Return the text to append to an error, by what was typed."""
     pages_of: dict[str, dict[str, list[str]]] = {}
     for page, rows in pages().items():
         for ours, theirs in rows.items():

@@ -23,9 +23,7 @@ _T = TypeVar("_T")
 class RecordedCall:
     """A recorded call; its `repr` omits the names of the first `positional` arguments.
 
-    Attributes:
-        args: The arguments, copied if mutable.
-        made: The optimizer that the call made.
+    `made` is the optimizer that the call made; mutable arguments are copied.
     """
 
     function: Callable[..., Any]
@@ -38,7 +36,6 @@ class RecordedCall:
         self.args, self.kwargs = _copied(self.args), _copied(self.kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the result of the call, whose functions are local ones."""
         return _call, (self.function, self.args, self.kwargs)
 
     def __deepcopy__(self, memo: object) -> "RecordedCall":

@@ -26,7 +26,6 @@ def hide(name: str, text: str) -> str:
 
 
 def error_text(error: BaseException | None) -> str:
-    """Return the text of an exception without secrets."""
     with contextlib.suppress(Exception):
         text = "" if error is None else str(error)[:20_000]
         return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))

@@ -49,13 +49,7 @@ _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a
 def select_leaves(
     params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return the indices of the floating leaves of params that a `var_list` selects.
-
-    Args:
-        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, perhaps for
-            whole subtrees.
-        frozen: For each leaf, whether the optimizer freezes it.
-    """
+    """Return the indices of the floating leaves that a `var_list` selects; `frozen` marks leaves of a `partition`."""
     wanted = flags(params, var_list, argument)
     indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
     if not indices:

@@ -14,7 +14,7 @@ PHASES = ("before", "starting", "stepping", "waiting", "saving", "evaluating", "
 BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 
 _VISITS = 64
-"""The number of latest durations that are kept for each phase or recorded key."""
+"""The number of latest durations that are kept for each phase or key."""
 _SWITCHES = 256
 
 
@@ -28,7 +28,7 @@ class Stopwatch:
     Attributes:
         waiting: The phase of waiting for a batch; `starting` until the first step has returned.
         aside: When the user's code began to run between two steps; its phase is `hooks`.
-        lasted: The seconds of the latest visits of each phase, and of things that `record` names.
+        lasted: The seconds of the latest visits of each phase, and of what `record` names.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ _trained: set[int] = set()
 
 
 def seconds_before_training() -> float:
-    """Return the seconds since the start of this process on the first call, and 0 on later ones or if unknown."""
+    """The seconds since the start of this process on the first call, and 0 on later ones or if unknown."""
     if os.getpid() in _trained or is_interactive():
         return 0.0
     _trained.add(os.getpid())

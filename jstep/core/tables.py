@@ -7,7 +7,6 @@ WIDTH = 100
 
 
 def printable(text: object) -> str:
-    """Escape the characters that a terminal would not show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -16,10 +15,7 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
-    """Align the cells of rows of equal length, as `printable` text; the first `left` columns are left-aligned.
-
-    Rows wider than `max_width` take several lines, with each cell after its heading.
-    """
+    """Align the cells of rows, as `printable` text; rows wider than `max_width` take several lines."""
     rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if max_width is None or breadth(rows) <= max_width:

@@ -1,8 +1,7 @@
 """Threads that inherit the contexts of JAX, and the current activity of each thread.
 
-JAX's context managers set thread-local values: a new thread has JAX's defaults. A jstep thread copies the context
-variables of the thread that starts it, and all JAX settings that have a context manager. JAX has no public way to read
-`with mesh:` (use `jax.set_mesh(mesh)`) and contexts of `jax.make_user_context`.
+A jstep thread copies the context variables of the thread that starts it, and all JAX settings that have a context
+manager: they are thread-local. JAX has no public way to read `with mesh:` (use `jax.set_mesh(mesh)`).
 """
 
 import atexit
@@ -54,8 +53,7 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
 class Task(Future[_R]):
     """The future of a background task; a signal handler may interrupt the thread that waits for its end.
 
-    An exception inside of `concurrent.futures.wait` would break the locks of the future; a wait for a bare lock is
-    safe.
+    A wait for a bare lock is safe; one for a `concurrent.futures.Future` is not.
     """
 
     def __init__(self) -> None:
@@ -109,8 +107,8 @@ def in_background(
 ) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
-    A thread that compiles must not be a `daemon`, which would abort the process at exit. The exit waits `exit_secs` for
-    a thread that may compile and hang. If a signal may interrupt this call, the caller passes the `task`.
+    A thread that compiles must not be a `daemon`, which would abort the process at exit; the exit waits `exit_secs` for
+    one that may hang. If a signal may interrupt this call, pass the `task`.
     """
     task = Task() if task is None else task
 
@@ -132,13 +130,7 @@ def in_background(
 
 
 class SerialTasks:
-    """Background tasks that run one after the other.
-
-    Args:
-        name: The name of their threads.
-        failed: Receives the exception of a task that fails, or None to leave it in the task. The next one runs anyway.
-        daemon: As for `in_background`.
-    """
+    """Background tasks that run one after the other, each even if another failed."""
 
     def __init__(self, name: str, failed: Callable[[Exception], None] | None = None, *, daemon: bool = False) -> None:
         self._name = name
@@ -190,8 +182,6 @@ def doing(what: str) -> Iterator[None]:
 
 
 class SignsOfLife:
-    """A count that long work increases while it lasts."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -1,9 +1,8 @@
 """Tracebacks without jstep's inner frames, as JAX leaves out its own.
 
-Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames between the user's
-frames, only the first one, which the user called, and the last one, which called the user's function, remain. JAX's
-setting `jax_traceback_filtering` applies: `off` keeps all frames, and `remove_frames` leaves the causes of an error as
-they are.
+Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames, only the first one,
+which the user called, and the last one, which called the user's function, remain. JAX's setting
+`jax_traceback_filtering` applies.
 """
 
 import concurrent.futures
@@ -57,7 +56,6 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Return the error, or the one before that `contextlib` replaced."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
     is_of_contextlib = (
         bool(frames)
@@ -83,7 +81,6 @@ def shorten(error: BaseException) -> None:
 
 
 def _shown(trace: TracebackType | None) -> list[TracebackType]:
-    """Return the visible frames of a traceback."""
     frames: list[TracebackType] = []
     while trace is not None:
         if _file(trace) != __file__:

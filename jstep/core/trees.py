@@ -23,7 +23,6 @@ from jstep.core.recorded_calls import RecordedCall, as_typed
 
 Array: TypeAlias = jax.Array
 Tree: TypeAlias = Any
-"""A pytree whose structure is the caller's."""
 Params: TypeAlias = Any
 """Any pytree of arrays; None and integer leaves are passed through unchanged."""
 Updates: TypeAlias = Any
@@ -36,16 +35,12 @@ Number: TypeAlias = float | int | np.number[Any] | Array
 
 
 class Schedule(Protocol):
-    """A function from the global step to a scalar."""
-
     def __call__(self, step: Step, /) -> Array:
         """Return the value at `step`."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Held:
-    """A mutable hyperparameter, stored in the scalar slot `held/name`."""
-
     name: str
     value: Any
 
@@ -60,8 +55,8 @@ class GradientNoise(NamedTuple):
     """Gradient noise, estimated from the microbatches of one step; NaN if it cannot be estimated.
 
     Attributes:
-        noise: The trace of the covariance of one example's gradient, unbiased.
-        square: The squared norm of the true gradient, unbiased; it may be negative.
+        noise: The trace of the covariance of one example's gradient.
+        square: The squared norm of the true gradient; it may be negative.
     """
 
     noise: Array
@@ -82,8 +77,6 @@ class Context(NamedTuple):
         noise: The gradient noise of this step, for `with_noise_scale`; only with `metrics=("noise_scale",)`.
 
     Example:
-        Polyak's step size, which depends on the loss:
-
         >>> import jax, jax.numpy as jnp, jstep
         >>> def update(updates, slots, params, step, context):
         ...     squares = sum(jnp.sum(g * g) for g in jax.tree.leaves(updates))
@@ -112,40 +105,36 @@ UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
 class Optimizer(NamedTuple):
     """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 
-    Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`. `jstep.map_leaves` and
-    `jstep.as_schedule` help to write the three functions.
+    Most custom optimizers are easier to write with `jstep.from_direction` or `jstep.leafwise`.
 
     Arguments of `update`:
 
     - updates: the gradients, or the updates of the previous element of a chain, a tree like params. A leaf is an array
       of any floating dtype, an `IndexedSlices` (rows of a table), or None: keep the parameter and its slots.
-    - slots: the slots created by `init`, by name; slots of other optimizers may be included.
+    - slots: the slots by name, perhaps also those of other optimizers.
     - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
       and arithmetic should be in float32.
-    - step: the number of training steps completed, an integer scalar, traced or not: do not use `if` on values,
-      `float(step)`, or any state outside the arguments.
+    - step: the number of training steps completed, an integer scalar, traced or not.
 
     Results of `update`:
 
     - updates: a tree like params, with None for no update. They are *added* to the parameters in float32 or wider; the
       optimizer applies the sign.
     - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree like params (None
-      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers, because a compiled step
-      donates each buffer once.
+      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers.
 
     Attributes:
-        init: `init(params, global_step=0) -> slots`. An integer scalar slot that holds the global_step at which the
-            slots were created (their age is step + 1 − slot) is declared by an attribute of the function, `init.ages =
-            ("start_step",)`: then the age counts applied updates only. A copy of the parameters, which a partial
-            restore without it copies anew, is detected by tracing `init`, or declared by `init.copies = ("slow",)`.
+        init: `init(params, global_step=0) -> slots`. A scalar slot that holds the global_step at which the slots were
+            created is declared by `init.ages = ("start_step",)`: their age, step + 1 − slot, then counts applied
+            updates only. A copy of the parameters, which a partial restore copies anew, is detected, or declared by
+            `init.copies = ("slow",)`.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a `Context` is its
             fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
             The name `learning_rate` indicates that the updates are final.
         takes_context: Whether `update` accepts a `Context`.
 
-    An optimizer is pickled as the call that made it, and so are schedules, steps and evaluators. Functions among the
-    arguments must be importable, except with cloudpickle.
+    An optimizer is pickled as the call that made it, as are schedules, steps and evaluators.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -200,7 +189,6 @@ OptimizerLike: TypeAlias = Optimizer | Transformation
 
 
 def path_str(keys: Sequence[Any]) -> str:
-    """Convert JAX's key path: `dense/kernel`, `layers/0/w`."""
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
@@ -213,7 +201,6 @@ def structure(tree: Tree) -> Any:
 
 
 def quote_path(path: str) -> str:
-    """Format a path, which is empty if the tree is a single leaf."""
     return repr(path) if path else "the tree itself (a single leaf)"
 
 
@@ -259,7 +246,6 @@ def is_none(x: object) -> bool:
 
 
 def is_trainable(leaf: object) -> bool:
-    """Whether an array is real floating point."""
     return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
@@ -420,7 +406,6 @@ def default_float() -> Any:
 
 
 def default_int() -> Any:
-    """Return the dtype of steps: int32, or int64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.int64)
 
 
@@ -433,7 +418,6 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
 
 
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf on a device."""
     weak_type = weak and getattr(leaf, "weak_type", False)
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding, weak_type=weak_type)
@@ -503,7 +487,6 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
-    """Invert `stack_trees`; rows are copies."""
     named = leaves_with_paths(tree)
     if len(sizes := {np.shape(leaf)[:1] for _, leaf in named}) != 1 or () in sizes:
         got = format_value(jax.tree.map(np.shape, tree))

@@ -71,7 +71,6 @@ class StopAtStepHook(RunHook):
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
 
     def begin(self, state: TrainState) -> bool:
-        """Return True if the state is already at the step."""
         super().begin(state)
         step = state_step(state)
         if self._num_steps is not None:

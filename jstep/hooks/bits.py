@@ -40,14 +40,12 @@ class DivergenceError(WrongStateError, RuntimeError):
 class FingerprintHook(RunHook):
     """A hook that logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
 
-    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. It
-    costs one read of the state on the device, and the loop does not wait. All lines are on disk before each checkpoint
-    and when the run ends. A file above 2 GiB, in a bucket an object above 8 MiB, is kept as `PATH.1`, `PATH.2`, …, and
-    the log continues.
+    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N, and
+    costs one read of the state on the device. A file above 2 GiB, in a bucket an object above 8 MiB, is kept as
+    `PATH.1`, `PATH.2`, …, and the log continues.
 
-    If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared. They differ if the
-    batches, the code or the random generator changed, or if a chip computes wrongly. The later line counts. `python -m
-    jstep diff A B` compares two logs. Changes to the state by hooks are included if these come before this one.
+    If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared; the later line counts.
+    `python -m jstep diff A B` compares two logs. Changes by hooks that come before this one are included.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.

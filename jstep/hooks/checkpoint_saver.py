@@ -34,7 +34,7 @@ class CheckpointSaverHook(RunHook):
     Attributes:
         saver: The `Saver`.
 
-    Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
+    Source: `tf.train.CheckpointSaverHook`.
     """
 
     phase = SAVING
@@ -75,7 +75,6 @@ class CheckpointSaverHook(RunHook):
             self.saver.close()
 
     def mark_saved(self, step: int, state: TrainState) -> None:
-        """Record that a checkpoint of this step holds this state."""
         self._saved = step, weakref.ref(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:

@@ -18,8 +18,6 @@ _STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')
 
 
 class Entry(NamedTuple):
-    """A line of a log; `leaves` is None if it has no fingerprints of leaves."""
-
     step: int
     state: str
     leaves: Mapping[str, str] | None = None
@@ -50,11 +48,7 @@ class Log(NamedTuple):
 
 
 def read_log(path: str) -> Log:
-    """Read a log, in all of its files; the last line of a step takes precedence.
-
-    Raises:
-        FileNotFoundError: There is no such log.
-    """
+    """Read a log, in all of its files; the last line of a step counts. FileNotFoundError without one."""
     log = Log({}, [])
     for part, lines in read_log_files(path):
         log.add(lines, "" if part == path else f" of {part}")

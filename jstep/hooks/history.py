@@ -32,24 +32,21 @@ MOST_ROWS = 1000
 """The maximum number of rows of metrics in a checkpoint; even."""
 _SHOWN = 10
 _DIGITS = 9
-"""The significant digits of a mean, which must not depend on where its sum was cut."""
+"""The digits of a mean, which must not depend on where its sum was cut."""
 
 
 class History(ReportingHook):
     """A hook that keeps the metrics of a run, and the results of its evaluations, as rows of numbers.
 
     A row has the metrics that log lines show: means over the steps since the last row. Rows are at the multiples of
-    last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, by the
-    names of their log lines such as `eval/loss`, are in the rows of their steps. The loop never waits for a row. A
-    resumed run has the rows of an uninterrupted one.
-
-    In a notebook, a History displays a table of the last rows, and a plot of each metric.
+    last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, such as
+    `eval/loss`, are in the rows of their steps. A resumed run has the rows of an uninterrupted one. In a notebook, a
+    History displays a table and a plot of each metric.
 
     Args:
-        path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
-            NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. If another run
-            finds rows in the file, it is renamed to `PATH.1` (`PATH.2`, …), with a warning. Without a path the rows are
-            in the checkpoints. If there is no last_step either, after 1000 rows each two are merged into one, and the
+        path: A file for the rows, one line of JSON each; infinite values and NaN are strings. A run that resumes from
+            step N drops later rows; the file of another run is renamed to `PATH.1` (`PATH.2`, …). Without a path the
+            rows are in the checkpoints; without a last_step either, after 1000 rows each two are merged, and the
             interval doubles.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, instead of the metrics of the row's own step.
@@ -59,9 +56,8 @@ class History(ReportingHook):
         rows: A dict for each row, with its `step`.
 
     Raises:
-        ValueError: The path is a URL, or not a regular file. Before the first step: it has something other
-            than the rows of a History (a torn last line aside), another run is writing it, or two histories of the run
-            have one path.
+        ValueError: The path is a URL, or not a regular file. Before the first step: it has something other than the
+            rows of a History, another run is writing it, or two histories have one path.
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
@@ -108,7 +104,6 @@ class History(ReportingHook):
         return history
 
     def __getstate__(self) -> dict[str, Any]:
-        """The rows and settings, without the run and its file."""
         with self._lock:
             rows = {step: dict(row) for step, row in self._rows.items()}
             return {**vars(self), "_rows": rows, "_lock": None, "_file": None, "_run": None}
@@ -148,7 +143,6 @@ class History(ReportingHook):
         self.cadence = make_cadence(steps=("every_n_steps", every))
 
     def _open(self) -> None:
-        """Open the file, and keep its rows that are of this run."""
         if jax.process_index() != 0 or self._path is None:
             return
         self._file = HistoryFile(
@@ -181,7 +175,7 @@ class History(ReportingHook):
         self._write()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Keep a row; if it cannot be written, the next `when_due`, `end` or `flush` raises the error."""
+        """Keep a row; if it cannot be written, the next `when_due`, `end` or `flush` raises."""
         if values:
             self._put(step, values)
             with contextlib.suppress(OSError):  # this may be a save, which it must not prevent
@@ -349,7 +343,6 @@ class History(ReportingHook):
 
 
 def check_paths(hooks: Sequence[object]) -> None:
-    """Reject two histories of a run with the same file."""
     paths = Counter(os.path.realpath(hook._path) for hook in hooks if isinstance(hook, History) and hook._path)
     for path, count in paths.items():
         if count > 1:

@@ -23,25 +23,22 @@ from jstep.training.metrics import Metrics
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define only the methods that are needed.
 
-    Besides the methods below, `train` calls `get_state`, `set_state`, `flush` and `close`: `flush()` on process 0
-    before each checkpoint of the run exists, in a background thread, for a log that must not be older than the
-    checkpoint (its exception is an error of the save), and `close()` after `closed`.
+    Besides the methods below, `train` calls `get_state`, `set_state`, `close()` after `closed`, and `flush()` on
+    process 0, in a background thread, before each checkpoint exists, for a log that must not be older.
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
-    batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
-    the attribute `step` of exceptions (`DivergenceError`, `NanLossDuringTrainingError`). What starts from a step has
-    the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the first step of a stage,
-    step marks of a profile, and lines about stalls or compilations.
+    batch N − 1, or the state after it: in log lines, rows, checkpoints, fingerprints and exceptions. What starts from a
+    step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the first step of
+    a stage, and lines about stalls or compilations.
 
     Reading values of `state` or `metrics` waits for the device: do it only when due. The state is donated to the next
     step, which deletes its arrays: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
     strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once after
-    `begin`, to raise early for other types, and saved with each checkpoint. `set_state` is called with the value after
-    `begin`; if it returns True, no step is run. The value is matched to a hook by its attribute `key`, a string that no
-    other hook has, or else by the name of the class and the attribute `watches`, such as the name of a metric; among
-    hooks that share these, by position. One object may serve several runs, because `begin` starts from scratch.
+    `begin`, to raise early, and saved with each checkpoint. `set_state` is called with it after `begin`; if it returns
+    True, no step is run. The value is matched to a hook by its attribute `key`, a string that no other hook has, or
+    else by the name of the class, the attribute `watches`, and the position.
 
     `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin` was not called.
 
@@ -73,15 +70,14 @@ class Hook(ShownAsTyped):
         run; it must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see
         it.
 
-        A run that was stopped here and is started again resumes: it runs until the hook is due and returns True again.
-        To keep it stopped, remember the decision in `get_state`, and return it from `set_state`.
+        A run that is started again resumes, until the hook returns True again. To keep it stopped, remember the
+        decision in `get_state`, and return it from `set_state`.
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Called once after the last step if no exception was raised; may return a state, like `after_step`.
 
-        The checkpoint of the last step records that the hooks have ended: a start that takes no step does not call them
-        again. A run continued to a larger `last_step` calls them at its new end.
+        A start that takes no step does not call it again; a run continued to a larger `last_step` does.
         """
 
     def before_save(self, step: int) -> bool | None:
@@ -93,9 +89,8 @@ class Hook(ShownAsTyped):
     def saved(self, step: int, path: str) -> None:
         """Called on process 0 with a checkpoint that is kept and acknowledged: complete and on disk.
 
-        It is called in a background thread, one call at a time. The checkpoint is not deleted before it returns, and
-        `train` waits for it at its end. An exception is logged; `train` raises it at its end unless a later call
-        succeeded.
+        It is called in a background thread, one call at a time; the checkpoint is not deleted before it returns. An
+        exception is logged; `train` raises it at its end unless a later call succeeded.
         """
 
     def failed(self, step: int, error: BaseException) -> None:
@@ -128,7 +123,6 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
 
 
 def state_step(state: TrainState) -> int:
-    """Return the step of a state, also under a transfer guard."""
     with internal_transfers():
         return global_step(state)
 
@@ -138,10 +132,7 @@ class WrongStepError(WrongStateError, ValueError):
 
 
 def check_step(step: int, state: TrainState, first: int | None = None) -> None:
-    """Reject a state whose step differs from the loop's; waits for the device.
-
-    `first` is the step before the call that returned the state, if it alone can have failed to advance it.
-    """
+    """Reject a state whose step is not the loop's; `first` is the step before the call, if that may have failed."""
     actual = state_step(state)
     if actual != step:
         did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
@@ -204,7 +195,6 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
 
 
 def check_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
-    """Check a new state, and place its leaves like the current ones."""
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.

@@ -23,11 +23,9 @@ class NanLossHook(RunHook):
     """A hook that stops the run when the loss is NaN or infinite, and names the step.
 
     All losses are checked on the device. The hook reads the result one interval later, before each checkpoint and at
-    the end. There it also checks the state, because a finite loss can have a gradient that is not finite. `train`
-    therefore saves no checkpoint with a parameter that became NaN or infinite during the run, or a slot that became NaN
-    (model_state is not checked). A slot that became infinite, such as a second moment that overflowed, gives a warning.
-    The metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the
-    state contains NaN when the run begins, a warning is logged.
+    the end. There it also checks the state: `train` saves no checkpoint with a parameter that became NaN or infinite
+    during the run, or a slot that became NaN (model_state is not checked). A slot that became infinite, and NaN in the
+    state when the run begins, give a warning. The metric `grad_norm`, if there is one, gives the step of the gradient.
 
     Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. A custom step reports a
     skipped update by a metric `skipped`, 1 or 0.

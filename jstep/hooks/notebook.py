@@ -17,12 +17,9 @@ from jstep.metering.numbers import as_numbers, read_values
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""
 _SECS, _SECS_OF_CURVES = 0.5, 2.0
-"""The minimum seconds between updates, and between drawings of curves."""
 
 
 class ShownLines(logging.Handler):
-    """The latest lines of a run that belong below its bar."""
-
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.texts: deque[str] = deque(maxlen=_LINES)
@@ -62,10 +59,7 @@ class Below:
 
 
 class NotebookBar:
-    """An HTML bar in the output of a cell, with the methods of tqdm that `ProgressHook` calls.
-
-    `others` are arguments of tqdm that concern a terminal.
-    """
+    """An HTML bar in the output of a cell, with the methods of tqdm that `ProgressHook` calls."""
 
     def __init__(
         self,

@@ -91,7 +91,6 @@ class ReportingHook(RunHook):
         raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
-        """The numbers to deliver for a step; restarts the means."""
         if self._mean:
             return self._means(leave_out)
         values = numbers.scalars(metrics, leave_out)
@@ -107,7 +106,6 @@ class ReportingHook(RunHook):
         return numbers.PendingTransfer(lambda: means.is_ready() and numbers.is_ready(values.values()), read)
 
     def _means(self, leave_out: Collection[str]) -> numbers.PendingTransfer:
-        """The means since the last row; without `mean`, of each `mean_of`."""
         interval = self.run.sums.take(self._number)
         names = numbers.sort_metrics(interval.names, leave_out)
         return numbers.PendingTransfer(interval.is_ready, lambda: interval.means(names))
@@ -120,8 +118,7 @@ class LoggingHook(ReportingHook):
     """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. Lines appear when their values have arrived; the loop does not wait. The last step is always logged. On
-    several processes, only the first one logs.
+    0.412)`. The last step is always logged. On several processes, only the first one logs.
 
     Args:
         every_n_steps: Interval in steps.
@@ -178,8 +175,7 @@ class MetricsHook(ReportingHook):
             raises, the run stops with that exception and a note that names the step.
         every_n_steps: Interval in steps; due at its multiples.
         mean: Whether to pass means over the steps since the last row. A value that is not finite is ignored if the
-            update of its step was skipped. The last row of an interrupted run and the first one after the restart cover
-            the two parts of the interval.
+            update of its step was skipped. A restart divides an interval into two rows.
 
     Attributes:
         constants: Name → value of the hyperparameters that never change, from the first row on; for a config,
@@ -195,21 +191,6 @@ class MetricsHook(ReportingHook):
         >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
         >>> rows
         [(2, 1.0), (3, 1.0)]
-
-        To Weights & Biases, MLflow, a CSV file, JSON lines:
-
-        >>> import csv, io, json
-        >>> to_wandb = lambda step, values: wandb.log(values, step=step)
-        >>> to_mlflow = lambda step, values: mlflow.log_metrics(values, step=step)
-        >>> file = io.StringIO()
-        >>> table = csv.writer(file)
-        >>> to_csv = lambda step, values: table.writerow([step, values["loss"]])
-        >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
-        >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
-
-        Results of evaluations can be sent in the same way, with `EvaluationHook(evaluate, callbacks=[…])`:
-
-        >>> then = [lambda step, state, results: wandb.log(results, step=step)]
     """
 
     def __init__(
@@ -236,7 +217,6 @@ class MetricsHook(ReportingHook):
             logger.info("MetricsHook: row %d is the mean of steps %d to %d, as the run resumes", row, restored + 1, row)
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
-        """The numbers to pass on."""
         names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
@@ -312,7 +292,6 @@ class SummarySaverHook(ReportingHook):
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Pass the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean or self.run.sums.has_ratios:
             self.run.transfers.add(step, self._means(leave_out), self.deliver, self)
@@ -334,7 +313,6 @@ class SummarySaverHook(ReportingHook):
 
 
 def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
-    """One summary with a histogram of each floating leaf of the state whose path matches."""
     leaves = [
         (path, leaf)
         for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})

@@ -93,7 +93,7 @@ class RunInfo(abc.ABC):
     @property
     @abc.abstractmethod
     def is_new_branch(self) -> bool:
-        """Whether this start continues from a checkpoint of another run."""
+        """Whether this start continues from another run's checkpoint."""
 
     @property
     @abc.abstractmethod
@@ -178,10 +178,7 @@ class RunInfo(abc.ABC):
 
     @abc.abstractmethod
     def to_stop(self) -> bool:
-        """Whether a signal stops the run now.
-
-        Must be called equally often on all processes.
-        """
+        """Whether a signal stops the run; to be called equally often on all processes."""
 
     @abc.abstractmethod
     def before_save(self, step: int) -> bool:
@@ -200,10 +197,10 @@ class RunInfo(abc.ABC):
 
 
 class RunHook(Hook):
-    """Base class of built-in hooks, which only `train` calls, with the methods below.
+    """Base class of built-in hooks, which only `train` calls.
 
-    A hook with a `cadence` defines `when_due`. `phase` is the one that its calls are timed as, and `instead` says
-    what to call in a custom loop.
+    A hook with a `cadence` defines `when_due`; `phase` is what its calls are timed as, `instead` what to call in other
+    loops.
     """
 
     cadence: Cadence | None = None
@@ -235,7 +232,6 @@ class RunHook(Hook):
         self._run = run
 
     def begin(self, state: TrainState) -> bool | None:
-        """Begin; a subclass must call it first."""
         _ = self.run  # an error outside of a run
         return None
 

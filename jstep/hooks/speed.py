@@ -28,22 +28,19 @@ class _Count(NamedTuple):
 class StepCounterHook(RunHook):
     """A hook that measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
 
-    A step counts only once its metrics are ready. A measurement is the mean over an interval, or over several if the
-    device was behind, and never higher than the device's rate. The first interval begins after the first step, which
-    excludes compilation.
+    A measurement is the mean over an interval, or over several if the device was behind. The first one begins after the
+    first step, which excludes compilation.
 
     If the peak of the device is known, the hook also measures the model FLOP/s utilization:
 
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
-    which is shown in log lines, the progress line and TensorBoard. The operations of the traced step are counted by
-    `jstep.cost`; a loop whose length depends on values counts once, a Pallas kernel by its `cost_estimate`, or without
-    one as one operation for each element of its results. A step that recomputes (`jax.checkpoint`) performs more
-    operations than the model requires, so the name is then `hfu` (hardware FLOP/s utilization). The peak is the dense
-    peak for the formats of the step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless
-    their `precision` is set. It is tabulated for TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200. For
-    other devices, and for a step that is not compiled, nothing is shown unless `peak_flops` and `flops_per_step` are
-    given.
+    which is shown in log lines, the progress line and TensorBoard. The operations are those of `jstep.cost`; a Pallas
+    kernel counts by its `cost_estimate`. The name is `hfu` (hardware FLOP/s utilization) for a step that recomputes
+    (`jax.checkpoint`). The peak is the dense peak for the formats of the step's matrix products: float32 means TF32 on
+    an A100 and bfloat16 on a TPU, unless their `precision` is set. For devices other than TPUs v2 to tpu7x and NVIDIA's
+    data-center GPUs from V100 to GB200, and for a step that is not compiled, nothing is shown unless `peak_flops` and
+    `flops_per_step` are given.
 
     Args:
         every_n_steps: Interval in steps.
@@ -74,7 +71,7 @@ class StepCounterHook(RunHook):
         >>> counter.mfu > 0
         True
 
-    Source: `tf.train.StepCounterHook`, which includes compilation. MFU and HFU: Chowdhery et al., "PaLM" (2022),
+    Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022),
     appendix B. If passed to `train` in hooks, it replaces the built-in one.
     """
 
@@ -108,12 +105,10 @@ class StepCounterHook(RunHook):
 
     @property
     def mfu(self) -> float | None:
-        """The latest model FLOP/s utilization, or None."""
         return self._share("mfu")
 
     @property
     def hfu(self) -> float | None:
-        """The latest hardware FLOP/s utilization, or None."""
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
@@ -178,7 +173,6 @@ class StepCounterHook(RunHook):
 
 
 def format_utilization(share: Any) -> list[str]:
-    """The utilization as in log lines, `mfu 0.412`, in a list."""
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 
 

@@ -33,16 +33,12 @@ Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
 MAX_SECS = 600.0
-"""Seconds: with `save_checkpoint_secs="auto"`, the longest interval between checkpoints, the interval if there is also
-`save_checkpoint_steps`, and the time after a permanent checkpoint in which the next ones are temporary."""
+"""The longest interval of "auto", in seconds, and the time after a permanent checkpoint before the next one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Generic[P]):
-    """The arguments of `Run` and `train`, which documents them; validated when created, when nothing is open yet.
-
-    The training steps, the state and the batches are not kept: the state is donated.
-    """
+    """The arguments of `Run` and `train`, validated when created, without the steps, the state and the batches."""
 
     train_step: dataclasses.InitVar[Step | Mapping[int, Step]]
     state: dataclasses.InitVar[TrainState[P]]
@@ -72,7 +68,6 @@ class Options(Generic[P]):
 
     @property
     def trunk_path(self) -> str | None:
-        """The absolute path of `start_from`."""
         return None if self.start_from is None else os.fspath(self.start_from)
 
     @property
@@ -158,7 +153,6 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
 
 
 def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
-    """Reject invalid directories, prefixes and shardings, opening nothing."""
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if place is not None and not isinstance(place, Saver):
             location(place, name)

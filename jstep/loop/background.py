@@ -45,7 +45,6 @@ class BackgroundHooks:
                 logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until the hooks have been notified of this checkpoint, or of all."""
         if path is None:
             self._tasks.wait()
         elif call := self._calls.pop(path, None):

@@ -80,7 +80,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
 
 
 def _is_another_run(run: RunContext) -> bool:
-    """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
+    """Whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
     earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False

@@ -1,7 +1,6 @@
 """When programs are compiled: in the background before they are due, or at their first call.
 
-All stages are traced before a run begins. A compilation cannot be interrupted, so each runs in a thread of its own, for
-which the loop waits: the wait can be.
+A compilation cannot be interrupted, so each runs in a thread of its own, for which the loop waits.
 """
 
 import contextlib
@@ -52,14 +51,12 @@ class CompileJob(NamedTuple):
 class Compiler:
     """Compiles a run's programs: in background threads, one at a time, and at the first call of each.
 
-    Errors in the background are logged only, because the step that needs the program raises them. The process waits for
-    a compilation before it exits.
+    Errors in the background are logged only: the step that needs the program raises them.
 
     Attributes:
         record: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
         begun: Those in progress or compiled, which no call has needed yet.
-        closed: Set at the end of the run.
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
@@ -176,7 +173,7 @@ class Compiler:
                 raise
 
     def log_called(self, state: Tree, chunk: Chunk) -> bool:
-        """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
+        """Log a program that was compiled again; return whether it is the first of its stage."""
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
@@ -192,7 +189,6 @@ class Compiler:
 
 
 def _what_differs(name: str, tree: Tree, before: Tree) -> str:
-    """Describe why a program was compiled again; "" if the trees are alike."""
     if different := describe_difference(tree, before):
         return f"its {name} is now one {different}"
     if trees.structure(tree) != trees.structure(before):
@@ -271,7 +267,6 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
 
 
 def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
-    """Trace a stage and check the state that it returns."""
     is_edge = step == stage.first
     name = f"train_step[{step}]" if is_edge else "train_step"
     which = "the first of its stage" if is_edge else "whose batch has other shapes than the one before"

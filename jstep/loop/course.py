@@ -45,12 +45,11 @@ class HookCall(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """The phase that its time is assigned to."""
         return HOOKS if self.is_users else str(self.hook.phase)
 
     @property
     def timing_key(self) -> Hashable:
-        """The key of its recorded duration: a save, an evaluation, or this method of the hook."""
+        """The key of its recorded duration."""
         if self.phase == HOOKS or self.method == "begin":
             return id(self.hook), self.method
         return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
@@ -62,15 +61,15 @@ AFTER_LOOP = HookCall(None, "the code after the loop")
 
 
 class Course:
-    """Where a run is. Only the loop's thread changes it; any thread may read it.
+    """Where a run is. Only the loop's thread changes it.
 
     Args:
         position: The state that was passed, at an assumed step.
         stop_step: The step at which the run ends.
-        has_body: Whether code of the user runs between two calls, in addition to hooks.
+        has_body: Whether a body of the user runs between two calls.
 
     Attributes:
-        calling: The call that is in progress, or that raised: of a hook, or the `BODY`.
+        calling: The call of a hook, or the `BODY`, that is in progress or raised.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins, an assumption unless `is_first_known`.
@@ -145,10 +144,8 @@ class Course:
         self.stopped_by = self.stopped_by or by
 
     def fail(self) -> None:
-        """End the run after an error."""
         self.status = ENDING if self.is_whole else BROKEN
 
     def close(self) -> None:
-        """Let go of the state."""
         self.position = LoopState(self.position.step, None)
         self.status, self.calling = CLOSING, None

@@ -90,7 +90,6 @@ class Dispatch:
         return result
 
     def stop_calling(self, after_chunk: AfterChunk) -> None:
-        """Call this function no more after each chunk."""
         self.after_each = [other for other in self.after_each if other != after_chunk]
 
     def _run_watched(self, state: Tree, chunk: Chunk, began: float) -> Any:
@@ -200,7 +199,7 @@ class AutoSteps:
 
 
 def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
-    """Warn, in the last stage, if all learning rates of its optimizer are 0 in the last two steps of the run."""
+    """Warn if all learning rates of the last stage are 0 in the last two steps of the run."""
     step, first = step_function(chunk.program.stage.step), chunk.program.stage.first
     if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
         return
@@ -248,10 +247,7 @@ def check_result(result: object) -> None:
 
 
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
-    """Warn if every device of the state's mesh does the same work.
-
-    Any layout but replicated parameters and a batch that is not on the mesh may be intended.
-    """
+    """Warn if every device of the state's mesh does the same work: parameters and batch are replicated."""
     params = jax.tree.leaves(state.params)
     mesh = mesh_without_batch(params, chunk.step_args)
     if mesh is None or jax.process_index() != 0:

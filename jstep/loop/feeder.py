@@ -25,15 +25,12 @@ from jstep.queues.queues import until_end
 _SECOND, _SHARE = 1.0, 0.05
 """The interval between two checks of the waits, in seconds, and the share of it above which a thread starts."""
 _HAND_OVER = 1e-4
-"""The wait for each call, in seconds, below which no thread starts: handing over a batch takes tens of microseconds."""
 _CALLS_AHEAD = 2
 """The number of calls whose batches a thread reads ahead of the loop."""
 
 
 class BatchCopies(Iterable[tuple[Any, Any, Any]]):
     """The batches of a source, copied if other code might write to them, with their shapes and positions.
-
-    The first one may be made early in a thread, and later ones may be read ahead by another.
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
@@ -98,7 +95,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return future
 
     def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
-        """Wait for the first batch or for its `shapes`; return None if there is none."""
+        """Wait for the first batch or for its `shapes`; None if there is none."""
         future = self._first
         if shapes is not None:  # also read by the user's reader, which may hang
             future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
@@ -140,7 +137,7 @@ class BatchFeeder(Iterator[Chunk]):
         waiting: Whether the loop waits for a chunk.
         may_stop: Whether that wait may be left: no batch is lost.
         is_exhausted: Whether the batches have ended.
-        got: The stopwatch time at which the loop received the latest chunk.
+        got: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
         iterations: The iterations that have begun, of a loop that makes its batches.
     """
@@ -163,7 +160,7 @@ class BatchFeeder(Iterator[Chunk]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a chunk was requested; until then the restored checkpoint has the positions."""
+        """Whether a chunk was requested."""
         return self._requests > 0 or self.iterations > 0
 
     def interrupted(self) -> BaseException | None:
@@ -201,7 +198,6 @@ class BatchFeeder(Iterator[Chunk]):
         return chunk
 
     def _check_waits(self, got: float) -> None:
-        """Start a thread if recent waits were too long."""
         checked, before, requests = self._checked
         waited = self._watch.seconds()[WAITING]
         if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):

@@ -1,4 +1,4 @@
-"""Whether the state of a run may be saved: where a save is due, and after a signal, an error or a stall."""
+"""Whether the state of a run may be saved."""
 
 import contextlib
 import weakref
@@ -53,7 +53,6 @@ class Finiteness:
         return self._known[1]
 
     def require(self, step: int, saver: Saver) -> bool:
-        """Return whether the parameters are finite; raise unless they are or the `Saver` allows it."""
         if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
             return True
         bad = self.nonfinite_params()
@@ -72,10 +71,7 @@ class Finiteness:
         )
 
     def may_save(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
-        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
-
-        The last loss counts, too: `NanLossHook` may not have checked it yet.
-        """
+        """Return the hooks that may save after a signal, this error or a stall, and why the others must not."""
         if not self.savers:
             return [], ""
         allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
@@ -91,7 +87,6 @@ class Finiteness:
         return (allowing if why else self.savers), why
 
     def _loss_problem(self) -> str:
-        """Return why the last loss prevents a save, or ""."""
         step, _, metrics, _ = self._course.position
         loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
         is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated

@@ -204,7 +204,7 @@ class HookRunner:
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
     def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Run hooks after the last call, once; `failed` receives their exceptions."""
+        """Run hooks after the last call; `failed` receives their exceptions."""
         run, course, errors = self._run, self._course, HookErrors(self._course)
         if not course.has_stepped or self._was_last:
             return
@@ -289,7 +289,6 @@ class HookRunner:
             self._run.watch.record(call.timing_key, began)
 
     def ends(self, boundaries: Boundaries) -> Iterator[int]:
-        """Yield the steps at which calls must end."""
         options, course = self._options, self._course
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         # Only process 0 writes lines, but all processes end a call when one is due.
@@ -327,7 +326,6 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
         self.all.append(error)
 
     def add_failures(self, failures: deque[LogFailure]) -> None:
-        """Add the errors of logs, each once."""
         while failures:
             log, method, error = failures.popleft()
             self.add(error, HookCall(log, method))
@@ -353,8 +351,7 @@ def close_hooks(
 ) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks.
 
-    Their exceptions, and the `problems` in the background, become notes of the run's error; without it, the first one
-    is raised.
+    Their exceptions become notes of the run's error; without it, the first one is raised.
     """
     errors = HookErrors(course)
     for problem in problems:

@@ -136,7 +136,7 @@ class Resumed:
     """A run resumes from its own newest checkpoint.
 
     Attributes:
-        is_at_branch_point: Whether it has branched off at this step, and was not stopped there by its own hook.
+        is_at_branch_point: Whether it branched off at this step, and its own hook did not stop it there.
     """
 
     step: int
@@ -192,7 +192,6 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
 
 
 def find_opening(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Opening:
-    """Find what the run begins from, without reading the state."""
     step = _step_of_values(state)
     given = Given(step, {} if step is None or saver is None else _initial_values(state))
     trunk = _open_trunk(options, saver, latest, step)
@@ -227,7 +226,7 @@ def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[O
 
 
 def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
-    """Return the lineage of a run in a copy of another run's directory: its parent is the original's checkpoint."""
+    """The lineage of a run in a copy of another run's directory: its parent is the original's checkpoint."""
     directory, step, lineage = options.where, opening.latest, opening.lineage
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     if directory is None or is_url(directory):
@@ -276,10 +275,7 @@ def _step_of_values(state: TrainState) -> int | None:
 
 
 def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:
-    """Find the checkpoint to begin from; None if there is none, or the run has its own.
-
-    A state passed at another step than 0 (`given`) was made from that checkpoint, and replaces the checkpoint's state.
-    """
+    """Find the checkpoint to begin from; None if there is none, or the run has its own."""
     path = options.trunk_path
     if path is None:
         return None
@@ -316,7 +312,6 @@ def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
-    """Return whether a path is this directory or a checkpoint in it."""
     above, name = split_path(path)
     match, place = _NAME.fullmatch(name), resolve_path(directory)
     if match is None or resolve_path(above) != place:
@@ -357,10 +352,7 @@ def _gone(path: str) -> CheckpointError:
 
 
 def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree]:
-    """Return a checkpoint and its state or the edited one.
-
-    If the run there replaces the checkpoint meanwhile, and it was not named, the newest permanent one is read.
-    """
+    """Return a checkpoint and its state, or the edited one; the newest permanent one, if its run replaces it."""
     read = _read_once(trunk, target)
     if read is None and not trunk.is_named:
         trunk = _newest_permanent(options, trunk.saver, trunk.edited)
@@ -371,7 +363,6 @@ def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tr
 
 
 def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
-    """Read a checkpoint; return None if it was replaced meanwhile."""
     saver, step = trunk.saver, trunk.step
 
     def load(name: str) -> tagged_json.LargeBytes:
@@ -411,7 +402,7 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
 
 
 def _run_of(trunk: Trunk) -> str | None:
-    """Return the name of the run that saved a checkpoint; a best one's run is in its directory or the one above."""
+    """The name of the run that saved a checkpoint, whose directory may be the one above."""
     if isinstance(name := trunk.extra.get(RUN_KEY), str):
         return name
     path, directory = trunk.parent["path"], trunk.saver.directory
@@ -459,7 +450,7 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
 
 
 def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """Return the initial values of held hyperparameters; warn if the given state's differ."""
+    """The initial values of held hyperparameters; warn if the given state's differ."""
     before, given = extra.get(HELD_VALUES), opening.given
     _warn_if_different(opening, restored, before, name)
     # Shapes, or a trained state, hold no initial values.

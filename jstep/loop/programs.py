@@ -77,12 +77,10 @@ class Stage:
     is_slow: bool = False
 
     def begin(self) -> bool:
-        """Note a call; return whether it is the stage's first."""
         is_first, self.is_begun = not self.is_begun, True
         return is_first
 
     def run_single(self) -> None:
-        """Run one step per call from now on."""
         if not self.is_slow:
             logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
         self.is_slow = True
@@ -92,7 +90,7 @@ class Stage:
         return hasattr(self.single, "lower")
 
     def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
-        """Return the `jax.stages.Traced` of one step, which JAX caches; None if the step is not compiled."""
+        """The `jax.stages.Traced` of one step; None if the step is not compiled."""
         if isinstance(self.single, TrainStep):
             return trace_program(self.single, state, args)
         if not hasattr(self.single, "trace"):
@@ -171,7 +169,6 @@ class Program:
         self.rows = rows
 
     def run(self, state: Tree, chunk: "Chunk", sums: MetricSums) -> Any:
-        """Run the steps of a chunk; return state and last metrics."""
         if self.is_looped:
             before = sums.begin(self._columns, state.global_step)
             new, metrics, after = call_step(self.step, state, (np.int32(chunk.steps), before, *chunk.args))
@@ -198,7 +195,6 @@ class Program:
         return trees.copy_numpy(new, "the state that the step returned"), result[1]
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:
-        """Return the `jax.stages.Lowered` of a call, for arrays or shapes."""
         with using_mesh(mesh_of((state, args))):
             if self.is_looped:
                 count = jax.ShapeDtypeStruct((), np.int32)
@@ -228,12 +224,9 @@ AUTO = "auto"
 class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
-    With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call.
-
     Attributes:
-        compiling: `compiling(name)` is a context for the time in which the loop waits for the program of that name.
-        on_device: Whether batches without a sharding are put on the default device, so that a step that is not compiled
-            sees JAX arrays.
+        compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
+        on_device: Whether batches without a sharding are put on the default device.
         tracing: Held while any thread traces a program for new shapes.
     """
 
@@ -308,7 +301,6 @@ class ProgramTable:
         program.compile(self.state_shapes, args, self.sums)
 
     def compile_longer(self, max_steps: int) -> None:
-        """Compile loops of up to `max_steps` steps in place of all looped programs."""
         for (stage, _, shapes), program in list(self._programs.items()):
             if program.is_looped:
                 with self.tracing:
@@ -344,7 +336,6 @@ class Chunk:
         return step_args
 
     def trace(self, state: Tree) -> Any:
-        """Return the trace of one step, or None, given the state that the call returned."""
         return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:

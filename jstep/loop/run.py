@@ -59,11 +59,8 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
     StallWatch,
     Meters,
 )
-"""The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
-what the others log until then."""
+"""The observers of a run, in the order in which they are called; they exit in reverse order, `Progress` last."""
 _SHORT = 1e-4
-"""A body that takes fewer seconds counts as a part of the step, which is cheaper."""
-
 _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
 
@@ -89,24 +86,22 @@ class _Failure(contextlib.AbstractContextManager[None]):
 class Run(Generic[P]):
     """A training run for a loop of your own; `train` is `with Run(…) as run: for _ in run: pass`.
 
-    Entering the block restores the newest checkpoint. Leaving it calls the last hooks, saves and closes. Each iteration
-    is one call of the step, of up to `steps_per_call` steps, followed by the hooks that are due. The loop ends after
-    `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
-    generator that holds the block also end the run. `next(run)` works as `for` does.
+    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the last hooks,
+    saves and closes. Each iteration is one call of the step, of up to `steps_per_call` steps, followed by the hooks
+    that are due. `next(run)` works as `for` does.
 
-    A restart resumes only between two iterations: due savers, signals, stops and `last_step` take effect there, so in
-    the history that a checkpoint continues, each hook and each body ran once. An exception in the body, or in a hook,
-    saves nothing of its iteration: the state is in the exception's `state`, and a note names the checkpoint that the
-    next start resumes from.
+    A restart resumes only between two iterations: due savers, signals, stops and `last_step` take effect there. An
+    exception in the body, or in a hook, saves nothing of its iteration: the state is in the exception's `state`, and a
+    note names the checkpoint that the next start resumes from.
 
     If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times in an
     iteration, so the last one may pass last_step.
 
-    A run is entered once, and iterated over in the thread that entered it. On several processes all iterate alike. In a
-    notebook, one cell holds the block.
+    A run is iterated over in the thread that entered it, on several processes alike. In a notebook, one cell holds the
+    block.
 
     Args:
-        train_step: The arguments are those of `train`, and are checked here; nothing is opened before the block.
+        train_step: The arguments are those of `train`.
         batches: The same, or None or `from_loop(…)` if the body makes the batches.
 
     Attributes:
@@ -135,7 +130,7 @@ class Run(Generic[P]):
         >>> print(round(float(run.state.params["w"]), 4))
         0.999
 
-    Source: `tf.train.MonitoredTrainingSession`, whose users wrote the loop.
+    Source: `tf.train.MonitoredTrainingSession`.
     """
 
     _has_body: ClassVar[bool] = True
@@ -290,7 +285,6 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
-        """Enter the mesh, log handler, compilation cache and an empty set of warnings."""
         progress = self._context.options.progress
         # The progress bar of a notebook shows the rest.
         least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
@@ -318,7 +312,6 @@ class Run(Generic[P]):
             stopping.leave_at_once(run.step, error)
 
     def _release(self) -> None:
-        """Let the observers see the last state, and drop it."""
         run = self._context
         for observer in run.observers:
             observer.before_close()
@@ -332,7 +325,7 @@ class Run(Generic[P]):
             self._context.background.wait()
 
     def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """Agree on the end, and obey a signal that arrived while the run closed."""
+        """Whether the batches, also of an earlier start, have ended before a multiple of the body's interval."""
         run, state = self._context, self._last.state
         if error is None:
             run.signals.agree_at_end()
@@ -354,7 +347,6 @@ class Run(Generic[P]):
     # The loop.
 
     def _iterate_calls(self) -> Generator[int, None, None]:
-        """Take a call in each iteration."""
         run, course, watch = self._context, self._context.course, self._context.watch
         signals, savers, clock = run.signals, run.opened.runner.savers, run.watch.clock
         has_body, interval = course.has_body, course.body_interval
@@ -403,7 +395,6 @@ class Run(Generic[P]):
         course.status, course.calling = BETWEEN, None
 
     def _iterate_bodies(self) -> Generator[int, None, None]:
-        """Yield iterations to a body that makes the batches."""
         course = self._context.course
         with self._failure:
             self._begin_steps()
@@ -443,7 +434,6 @@ class Run(Generic[P]):
         return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.opened.feeder)
 
     def _take(self, chunk: Chunk) -> int:
-        """Take a call, and call the hooks that are due, except savers."""
         run, course = self._context, self._context.course
         if run.in_flight.is_full:
             run.in_flight.make_room()
@@ -459,7 +449,7 @@ class Run(Generic[P]):
         return step
 
     def _resumes(self) -> bool:
-        """Between two iterations, save if a save is due, and obey a signal; return whether there is another one."""
+        """Between two iterations: save if due, obey a signal; return whether there is another one."""
         run, course = self._context, self._context.course
         if course.position.step >= run.opened.runner.savers.next or run.failures:
             run.opened.runner.save()

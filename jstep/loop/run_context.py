@@ -86,7 +86,6 @@ class RunContext(RunInfo):
 
     @property
     def name(self) -> str:
-        """The name that an earlier start gave the run, or a new one."""
         return self.opening.lineage.name or self.new_name
 
     @property

@@ -72,7 +72,6 @@ def restore_hooks(run: RunContext, opened: Opened) -> bool:
 
 
 def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
-    """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
         logger.warning("%s", describe_nan_at_start(bad, run.course.first))
 
@@ -80,12 +79,9 @@ def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
 # The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two, and in a bucket. `SaveInterval` lengthens them to `MAX_SECS` at
-most; a checkpoint within that time after a permanent one is temporary."""
+"""The seconds until the first save and between two, and in a bucket; `SaveInterval` lengthens them."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
-"""The share of the time for which the loop may be blocked by saves, and for which a writer may be busy."""
 _EARLY = 0.1
-"""The tolerance for early saves, in seconds."""
 
 
 class SaveInterval:
@@ -98,7 +94,6 @@ class SaveInterval:
         self.blocked_secs = 0.0  # how long the latest save blocked the loop
 
     def __call__(self) -> float:
-        """Return the seconds until the next save, given the costs of the latest one."""
         if self._saved_at is None:
             return FIRST_SECS
         passed = self._clock() - self._saved_at
@@ -133,10 +128,7 @@ class _HostState(NamedTuple):
 
 
 class RunSaverHook(CheckpointSaverHook):
-    """Hook that saves the state and the entries above.
-
-    A step is saved again if hooks changed any of these after the save.
-    """
+    """Saves the state and the entries above, again if hooks changed any of these after the save."""
 
     def __init__(self, options: Options, saver: Saver) -> None:
         is_auto = options.save_checkpoint_secs == AUTO
@@ -154,7 +146,6 @@ class RunSaverHook(CheckpointSaverHook):
         return cast(RunContext, super().run)
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
-        """Save, without counting the wait for steps in flight."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -225,10 +216,7 @@ class RunSaverHook(CheckpointSaverHook):
         return CheckpointExtra(*gather_positions(feeder.position_after(run.step - run.course.first)))
 
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
-        """Return the `extra` of a save that nothing prevents any more.
-
-        `states` replaces the states of the hooks if their `get_state` must not be called.
-        """
+        """Return the `extra` of a save; `states` replaces the hooks' if their `get_state` must not be called."""
         run = self.run
         step = run.step
         # A run that resumes from a checkpoint does not write earlier summaries again.
@@ -255,7 +243,6 @@ class RunSaverHook(CheckpointSaverHook):
 
 
 def why_not_saved(run: RunContext) -> str:
-    """Describe why a restart could not resume from the state; "" if it may be saved."""
     if not run.course.is_whole:
         return "because the iteration has not ended"
     if run.saver is None or not run.opened.feeder.is_position_lost(run.step - run.course.first):
@@ -267,7 +254,6 @@ def why_not_saved(run: RunContext) -> str:
 
 
 def where_resumed(run: RunContext) -> str:
-    """Describe where the next start begins, as the end of a sentence."""
     saver = run.saver
     if saver is None:
         return ""

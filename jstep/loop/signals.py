@@ -36,7 +36,7 @@ class Preempted(SystemExit):
     """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
 
     A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`. Its message says whether the state is
-    saved: if the run has checkpoints, has begun, and nothing prevents it.
+    saved.
 
     Attributes:
         state: The state after that step.
@@ -116,7 +116,6 @@ class StopSignals:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the previous handlers, also in a fork."""
         for number, handler in self._before.items():
             later = next((run for run in _active if run._before.get(number) == self._note), None)
             if later is not None:  # a run that began later goes on, and restores the handler when it ends
@@ -143,7 +142,6 @@ class StopSignals:
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal; raise an exception if it interrupts something."""
         if self.received is not None:
             if number != signal.SIGINT:
                 return
@@ -158,7 +156,6 @@ class StopSignals:
     # Waits that a signal interrupts.
 
     def finish(self, interrupts: Interrupts = _nothing) -> None:
-        """Let a signal interrupt only where `interrupts` returns an exception."""
         self.interrupts = interrupts
 
     @contextlib.contextmanager
@@ -180,7 +177,7 @@ class StopSignals:
         wait_until_done(future, self.check if may_leave else None)
 
     def to_stop(self) -> bool:
-        """Return whether the run stops; called after each call and between evaluation batches."""
+        """Whether the run stops; called after each call and between evaluation batches."""
         if self.is_alone:
             return self.received is not None
         if not self._has_agreed:
@@ -194,7 +191,7 @@ class StopSignals:
         return self._has_agreed
 
     def agree_at_end(self) -> None:
-        """Let all processes, which ended without an error, leave if one received a signal too late for the others."""
+        """Let all processes leave, if one received a signal too late for the others."""
         if not self.is_alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 

@@ -1,9 +1,4 @@
-"""The start of a run: its checkpoints are opened, and its state is restored while the first batch and program are made.
-
-The checkpoints and the files are opened (a branch reads the checkpoint that it begins from, a copy of another run's
-directory becomes a run of its own), the first batch and compilation begin in threads, the state is restored, and the
-hooks are built and begin.
-"""
+"""The start of a run: its checkpoints are opened, and its state is restored while the first program is made."""
 
 import contextlib
 import dataclasses
@@ -86,7 +81,6 @@ def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies
 
 
 def _open_checkpoints(run: RunContext) -> None:
-    """Open the checkpoints, and find what the run begins from."""
     options, course, state = run.options, run.course, run.state
     run.saver, latest = open_saver(options)
     if run.saver is not None:
@@ -131,7 +125,6 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
 
 
 def begin(run: RunContext, opened: Opened) -> bool:
-    """Begin the hooks; return whether to run steps."""
     runner = opened.runner
     check_owners(opened.hooks)
     for observer in run.observers:
@@ -235,7 +228,6 @@ def _close_batches(run: RunContext, opened: Opened) -> None:
 
 
 def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> Source:
-    """Return the batches from the first step."""
     options = run.options
     saved, is_saved = restore_position(extra), options.checkpoint_dir is not None
     source = open_source(
@@ -261,6 +253,6 @@ def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]
 
 
 def _next_save(options: Options, first: int, batches: int) -> int:
-    """Return after how many batches of the run, more than these, a save is due."""
+    """After how many batches of the run, more than these, a save is due."""
     due = Cadence(options.save_checkpoint_steps).next_multiple(first + batches)
     return min(options.stop_step, due) - first

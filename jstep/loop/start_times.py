@@ -27,7 +27,6 @@ class Compiled:
     unfinished: float = 0.0
 
     def follow(self, event: str) -> None:
-        """Count an event of JAX in this thread."""
         if event == "/jax/compilation_cache/cache_hits":
             self.hits += 1
         elif event == "/jax/core/compile/backend_compile_duration":
@@ -87,7 +86,6 @@ class StartTimes:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self, before: float) -> None:
-        """Log these seconds, and the seconds of the process before the call."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.seconds[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"

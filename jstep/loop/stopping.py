@@ -20,10 +20,10 @@ if the body makes the batches, it is the body with all its calls, and its own ti
 only between two iterations. Evaluations of `Run` before the first iteration, and at the end, are abandoned like those
 of `train`.
 
-The exit code is that of `Preempted`, of `KeyboardInterrupt` after SIGINT, that of the error otherwise, and 75 after a
-stall. Nothing is saved if a loss or the parameters are not finite, or a hook prevents it. An evaluation by
-`jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
-code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved.
+The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
+or the parameters are not finite, or a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
+batches; any other function is finished. Another thread saves if the user's code stalls. Several processes stop after
+the same call; if one of them fails or stalls, nothing is saved.
 """
 
 import contextlib
@@ -167,7 +167,6 @@ def rescue(run: RunContext, error: BaseException) -> None:
 
 
 def _is_handled(run: RunContext, error: BaseException) -> bool:
-    """Return whether a signal has saved the state, or must not."""
     signals = run.signals
     return signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
 
@@ -190,7 +189,6 @@ def save_while_it_hangs(run: RunContext) -> str:
 
 
 def _saved(run: RunContext, error: BaseException) -> str:
-    """Save the state and return the outcome, as the end of a sentence."""
     if not processes.is_single_process():
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
     savers, why = run.opened.finiteness.may_save(error)
@@ -216,7 +214,6 @@ def _saved(run: RunContext, error: BaseException) -> str:
 
 
 def _save(run: RunContext, hook: CheckpointSaverHook, where: str = "") -> str:
-    """Let a hook save the state; return the outcome."""
     if run.course.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"

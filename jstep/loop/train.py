@@ -36,76 +36,69 @@ def _with_arguments_of(
 def train(*args: Any, **options: Any) -> TrainState[Any]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
-    A run that was stopped, killed or preempted resumes when it is started again: the step, and with it the schedules,
-    averages, random numbers and batches, is restored from the checkpoint.
+    A run that was stopped resumes when it is started again: the step, and with it schedules, averages, random numbers
+    and batches, is restored from the checkpoint.
 
-    After an exception (in the data loader, in a hook, or a signal) the last complete state is in the exception's
-    `state` attribute. If there is a checkpoint_dir, it is also saved, unless its loss or a parameter is not finite, or
-    there are several processes (these save only after a signal, which reaches all of them). If a step fails while it
-    runs on the device (out of memory, a host callback that raises), the state was already donated to it and is lost:
-    the run resumes from the last checkpoint.
+    After an exception, the last complete state is in its `state` attribute. If there is a checkpoint_dir, it is also
+    saved, unless its loss or a parameter is not finite, or there are several processes (these save only after a
+    signal). If a step fails on the device, the state was donated to it and is lost: the run resumes from the last
+    checkpoint.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
             advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages: step_a before step
             1000, step_b from there on. All stages share one structure of the state.
-        state: The initial state. If a checkpoint is restored, the state is only a template for structure, shapes,
-            dtypes and sharding, and may be abstract. It is donated to a compiled step.
+        state: The initial state. If a checkpoint is restored, it is only a template, and may be abstract. It is donated
+            to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)`, or any
             iterable. The position of an iterator or loader with `get_state` and `set_state`, or `state_dict` and
             `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
             anything else, including a list or a NamedTuple, is one argument; for a step without a batch, pass `lambda
-            step: ()`. Each batch is copied before the next one is fetched. If the batches end before last_step,
-            including by the `OutOfRangeError` of a closed queue, the run ends with a warning.
+            step: ()`. Each batch is copied before the next one is fetched. If the batches end before last_step, the run
+            ends with a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step takes no step.
             None if the batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
-            built-in hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
-            replaces the built-in one.
+            built-in hooks. A `StepCounterHook` among them replaces the built-in one.
         checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
-            left open. If None, no checkpoints are saved. The run ends if a checkpoint is due and parameters became NaN
-            or infinite, unless the Saver has `allow_nonfinite=True`.
+            left open. If None, no checkpoints are saved.
         checkpoint_prefix: Prefix of checkpoint names: `model` gives `model-1000`.
         save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only. "auto" saves as
-            often as possible at a cost of at most 1 % of the time: every 10 seconds (60 in a bucket) to every 600. Of
-            these checkpoints, one every 600 seconds is kept; the others are *temporary*: each is replaced by the next,
-            and no limit counts it. With save_checkpoint_steps, "auto" means 600.
+            often as possible at a cost of at most 1 % of the time: every 10 seconds (60 in a bucket) to every 600. One
+            every 600 seconds is kept; the others are *temporary*: each is replaced by the next. With
+            save_checkpoint_steps, "auto" means 600.
         save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
         logdir: Where to write TensorBoard event files, a directory or a URL; None to write none.
         save_summaries_steps: Interval between summaries, in steps; None for never. A `SummarySaverHook` made without a
             writer, passed in hooks, replaces the built-in one and has its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
         steps_per_call: The maximum number of steps of a call, K. One compiled program loops over the stacked batches of
-            a call, as many as there are until a hook is due or the shapes of the batches change; no bit of the results
-            depends on it. If XLA runs a loop much slower than single steps (convolutions on a CPU), a call takes one
-            step. "auto" chooses K so that a call takes about 5 ms: at most 64, or 1 for longer steps.
+            a call, until a hook is due or the shapes of the batches change; no bit of the results depends on it. "auto"
+            chooses K so that a call takes about 5 ms: at most 64, or 1 for longer steps.
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
         batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of one
             global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
-            checkpoint_dir. A user who can write to that directory can run programs in this process. JAX's cache
-            settings are global to the process; they are restored when the run ends.
+            checkpoint_dir. Who can write there can run programs in this process. JAX's cache settings are restored when
+            the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
             processes at one step; choose it somewhat below a scheduler's limit. None for no limit.
         config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are saved
-            with the run and with each checkpoint, without secrets, and compared at a restart.
+            with each checkpoint, without secrets, and compared at a restart.
         start_from: A checkpoint of another run, or its directory (the newest one), from which this run begins if its
-            checkpoint_dir has none yet: with the state, positions of loaders and states of hooks with which that run
-            would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read. A
-            state passed at the step of that checkpoint, if not 0, replaces the checkpoint's state, with other values or
-            shapes.
+            checkpoint_dir has none yet, with its state, positions of loaders and states of hooks. A state passed at the
+            step of that checkpoint, if not 0, replaces the checkpoint's state.
 
     Returns:
         The state after the last step.
 
     Raises:
         Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` has elapsed, and the step in flight is
-            finished. A SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left
-            alone if they are ignored or have a handler when the run starts.
-        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops immediately. If
-            SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
+            finished. SIGUSR1 and SIGHUP are left alone if they are ignored or have a handler when the run starts.
+        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops immediately. An
+            ignored SIGINT stays ignored.
         NanLossDuringTrainingError: A checkpoint is due, or a signal was received, and parameters have become NaN or
             infinite since the run began. Nothing is saved.
         RuntimeError: The state has no global step, or was donated to an earlier step.

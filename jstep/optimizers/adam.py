@@ -33,8 +33,8 @@ def adam(
 
     t = step + 1 − start_step is the age of the slots. With a schedule, β^t is β(step)^t.
 
-    This is TensorFlow's and Keras' Adam. The Adam of PyTorch, Optax and most papers is `adamw(…, weight_decay=0.0)`,
-    which adds ε after the bias correction.
+    This is TensorFlow's Adam. PyTorch's and Optax's is `adamw(…, weight_decay=0.0)`, which adds ε after the bias
+    correction.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -61,7 +61,6 @@ def adam(
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The paper's efficient form, with both bias corrections in the rate."""
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
@@ -162,7 +161,6 @@ def corrections(h: Values) -> dict[str, Any]:
 
 
 def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
-    """The direction m̂ / (√v̂ + ε)."""
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
 
@@ -192,7 +190,7 @@ def adamax(
         0.750
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
-    `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
+    `optax.adamax` and `torch.optim.Adamax`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"epsilon": rules.positive("epsilon", epsilon)}
@@ -314,7 +312,7 @@ def radam(
         0.25
 
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
-    `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
+    `optax.radam`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"threshold": threshold, "weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -513,7 +511,7 @@ def adan(
         0.750
 
     Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code and
-    timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
+    timm.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "weight_decay": Decay(weight_decay, weight_decay_mask)}

@@ -48,8 +48,7 @@ class ExponentialMovingAverage:
     Attributes:
         decay: The decay in [0, 1], usually close to 1, such as 0.999; a schedule, read at the step before the update;
             or `held`, for `with_moving_average` only. None if `rate` is given.
-        num_updates: Whether the decay grows with the number n of updates, so that averages move faster early in
-            training.
+        num_updates: Whether the decay grows with the number n of updates.
         zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
             (1 − d) / (1 − dⁿ), where n is their age, so that the first average equals the first value.
         name: The name of the slot, and the last part of `average_name`.
@@ -58,13 +57,11 @@ class ExponentialMovingAverage:
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
-            `held`. A decay that is a schedule or `held` is a float32, whose digits near 1 are few: at 0.999999 its rate
-            is off by 1.3 %.
+            `held`. A decay that is a schedule or `held` is a float32: at 0.999999 its rate is off by 1.3 %.
         model_state: Whether `with_moving_average` averages the floating leaves of the model state, too:
             `averaged_model_state`.
-        per_step: Whether the averages of `with_moving_average` move once a step, at the update that increments the
-            global step, whichever leaves have a gradient, as StyleGAN's do. By default the average of a leaf moves at
-            each update of that leaf.
+        per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves have a gradient. By
+            default the average of a leaf moves at each update of that leaf.
 
     Raises:
         ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
@@ -75,9 +72,6 @@ class ExponentialMovingAverage:
         >>> averages = ema.init({"w": jnp.float32(0.0)})
         >>> print(ema.apply(averages, {"w": jnp.float32(1.0)})["w"])
         0.5
-        >>> slow = jstep.ExponentialMovingAverage(rate=lambda step: 1e-7)
-        >>> print(slow.apply({"w": jnp.float32(0.0)}, {"w": jnp.float32(1.0)}, num_updates=1)["w"])
-        1e-07
 
     Source: Polyak and Juditsky (1992); Kingma and Ba, "Adam" (2014), section 3, for the bias;
     `tf.train.ExponentialMovingAverage`.
@@ -152,7 +146,6 @@ class ExponentialMovingAverage:
 
     @property
     def speed(self) -> tuple[str, Any]:
-        """The argument `decay` or `rate`, and its value."""
         return (DECAY, self.decay) if self.rate is None else (RATE, self.rate)
 
     def weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
@@ -182,11 +175,9 @@ class ExponentialMovingAverage:
 
     @property
     def waits(self) -> bool:
-        """Whether some updates do not move the averages."""
         return self.start_step > 0 or self.every > 1
 
     def is_due(self, num_updates: Step | None) -> Array:
-        """Whether a value enters the averages at the n-th update."""
         since = jnp.asarray(num_updates) - self.start_step
         return (since > 0) & (since % self.every == 0)
 
@@ -247,20 +238,18 @@ def with_moving_average(
 
     Args:
         optimizer: The whole optimizer, including chains: changes by outer wrappers are not averaged.
-        ema: The average. Its number of updates at the update N → N + 1 is N + 1. A decay that is a schedule is read at
-            the step N, and is the hyperparameter `name/decay`, a rate `name/rate`; one that is `held` is in the slot
-            `held/…`.
+        ema: The average. At the update N → N + 1 a schedule is read at N; it is the hyperparameter `name/decay` or
+            `name/rate`.
         var_list: The leaves to average; None for all.
         initial: The values from which the averages start: a function `(params) -> params`, or a tree like params, in
             which leaves that are not averaged may be None; None for copies of the parameters.
 
     Returns:
-        An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in each update that has a
-        gradient of the leaf. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages
-        is the optimizer's `start_step`, or around a `partition` a separate one for each label,
+        An `Optimizer` with one more slot, named `ema.name`. Leaves that a `partition` freezes have no average. With
+        zero_debias, the age of averages is the optimizer's `start_step`, or around a `partition` one for each label,
         `with_moving_average/label/start_step`. Averages with start_step, every or per_step have an age of their own,
-        `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
-        the averages unchanged, also with per_step; inside `master_weights`, the master weights are averaged.
+        `with_moving_average/name/start_step`. Inside `skip_nonfinite`, a skipped update leaves the averages unchanged;
+        inside `master_weights`, the master weights are averaged.
 
     Raises:
         ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
@@ -272,18 +261,6 @@ def with_moving_average(
         >>> optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.99))
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, optimizer))
         ['ExponentialMovingAverage', 'momentum']
-
-        A teacher that starts elsewhere, and whose decay grows from 0.996 to 1:
-
-        >>> import jax, jax.numpy as jnp
-        >>> ema = jstep.ExponentialMovingAverage(rate=jstep.cosine_decay(0.004, 1000))
-        >>> optimizer = jstep.with_moving_average(
-        ...     jstep.gradient_descent(1.0), ema, initial=lambda params: jax.tree.map(jnp.ones_like, params)
-        ... )
-        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(0.0)}, optimizer)
-        >>> print(jnp.round(jstep.averaged_params(state)["w"], 4))
-        0.996
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
     """
@@ -371,15 +348,13 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
-    Values that are not averaged come from the state: integer leaves and leaves excluded by var_list. BatchNorm
-    statistics in the model state belong to the raw parameters: average them, too (`averaged_model_state`), or recompute
-    them.
+    Leaves that are not averaged come from the state. BatchNorm statistics belong to the raw parameters: average them,
+    too (`averaged_model_state`), or recompute them.
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if
-            there is one such slot. Or several names, such as one for each label of a `partition`, whose slots have
-            different leaves: every leaf is taken from the slot that has it.
+        name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if there
+            is one such slot. Or several names, whose slots have different leaves, such as one for each label.
 
     Raises:
         ValueError: The state has no such slot, or several, or several slots have averages of the same leaf.
@@ -402,8 +377,6 @@ _HINT = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
 
 def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
     """The moving averages of the model state, kept by `ExponentialMovingAverage(…, model_state=True)`.
-
-    Leaves that have no average come from the state.
 
     Args:
         state: A state with a model state, whose optimizer is `with_moving_average`.
@@ -470,7 +443,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
         hyperparameter `slow_step_size`. The age is `start_step`, or around a `partition` `lookahead/label/start_step`.
         A leaf without a gradient at a synchronizing update is not synchronized; leaves that the partition freezes have
-        no slow weights. All rows of a table are synchronized, also those that `lookup` did not read.
+        no slow weights.
 
     Raises:
         ValueError: The optimizer already has such a slot or hyperparameter.

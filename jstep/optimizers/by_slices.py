@@ -1,8 +1,7 @@
 """Updates of large leaves in loops over slices, for TPUs: no float32 array has the size of a leaf.
 
-XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In a loop over slices of rows it
-keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots from their codes.
-The last operations of each leaf run in the loop if they are elementwise.
+In a loop over slices of rows, XLA keeps the float32 values of a slice in the fast memory of a core, if a barrier
+separates the new slots from their codes.
 """
 
 import functools
@@ -26,8 +25,6 @@ SLICE = 2**19
 """The maximum number of elements of a slice, if the axes of the leaf allow it."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
-"""Whole tiles of a TPU's memory, in rows."""
-
 Shape = tuple[int, ...]
 
 

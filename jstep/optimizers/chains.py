@@ -73,8 +73,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
     Args:
-        *optimizers: At least one. Two elements that multiply by −learning_rate give a warning: this would be gradient
-            ascent.
+        *optimizers: At least one. Two that multiply by −learning_rate give a warning.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition` among them freezes have
@@ -122,8 +121,6 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
 
 
 class _Chain:
-    """The functions of a chain."""
-
     def __init__(self, named: Mapping[str, Optimizer]) -> None:
         self._named = named
         self._has_warned = False
@@ -315,12 +312,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """The functions of a partition.
-
-    Attributes:
-        optimizers: Label → its optimizer, with the label as the prefix of its slots.
-        warned: The arguments of the masks whose warning was logged.
-    """
+    """The functions of a partition; `warned` has the arguments of the masks whose warning was logged."""
 
     optimizers: Mapping[str, Optimizer]
     labels: Any
@@ -399,7 +391,6 @@ class _Partition:
 
 
 def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
-    """Return the label of each leaf."""
     names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names

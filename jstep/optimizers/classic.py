@@ -243,7 +243,7 @@ def rmsprop(
         0.5
 
     Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); `tf.train.RMSPropOptimizer`. A variance that rounding
-    makes negative is set to 0; TF returns NaN.
+    makes negative is set to 0.
     """
     slots = rms_slots(1.0, as_bool(centered, "centered"), momentum=MEAN)
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
@@ -304,7 +304,6 @@ def rms_slots(first: float, is_centered: bool, **between: Slot) -> dict[str, Any
 
 
 def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]:
-    """Return an average of squares, or the variance, and the new averages."""
     new = {"rms": rules.average(s.rms, g * g, decay)}
     if "mg" not in s:
         return new["rms"], new

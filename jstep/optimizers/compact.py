@@ -54,8 +54,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
 
     Slots become codes with a scale for each block: averages and squares in 8 bits, slow averages and sums in 16, copies
-    of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in float32;
-    stored values are rounded up or down by a fixed sequence.
+    of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters.
 
     Args:
         optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
@@ -68,9 +67,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     Returns:
         An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or square `m` has
         int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
-        parameters have the slot `remainder`, and each is its master, rounded half up. `get_slot` and other functions of
-        a state return float32 values. Slots without a declared content (`Slot(holds=…)`) or of other shapes, and those
-        of float64 parameters, stay as they are.
+        parameters have the slot `remainder`. `get_slot` returns float32 values. Slots without a declared content
+        (`Slot(holds=…)`) or of other shapes, and those of float64 parameters, stay as they are.
 
     Raises:
         ValueError: The optimizer contains `master_weights`, `stochastic_rounding`, `compact` or a `Slot` with a dtype;
@@ -83,8 +81,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
         (dtype('int8'), (64, 1), dtype('float32'))
 
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
-    "Revisiting BFloat16 Training" (2020), for split weights.
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021); Zamirai et al., "Revisiting BFloat16
+    Training" (2020).
     """
     optimizer = require_optimizer("optimizer", optimizer)
     nested.refuse_formats("compact", optimizer, **_REFUSED)
@@ -188,7 +186,7 @@ class StoredState(NamedTuple):
     Attributes:
         halves: As in `Roles`.
         inside: The slots of the inner optimizer, without scales and remainders.
-        blocks: The blocks of each parameter's slots; None for slots that stay as they are.
+        blocks: The blocks of each parameter's slots; None for others.
     """
 
     params: Params
@@ -228,7 +226,6 @@ class StoredState(NamedTuple):
 
 
 def stored_value(stored: object, half: object, flat: bool = False) -> Any:
-    """The values of a leaf from its two halves, or from the leaf itself."""
     return stored if half is None else _decode(stored, half, flat)
 
 
@@ -272,7 +269,6 @@ def _update_together(stored: StoredState, inner: Inner, updates: Updates) -> tup
 def _encode(
     stored: StoredState, before: Slots, masters: Params, updates: Updates, after: Slots, separate: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
-    """The updates and slots as they are stored."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
     old = stored.rows(before)
@@ -338,7 +334,6 @@ class _LeafProgram(NamedTuple):
     """The program of a leaf that is updated separately.
 
     Attributes:
-        master: The variable of the parameter.
         slots: Name of a slot of its shape → its variable before the update.
         outputs: The indices, among all results, of its update and of its new slots.
         ending: The operations that compute these.
@@ -471,7 +466,7 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]
 
     def spec(*leaves: Any) -> PartitionSpec:
-        """The parameter's spec, or a spec from slots of its shape if only slots are split."""
+        """The parameter's spec, or one from slots of its shape if only slots are split."""
         placed = [meshes.sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
         split = (sharding.spec for sharding in placed if sharding is not None and any(dims_of(sharding.spec)))
         return next(split, PartitionSpec())

@@ -29,8 +29,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     The new parameters are bitwise identical to `fn(p + u)`. The metric `update_norm` is the norm of the whole move.
 
     Args:
-        optimizer: The optimizer. Only guards, `with_moving_average`, `update_every`, `master_weights`, `partition` and
-            `scope` belong around the projection: wrappers that change updates undo it.
+        optimizer: The optimizer. Around the projection belong only wrappers that do not change updates.
         fn: `fn(params) -> params`, a pure function that keeps structure, shapes and dtypes. Below a label of
             `partition`, the leaves of other labels are None. Results for integer leaves are ignored.
 
@@ -93,9 +92,6 @@ def _projected_leaves(params: Params, projected: object) -> list[Any]:
 @makes_optimizer(1)
 def cautious(optimizer: OptimizerLike) -> Optimizer:
     """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
-
-    Elements whose update would go up the gradient are not updated. The others are scaled up, so that the leaf's step
-    keeps its size.
 
     Args:
         optimizer: The optimizer that turns gradients g into updates u, without `decay_weights`: apply it outside.

@@ -19,19 +19,15 @@ def from_optax(
 ) -> Optimizer:
     """An optimizer from an Optax transformation, by its `init` and `update`; Optax itself is not imported.
 
-    Wherever jstep accepts an optimizer, it accepts a transformation. Call the function to report hyperparameters or to
-    name the slots.
+    Wherever jstep accepts an optimizer, it accepts a transformation; call the function to report hyperparameters or to
+    name the slots. The state becomes slots, sharded like the parameters. The transformation works in at least float32
+    and sees trainable leaves only; a leaf whose gradient is None is a constant for it. `IndexedSlices` become dense
+    arrays.
 
-    The state becomes slots; state with the structure of the parameters, such as moments, is sharded like them. The
-    transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None is a constant
-    for it; if it needs all leaves, its gradient is zero. `IndexedSlices` become dense arrays.
+    A training step of `minimize` passes the extra arguments `value`, `grad` and `value_fn` (the loss on the batch of
+    the step), as for `optax.lbfgs()`. With `apply_gradients` they come from `context=jstep.Context(...)`.
 
-    A training step of `minimize` passes extra arguments such as those of `optax.lbfgs()`, `optax.polyak_sgd` or
-    `optax.contrib.reduce_on_plateau`: `value`, `grad` (the gradients passed to the transformation) and `value_fn` (the
-    loss on the batch of the step). With `apply_gradients` they come from `context=jstep.Context(...)`.
-
-    Optax's schedules see its own count of updates, which differs from the global step if updates are skipped or the
-    slots are created later in the run. jstep's see the step: `chain(from_optax(optax.scale_by_adam()),
+    Optax's schedules see its own count of updates. jstep's see the step: `chain(from_optax(optax.scale_by_adam()),
     scale_by_learning_rate(rate))`.
 
     Args:

@@ -81,8 +81,8 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Args:
         axes: The axes to average over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None means
-            all but the first, which suits kernels of shape (out, in, …); for kernels (…, in, out), as in Flax, use
-            `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
+            all but the first, for kernels (out, in, …); for (…, in, out), as in Flax, use `lambda path, leaf:
+            tuple(range(leaf.ndim - 1))`.
 
     Returns:
         An element of a chain without slots. If axes is None, leaves with fewer than two axes stay unchanged; averages
@@ -371,8 +371,7 @@ DECAY = "decay"
 def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
-    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. `decay_weights`
-    does not depend on the learning rate.
+    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD.
 
     Args:
         weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves without a match do not

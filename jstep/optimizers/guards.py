@@ -88,7 +88,6 @@ def _mark_skipped(last: Array) -> Array:
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
-    """Whether the gradients and the sum of their squares are finite."""
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
 
@@ -143,15 +142,14 @@ def dynamic_loss_scale(
 ) -> Optimizer:
     """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at a nonfinite one.
 
-    `minimize` multiplies the loss by the slot `loss_scale` before differentiation, so that small gradients do not
-    underflow in float16. Its metrics show the unscaled loss and norms, and the scale. If you call `apply_gradients`
-    with your own gradients, multiply the loss by `state.slots["loss_scale"]`.
+    `minimize` multiplies the loss by the slot `loss_scale` before differentiation; its metrics show the unscaled loss
+    and norms. Before `apply_gradients`, multiply the loss by `state.slots["loss_scale"]`.
 
     Args:
         optimizer: The inner optimizer, which sees unscaled gradients. An update whose gradients are not finite is
-            skipped as by `skip_nonfinite`. This wrapper must be outermost: put partitions, chains, clipping and guards
-            inside. Only `scope`, `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
-            `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it.
+            skipped as by `skip_nonfinite`. Put partitions, chains, clipping and guards inside. Only `scope`,
+            `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and `stochastic_rounding`
+            may wrap it.
         initial: The initial scale, > 0.
         period: The number of successive updates, ≥ 1, after which the scale grows.
         factor: The factor by which the scale grows and shrinks, > 1.
@@ -195,7 +193,6 @@ def dynamic_loss_scale(
 
 
 def _inner_roles(roles: Roles) -> Roles:
-    """The roles inside a wrapper that skips updates."""
     return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
 
@@ -213,7 +210,6 @@ def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
 
 
 def unscale(updates: Updates, scale: Any) -> Updates:
-    """The gradients divided by the scale, in at least float32."""
     # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
     return wide_updates(updates, lambda g: g * (1 / scale).astype(g.dtype))
 
@@ -231,16 +227,14 @@ NOISE_SLOTS = {
 def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer:
     """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
-    Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about 1/(1 +
-    noise_scale/B) of the progress with the exact gradient, where B is the batch size: a batch much smaller than the
-    noise scale wastes steps, a much larger one wastes examples. `minimize(..., num_microbatches=n,
+    Σ is the covariance of the gradient of one example, G the mean gradient. `minimize(..., num_microbatches=n,
     metrics=("noise_scale",))` measures both from the gradients of the n microbatches:
 
         tr Σ = (small − big)·W/(n − 1),  |G|² = big − tr Σ/W
 
     big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the microbatch
-    gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Both estimates are
-    unbiased, and averaged separately. Gradients are those of the loss, before clipping, noise and weight decay.
+    gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Gradients are those of the
+    loss, before clipping, noise and weight decay.
 
     Args:
         optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
@@ -324,17 +318,16 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
-    evaluated at the global step. Ages count the optimizer's own updates, as does the period of `lookahead` inside it.
-    Averages inside it move at its own updates; with `every` they also wait for their global steps: make `every` a
-    multiple of k, and `start_step` equal to phase modulo k. Averages around it move at every step.
+    evaluated at the global step; ages count the optimizer's own updates. Averages inside it move at its own updates;
+    with `every` they also wait for their global steps: make `every` a multiple of k, and `start_step` equal to phase
+    modulo k. Averages around it move at every step.
 
     Args:
         k: The number of steps from one update to the next, ≥ 1.
         optimizer: The optimizer. If no leaf has a gradient, it skips the step: a due update is not made later.
         phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
         accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
-            gradient at the step of an update keeps its mean until the next one. An optimizer with `takes_context` sees
-            only the loss of its own step.
+            gradient at the step of an update keeps its mean until the next one.
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots. With accumulate there are two more slots:
@@ -414,5 +407,4 @@ _mean_and_sums_of_dense = jax.jit(_mean_and_sums)  # one trace for all leaves of
 
 
 def _named_zeros(values: Array) -> Array:
-    """Values without −0."""
     return jnp.where(values == 0, jnp.zeros_like(values), values)

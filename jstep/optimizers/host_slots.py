@@ -1,10 +1,7 @@
 """Updates of slots in host memory: a loop for each leaf transfers its slots.
 
-Without loops XLA would load all slots at the same time: it moves transfers across barriers, but not out of loops. Small
-leaves are loaded together before the update, large ones slice by slice if their rule is elementwise.
-
-Updates that read slots in host memory by `per_leaf`, or pass them on, are marked with `loads_slots`. Others get all
-their slots in device memory.
+Without loops XLA would load all slots at the same time. Small leaves are loaded together before the update, large ones
+slice by slice if their rule is elementwise. Only updates marked with `loads_slots` read slots in host memory.
 """
 
 import contextvars
@@ -41,7 +38,6 @@ class Transfers:
     Attributes:
         limit: The bytes that should be on the devices at a time.
         turns: 1, or 0 in a skipped update, unknown to XLA.
-        is_certain: Whether no condition can skip the update.
     """
 
     limit: int
@@ -123,7 +119,7 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
 def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
-    The rule may return fewer slots. In a skipped update, they keep their values, and the result is unspecified.
+    In a skipped update, the slots keep their values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
@@ -174,7 +170,6 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
 
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
-    """The index of the array that each output replaces, or None."""
     leaves, treedef = trees.flatten((slots, args))
     of_slots, of_args = treedef.unflatten(range(len(leaves)))
     free = dict(zip(jax.tree.leaves(of_args), jax.tree.leaves(args), strict=True))
@@ -188,7 +183,6 @@ def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | 
 
 
 def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
-    """The number of slices along the first axis."""
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:

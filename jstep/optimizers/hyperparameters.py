@@ -204,7 +204,6 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number that is neither a schedule nor `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
     return float(check_hyperparameter(name, value, **bounds))
@@ -253,10 +252,7 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
 
 
 def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
-    """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones.
-
-    Under a trace, constants are NumPy scalars, which a compiled step does not return.
-    """
+    """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones."""
     hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}
 
     return exempts_transfers(lambda step, /: as_arrays(values_at(hyper, step), step))

@@ -56,8 +56,7 @@ def lamb(
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
-    Source: You et al., "Large Batch Optimization for Deep Learning" (2019); the results match `optax.lamb`. timm also
-    clips by the global norm; Keras decays outside the norm.
+    Source: You et al., "Large Batch Optimization for Deep Learning" (2019); the results match `optax.lamb`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}

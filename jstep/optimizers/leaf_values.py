@@ -1,4 +1,4 @@
-"""Static values of each leaf, from its path, shape and dtype in the state: masks, factors, numbers, axes."""
+"""Static values of each leaf, from its path, shape and dtype: masks, factors, numbers, axes."""
 
 import contextlib
 import contextvars
@@ -20,10 +20,7 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 
 
 def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
-    """The flag for whether each leaf is selected by a `var_list`; None selects all.
-
-    An entry that matches no leaf is an error. With `warns`, a function or a tree that selects nothing is one warning.
-    """
+    """The flag for whether a `var_list` selects each leaf; None selects all, and an entry must match some leaf."""
     check_form(var_list, argument)
     warned: set[str] = set()
 
@@ -39,10 +36,7 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
 
 
 Masks: TypeAlias = list[tuple[str, list[bool]]]
-"""Arguments of weight decays, and the leaves that they select."""
-
 _MASKS: contextvars.ContextVar[Masks | None] = contextvars.ContextVar("jstep_masks", default=None)
-"""The masks of all labels of a partition; None outside of it."""
 
 
 def _warn_of_masks(masks: Masks, warned: set[str]) -> None:
@@ -113,7 +107,6 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 
 def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
-    """Let masks see `params` in this context."""
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 

@@ -106,8 +106,6 @@ def _moved_master(slots: Slots, u: object, p: Any) -> tuple[Array, Slots]:
 def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 
-    Small updates are then not lost on average, without the second copy of `master_weights`.
-
     Args:
         optimizer: The optimizer. Put the rounding outermost; only `with_projection` belongs around it.
         key: A PRNG key. The random bits depend on the key, the step and the leaf only.

@@ -159,8 +159,6 @@ def _own(value: Any, count: int) -> tuple[Triple, ...]:
 
 
 SMALL = 64 * 64
-"""Up to this number of elements, batching matrices is faster on CPUs, too."""
-
 
 Normalization: TypeAlias = Literal["frobenius", "schatten"]
 
@@ -182,10 +180,7 @@ class Iteration(NamedTuple):
 def orthogonalize_matrices(
     matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[MatrixLayout | None]
 ) -> list[Array]:
-    """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
-
-    Matrices of one shape are batched, and distributed over the mesh of their layout.
-    """
+    """Orthogonalize matrices [..., rows, columns] approximately, all of one shape at once; a zero matrix stays zero."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
         shape = matrix.shape if layout is None else matrix.shape[-2:]
@@ -336,10 +331,9 @@ SMALLEST = 1e-10
 def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
     """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
-    Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
-    weight decay would have no effect. Use it for linear layers; train embeddings, biases, gains, routers and gates with
-    Adam. Do not change the updates after it (`cautious`, `decay_weights`, `scale_updates`). In bfloat16, wrap the whole
-    optimizer in `master_weights`: small steps are lost otherwise.
+    Norms are Frobenius norms. The matrix rotates by about lr radians and keeps its norm. Use it for linear layers;
+    train embeddings, biases, gains, routers and gates with Adam. Do not change the updates after it (`cautious`,
+    `decay_weights`, `scale_updates`). In bfloat16, wrap the whole optimizer in `master_weights`.
 
     Args:
         learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
@@ -393,7 +387,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     """The update p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), in one pass over p and u.
 
-    Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1, as R/‖q‖ − 1 would lose half the digits.
+    Relative to ‖p‖, d is ‖q‖² − 1: R/‖q‖ − 1 would lose half the digits.
     """
     axes = tuple(axis for part in h.axes for axis in part)
     square_p, square_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
@@ -486,8 +480,7 @@ def muon(
         ['adamw/m', 'adamw/v', 'muon/momentum']
 
     Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), for scale "rms". The
-    results match `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" and products in float32; Optax's also corrects
-    the bias.
+    results match `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" and products in float32.
     """
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 

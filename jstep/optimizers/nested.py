@@ -101,12 +101,7 @@ def wrap_optimizer(
     init_on: Callable[[Params], Params] = lambda params: params,
     takes_context: bool = False,
 ) -> Optimizer:
-    """Wrap an optimizer.
-
-    Args:
-        inner_roles: Maps the inner roles to those that outer wrappers see.
-        init_on: Maps params to those from which the inner optimizer creates its slots.
-    """
+    """Wrap an optimizer; `inner_roles` maps the roles, `init_on` the params that the inner optimizer sees."""
     outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
     named = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
@@ -156,7 +151,6 @@ def wrap_optimizer(
 
 
 INCREMENTS: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_increments", default=True)
-"""Whether the update increments the global step."""
 
 
 class Ages(NamedTuple):
@@ -186,10 +180,7 @@ class Ages(NamedTuple):
 def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer.
-
-    With `exact` the result may contain `Replacement` leaves: pass it on unchanged, or to `apply_updates`.
-    """
+    """Call an update. With `exact` the result may contain `Replacement` leaves, for `apply_updates`."""
     if IS_IDLE.get() and not roles_of(optimizer, at.params).per_step:
         return updates, slots
     context = (at.context,) if optimizer.takes_context else ()
@@ -222,10 +213,7 @@ def inner_context(
 def update_masters(
     optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
 ) -> tuple[Updates, Slots]:
-    """Call an optimizer's update on the masters of the parameters.
-
-    Labels, masks and the loss still see the parameters, `rounded(p, master)`.
-    """
+    """Call an optimizer's update on the masters of the parameters; labels, masks and the loss see the parameters."""
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
     with partial_params(at.params):
         inside = StepInputs(masters, at.step, context)
@@ -244,7 +232,6 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
-    """Whether the updates include −learning_rate."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
     return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
@@ -307,12 +294,7 @@ def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
 
 
 class Condition(NamedTuple):
-    """The condition under which a guard, or `update_every`, updates some parameters.
-
-    Attributes:
-        params: The parameters, with None for all others.
-        holds: Whether they are updated; otherwise their updates are zero.
-    """
+    """The condition under which a guard, or `update_every`, updates `params`; None stands for others."""
 
     params: Params
     holds: Array

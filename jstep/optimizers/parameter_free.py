@@ -75,7 +75,6 @@ def prodigy(
         0.25
 
     Source: Mishchenko and Defazio, "Prodigy" (2023); the results match the authors' `prodigyopt`.
-    `optax.contrib.prodigy` always corrects the bias.
     """
     first = check_hyperparameter("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
@@ -203,7 +202,7 @@ def schedule_free_adamw(
         0.340 0.350
 
     Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
-    (`AdamWScheduleFree`). Optax weights the steps of a warm-up by another rate.
+    (`AdamWScheduleFree`).
     """
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
@@ -315,7 +314,7 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
         >>> print(jstep.schedule_free_params(state)["w"])
         1.0
 
-    Source: Facebook's `optimizer.eval()`, which changes the parameters in place.
+    Source: Facebook's `optimizer.eval()`.
     """
     hint = "Slots of schedule-free optimizers are created by schedule_free_adamw and schedule_free_sgd."
 

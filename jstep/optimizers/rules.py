@@ -16,14 +16,11 @@ slots, which exists only with a `prepare`: a function that computes additional v
     def correction(h):
         return {"unbias": 1 / bias_correction(h.beta1, h.age)}
 
-Everything else is done for all optimizers: ranges (`BOUNDS`), sign, learning rate, decay and its mask, schedules and
-`held` values, None and integer leaves, sparse gradients, dtypes and ages. An equation of another form, such as FTRL's,
-is a rule for `from_update`: its result is added to the parameter or, without a learning rate, is the gradient of the
-next element of a chain.
+Everything else is done for all optimizers. An equation of another form, such as FTRL's, is a rule for `from_update`:
+its result is added to the parameter or, without a learning rate, is the gradient of the next element of a chain.
 
-A rule is a module-level function of arrays of one floating dtype. It sees the whole leaf, so norms, matrix products and
-`lax.cond` are allowed, but with `sparse=True` only some rows of a table, so it must be elementwise. Plain numbers are
-Python floats in h, so that 1 − 0.999 is exact.
+A rule is a module-level function of arrays of one floating dtype. It sees the whole leaf, but with `sparse=True` only
+some rows of a table, so it must be elementwise. Plain numbers are Python floats in h, so that 1 − 0.999 is exact.
 """
 
 import dataclasses
@@ -266,12 +263,10 @@ def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def positive(name: str, value: Any) -> Any:
-    """A hyperparameter > 0 whose range in `BOUNDS` includes 0."""
     return check_hyperparameter(name, value, **POSITIVE)
 
 
 def decays(h: Values) -> bool:
-    """Whether this leaf may decay."""
     return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
@@ -353,14 +348,14 @@ def leafwise(
 ) -> Optimizer:
     """An optimizer that applies the same rule to each leaf: `rule(g, p, s, h) -> (update, new slots)`.
 
-    The update is added to the parameter, so it includes the sign and the learning rate; `from_direction` adds both, and
-    weight decay. The slots s and the hyperparameters h are attributes; h also has the scalar slots, `step`, the leaf's
-    `dtype`, `age` if aged, and the values returned by `prepare`, `measure` and `conclude`.
+    The update is added to the parameter, so it includes the sign and the learning rate. The slots s and the
+    hyperparameters h are attributes; h also has the scalar slots, `step`, the leaf's `dtype`, `age` if aged, and the
+    values returned by `prepare`, `measure` and `conclude`.
 
     Args:
         hyper: Name of each hyperparameter → a number, an array, a schedule or `held`.
         slots: Name of each slot → its initial value or a `Slot`; or a function from params to such a mapping. List a
-            slot after the slots that are computed from its old value: CPUs overwrite them in this order.
+            slot after the slots that are computed from its old value.
         scalars: Name of each scalar slot → its initial value; stored in float32.
         flags: Name → a function from params to a list of static values, one per leaf in order, passed to the rule in h.
         prepare: `prepare(h)` returns values to add to h, computed once for all leaves. A value with the name of a
@@ -510,7 +505,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 
 
 def _static(values: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
-    """Static arguments of a rule, with their reprs: 1, True and 1.0 are equal to Python."""
+    """Static arguments of a rule, with their reprs, since 1, True and 1.0 are equal."""
     return tuple((name, value, repr(value)) for name, value in values.items())
 
 
@@ -556,7 +551,6 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule to check its result."""
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)

@@ -136,7 +136,7 @@ def rprop(
         0.750
 
     Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning" (1993); the results
-    match `torch.optim.Rprop`. `optax.rprop` returns the update of the previous step.
+    match `torch.optim.Rprop`.
     """
     size = constant("learning_rate", learning_rate, **POSITIVE)
     hyper = {"learning_rate": size, "eta_minus": eta_minus, "eta_plus": eta_plus, "min_step_size": min_step_size}

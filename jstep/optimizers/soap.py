@@ -153,7 +153,6 @@ def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
 # Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration.
 
 FIRST, NEXT, SAME = range(3)
-"""How a step updates the bases: by eigh, by one power iteration, or not at all."""
 
 
 class EigenbasisUpdate(NamedTuple):
@@ -167,8 +166,7 @@ class EigenbasisUpdate(NamedTuple):
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    XLA takes minutes to compile each call of `eigh` for TPUs. There one loop processes all matrices of one size, by
-    Jacobi's method and `orthonormal`.
+    For TPUs, where XLA takes minutes to compile each `eigh`, one loop processes all matrices of one size.
     """
     if not leaves:
         return []
@@ -255,14 +253,10 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
 
 
 WIDTH = 128
-"""The number of columns per block of reflections."""
 
 
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
-    """The Q of a square matrix's QR decomposition, by Householder reflections; orthogonal even if it is singular.
-
-    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`; here they are loops. The signs of columns may differ.
-    """
+    """The Q of a square matrix's QR decomposition, by Householder reflections; orthogonal even if it is singular."""
     n = matrix.shape[0]
     width = min(width, n)
     blocks = -(-n // width)

@@ -27,7 +27,6 @@ class Replacement:
 
 
 def is_update(x: object) -> bool:
-    """Whether a node of a tree of updates is a leaf."""
     return isinstance(x, IndexedSlices | Replacement)
 
 
@@ -54,10 +53,10 @@ def apply_updates(params: T, updates: Updates) -> T:
 
 
 def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
-    """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
+    """Add updates to parameters; order the writes of leaves with a slot in `names`.
 
     XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
-    parameter first, then the slots in the order of the dict. Only leaves with a slot in `names` are ordered.
+    parameter first, then the slots.
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -87,7 +86,6 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
 
 
 def _is_sum(leaf: object, update: object) -> bool:
-    """Whether `add` is one operation."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
     old, new = jax.typeof(leaf), jax.typeof(update)
@@ -169,8 +167,6 @@ def _wide(x: Any, dtype: DTypeLike) -> Any:
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
-    """Map `fn` over updates in at least float32."""
-
     def wide(u: Any) -> Any:
         if is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
