@@ -73,7 +73,6 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
 
 
 def part_owners(sharding: NamedSharding) -> list[int]:
-    """Return one process for each part of the rows, in order."""
     rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
     parts: dict[int, set[int]] = {}
@@ -115,7 +114,7 @@ def is_axes(value: Any) -> bool:
 
 
 def over_axes(sharding: object, state: Tree) -> Any:
-    """Replace names of mesh axes, and tuples of names, in a tree by shardings over the state's mesh."""
+    """Replace names of mesh axes, and tuples of names, by shardings over the state's mesh."""
 
     def leaf(axes: object) -> Any:
         if not is_axes(axes):
@@ -230,7 +229,6 @@ def _as_known(keys: Any, leaf: Any) -> Any:
 
 
 def _taken_over(leaf: Any) -> Any:
-    """Convert an array of another library to NumPy or JAX."""
     ways: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("numpy", lambda: leaf.numpy()),
         ("__dlpack__", lambda: np.from_dlpack(leaf)),

@@ -36,7 +36,7 @@ class StepRange(NamedTuple):
     distance: int
 
     def before_step(self, step: int) -> int:
-        """Return the rows of all batches before a step of the run, or before its end."""
+        """The rows of all batches before a step of the run, or before its end."""
         steps = step - self.first
         return self.before + steps * self.size - steps // self.period * (self.size - self.last)
 
@@ -57,8 +57,6 @@ class StepRange(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The rows of each batch, as runs without gaps."""
-
     runs: Staircase[StepRange]
 
     def at(self, step: int) -> int:
@@ -83,8 +81,6 @@ class Sizes(NamedTuple):
 
 
 class Share:
-    """This process's share of each batch."""
-
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
             _check_divides(sizes, process[1])
@@ -125,7 +121,6 @@ ROWS, _ORDER = 1, 2
 
 
 def derive_seed(seed: int, purpose: int, name: str = "") -> int:
-    """Return a seed for a purpose and a name."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 

@@ -53,23 +53,21 @@ def batches(
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
-    On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global batch, which does not
-    depend on p.
+    On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global batch.
 
     Args:
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
-            (possibly memory-mapped), or an object with `__len__` and `__getitem__` whose items, trees of arrays and
-            numbers, are stacked; a list is one source. `__getitems__` and datasets of h5py, zarr and PyTorch's tensors
-            get a list of indices, once per batch.
+            (possibly memory-mapped), or an object with `__len__` and `__getitem__` whose items are stacked; a list is
+            one source. `__getitems__` and datasets of h5py, zarr and PyTorch's tensors get a list of indices.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule: `{0: 64, 1000:
-            128}` uses 128 from step 1000. The remaining rows of an epoch form batches of the new size.
+            128}` uses 128 from step 1000.
         seed: Determines the permutations; must not be negative.
         shuffle: Whether to shuffle the rows in each epoch.
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
-            batch is smaller, and the shares of several processes may differ in size.
-        process_index: The index of this process; by default `jax.process_index()`, called when the first batch is read.
-        process_count: The number of processes; by default `jax.process_count()`, likewise.
+            batch is smaller.
+        process_index: The index of this process; by default `jax.process_index()`.
+        process_count: The number of processes; by default `jax.process_count()`.
 
     Returns:
         A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The leaves of a batch are
@@ -118,8 +116,8 @@ def batches(
 class Batches(BatchSequence[T]):
     """A sequence of batches by step, as returned by `batches`; endless if `num_epochs` is None.
 
-    Steps count from 0; a negative step raises IndexError, as does a step past the last epoch. A slice is a lazy
-    sequence of the same kind, numbered from 0. Iterators are independent of each other.
+    A negative step raises IndexError, as does a step past the last epoch. A slice is a lazy sequence of the same kind,
+    numbered from 0.
     """
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
@@ -213,7 +211,7 @@ def mixture(
 
     where the ideal of s is the sum over these rows of (weight of s / sum of weights). Changing the weights or sizes
     from step M on leaves all batches before M unchanged. The epochs and permutations of a source depend only on the
-    seed and its name. The rows of a batch are shuffled.
+    seed and its name.
 
     Args:
         sources: Name → a source as in `batches`. The rows of all sources must have the same structure, dtypes and
@@ -243,8 +241,7 @@ def mixture(
         >>> int((mix[0] < 0).sum()), int((mix[10] < 0).sum())
         (2, 4)
 
-    Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), on sequences with given
-    proportions; the rule within one stage is Webster's.
+    Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
     """
     rows = _open(sources)
     names = sorted(rows)
@@ -289,8 +286,7 @@ def _described(rows: Any) -> Any:
 class Mixture(BatchSequence[T]):
     """An endless sequence of batches by step, as returned by `mixture`.
 
-    Steps count from 0; a negative step raises IndexError. A slice is a lazy sequence of the same kind, numbered from 0.
-    Iterators are independent of each other.
+    A negative step raises IndexError. A slice is a lazy sequence of the same kind, numbered from 0.
     """
 
     def __repr__(self) -> str:

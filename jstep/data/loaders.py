@@ -45,7 +45,7 @@ class Source(NamedTuple):
     Attributes:
         position: Returns the current position.
         begin: Returns the position before the first batch; None if `position` does.
-        by_step: The batches if each can be fetched by its step, or None.
+        by_step: The batches, if each can be fetched by its step.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
         is_of_loop: Whether the body of the loop makes them.
@@ -81,11 +81,7 @@ def open_source(
     resumable: bool = False,
     state: Callable[[], Any] = lambda: None,
 ) -> Source:
-    """Open the batches from step `start`.
-
-    Args:
-        position: The position of an earlier run.
-    """
+    """Open the batches from step `start`; `position` is that of an earlier run."""
     owner, count = position_owner(batches), max(0, last_step - start)
     if isinstance(batches, LoopBatches):
         # Restored also where no step is left: the loop may go on to use the objects.
@@ -187,7 +183,6 @@ def _is_array(value: object) -> bool:
 
 
 def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
-    """Set the position; return `Source.position` and `Source.begin`."""
     name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
@@ -248,7 +243,7 @@ def set_position(owner: object, position: object) -> None:
 
 
 def set_back(batches: Tree, position: Any, untrained: int) -> None:
-    """Set an iterator back to a position; otherwise the next run that gets it warns of `untrained` batches."""
+    """Set an iterator back to a position; otherwise the next run warns of `untrained` batches."""
     with contextlib.suppress(Exception):  # what cannot be set is warned about
         if position is not None:
             set_position(batches, position)
@@ -260,7 +255,6 @@ def set_back(batches: Tree, position: Any, untrained: int) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    """Warn if an earlier run did not train on fetched batches; return whether it did."""
     count = 0
     with contextlib.suppress(TypeError):
         count = _untrained.pop(batches, 0)
@@ -301,10 +295,7 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
 
 
 def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
-    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too.
-
-    A list or a tuple is one of batches.
-    """
+    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
     if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
         return
     sizes, name = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}, type(batches).__name__
@@ -326,13 +317,12 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     """Return batches for `train` that are made with the state that the step will get.
 
     `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. It must not
-    keep arrays of the state, which are donated to the step; NumPy copies may be kept.
+    keep arrays of the state, which are donated to the step.
 
     Args:
         fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or `OutOfRangeError`. If it is
             an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`, its position is saved
-            with each checkpoint, after all hooks of that step. A position above 64 kB, such as a replay buffer, is only
-            read when a checkpoint is saved.
+            with each checkpoint.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.

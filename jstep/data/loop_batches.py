@@ -14,15 +14,13 @@ def from_loop(**kept: Any) -> "LoopBatches":
     """Return batches for `Run` that the body of the loop makes, and passes to `Run.train_step`.
 
     The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
-    is entered, on every process. They are asked for their state only then. Batches that are a function of the step need
-    no object.
+    is entered, on every process.
 
     Args:
         kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
             `get_state` and `set_state`; or it is a random generator of NumPy or Python, a dict, or an object whose
-            attributes are its state. The states hold numbers, strings, bytes, None, lists, tuples, dicts, arrays, and
-            random generators, each in one place. Attributes and items are replaced, generators are set in place, at any
-            depth.
+            attributes are its state. The states hold numbers, strings, bytes, None, lists, tuples, dicts, arrays and
+            random generators. Attributes and items are replaced, generators are set in place.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.
@@ -128,7 +126,6 @@ def _set_generator(path: str, generator: RandomGenerator, saved: Any) -> None:
 
 
 def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
-    """Replace the items of a dict, but not the generators in them."""
     if not isinstance(saved, dict):
         raise ValueError(f"{name}: the checkpoint has {describe_type(saved)} for it, not a dict")
     items = _with_own_generators(name, values, saved)

@@ -1,9 +1,8 @@
 """Shuffling without a stored permutation: a keyed bijection of range(n).
 
-`permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to their number. It
-is a Feistel network over the digits (left, right) of a number in base `width`, that is, over `height · width ≥ n`
-numbers. An output of n or above is fed back in until it is below n ("cycle walking": Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002).
+`permute` evaluates one permutation of `range(n)` at any positions. It is a Feistel network over the digits (left,
+right) of a number in base `width`, over `height · width ≥ n` numbers. An output of n or above is fed back in until it
+is below n ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
 A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that round. It is not a
 cipher; `tests/data/test_permutation.py` has its statistics.
@@ -112,7 +111,7 @@ class Lookahead:
         self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
-        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart."""
+        """At least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart."""
         cached_epoch, first, apart, block = self._block
         line, between = divmod(start - first, apart)
         is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)

@@ -109,11 +109,7 @@ def _file_stem(process: int) -> str:
 
 
 class StoredPosition:
-    """The position of batches that may be made ahead, each with the position after it.
-
-    Attributes:
-        before: The position before the latest batch.
-    """
+    """The position of batches that may be made ahead; `before` is the one before the latest batch."""
 
     is_live = is_large = False
 
@@ -122,7 +118,6 @@ class StoredPosition:
         self._now = begin() if begin else None
 
     def is_lost(self, is_before: bool) -> bool:
-        """Whether the position for a checkpoint was not copied."""
         return False
 
     def begin_fetch(self) -> bool:
@@ -130,7 +125,6 @@ class StoredPosition:
         return True
 
     def end_fetch(self, position: object) -> bool:
-        """End a fetch; return whether the step must run."""
         self.before, self._now = self._now, position
         return False
 
@@ -147,11 +141,7 @@ class StoredPosition:
 class LivePosition(StoredPosition):
     """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
 
-    If a batch could not be made, or its step failed, it is the position before that batch. Large positions are copied
-    only for checkpoints; making their batches must not be interrupted.
-
-    Attributes:
-        is_large: Whether the position was large once.
+    After a failure it is the position before that batch. Large positions (`is_large`) are copied only for checkpoints.
     """
 
     is_live = True
@@ -188,11 +178,7 @@ class LivePosition(StoredPosition):
 
 
 class LoopPosition(StoredPosition):
-    """The position of batches that the body of a loop makes, read between two iterations.
-
-    Args:
-        ask: Reads the position; None if there is none.
-    """
+    """The position of batches that the body of a loop makes; `ask` reads it, or returns None."""
 
     def __init__(self, ask: Callable[[], Any] | None) -> None:
         super().__init__(None)
@@ -220,8 +206,8 @@ _AFTER = "after"
 class RarePosition:
     """The position of a loader after each batch, read rarely because reading may be slow.
 
-    In between it is the last one, with the number of batches since, which a restart fetches again. `next_due(number)`
-    returns the next number of batches at which a checkpoint is due.
+    In between it is the last one, with the number of batches since. `next_due(number)` is the next number at which a
+    save is due.
     """
 
     def __init__(
@@ -237,7 +223,6 @@ class RarePosition:
         self._next = -math.inf
 
     def __call__(self) -> Any:
-        """Must be called once after each batch."""
         self._number += 1
         if self._number >= self._due or self._last is None or self._clock() >= self._next:
             self._last, self._since = self.read(), 0
@@ -247,7 +232,6 @@ class RarePosition:
         return {**self._last, _AFTER: self._since}
 
     def read(self) -> Any:
-        """Read the current position, and schedule the next read."""
         began = self._clock()
         position = self._ask()
         ended = self._clock()
@@ -257,7 +241,6 @@ class RarePosition:
 
 
 def batches_since(position: object) -> int:
-    """Return the number of batches since a position was read."""
     number = position.get(_AFTER, 0) if isinstance(position, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")

@@ -30,20 +30,18 @@ def prefetch_to_device(
     """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
 
     The order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of its item. The
-    thread starts immediately and ends when `iterator` is exhausted, when `close` is called, or when the result is
-    garbage-collected. It has the context variables and JAX settings of the caller. Items are copied before the
+    thread starts immediately, with the context variables and JAX settings of the caller. Items are copied before the
     transfer.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
-            a pytree of numbers and arrays, also of other libraries (PyTorch tensors) if they have `numpy()`,
-            `__dlpack__` or `__array__`.
+            a pytree of numbers and arrays, also of other libraries.
         size: The maximum number of items ahead of the loop, in device memory; at least 1.
         sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
             that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
             processes, the rows of each process become its part of one global array.
         state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a loader with a
-            position. The thread calls it right after reading the item. See `PrefetchIterator.state`.
+            position. See `PrefetchIterator.state`.
 
     Returns:
         An iterator over the same items as JAX arrays.
@@ -78,7 +76,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     It is also a context manager, which calls `close` on exit.
 
     Attributes:
-        handed_out: The number of items that `next` has returned. More may have been read ahead.
+        handed_out: The number of items that `next` has returned.
         state: The value of `state_fn` for the last item that `next` has returned, or from before anything was read;
             None without a `state_fn`. Restored in a new source, it resumes with the next item.
 
@@ -110,10 +108,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
         return item
 
     def close(self) -> None:
-        """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
-
-        A thread that is blocked in its source ends as soon as the source returns.
-        """
+        """End the thread and drop the items read ahead; `next` raises StopIteration from then on."""
         self._reader.close()
 
     def __exit__(self, *exc: object) -> None:
@@ -127,10 +122,7 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 
 
 class ReaderThread:
-    """A thread that calls a function once for each request and returns the results in order.
-
-    It starts with the first request.
-    """
+    """A thread that calls a function once for each request and returns the results in order."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())

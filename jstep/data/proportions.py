@@ -1,15 +1,13 @@
 """The weights of a mixture, and the number of rows that come from each source, in exact arithmetic.
 
-`CountStage.counts` returns how many of the first T rows are from each source. Consider a stage that begins with counts
-c and ideals I, and whose weights w sum to 1. A fluid flows into the sources at one row per time unit. It first fills
-the sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the
-weights:
-
-    F_s(t) = max(c_s, I_s + w_s·t + level(t)), sum of F_s(t) = sum of c_s + t
+Consider a stage that begins with counts c and ideals I, and whose weights w sum to 1. A fluid flows into the sources at
+one row per time unit. It first fills the sources that are furthest behind, measured by c - I, until they are level with
+the next, and then follows the weights: F_s(t) = max(c_s, I_s + w_s·t + level(t)), where the F_s sum to t plus the sum
+of the c_s.
 
 Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. The level never
-falls within a stage, because a waiting source is ahead of its ideal. It follows that the errors c - I of any k of n
-sources sum to at most k·(n - k)/2: a single source is never further than (n - 1)/2 from its ideal.
+falls within a stage. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2: a single source
+is never further than (n - 1)/2 from its ideal.
 """
 
 import bisect
@@ -26,7 +24,7 @@ Weights = tuple[Fraction, ...]
 
 _HALF = Fraction(1, 2)
 _PRECISION = 2**128
-"""Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds their length."""
+"""Errors are carried from stage to stage in units of 1/_PRECISION row."""
 
 
 class Phase(NamedTuple):

@@ -118,8 +118,6 @@ class BatchSequence(abc.ABC, Generic[T]):
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 
-        It covers the number of rows of each source, and the row numbers of five batches.
-
         Example:
             >>> import numpy as np, jstep
             >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
@@ -202,7 +200,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator[T]":
-        """Return an iterator over the batches from `step`, with `get_state` and `set_state` for checkpoints."""
+        """Return an iterator over the batches from `step`, with `get_state` and `set_state`."""
         return BatchIterator(self, self._as_step(step, end=1))
 
     def __len__(self) -> int:

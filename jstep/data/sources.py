@@ -45,10 +45,7 @@ class ArraySource:
 
 
 class ItemSource:
-    """Stacked items `items[i]` of an object with `__len__` and `__getitem__`.
-
-    Only `__getitems__`, and a `__getitem__` known to accept them, get lists.
-    """
+    """Stacked items `items[i]` of an object with `__len__` and `__getitem__`."""
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
@@ -111,10 +108,7 @@ class Rows:
 
 
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
-    """Open the rows of a tree of sources, in which a list is one source.
-
-    `name` begins its paths.
-    """
+    """Open the rows of a tree of sources, in which a list is one source; `name` begins its paths."""
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
     leaves, whole = jax.tree_util.tree_flatten_with_path(
@@ -157,7 +151,6 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
 
 
 def _is_of_same_rows(cls: type) -> bool:
-    """Whether no subclass overrides `__getitem__` but not `__getitems__`."""
     # In the class itself: a wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which
     # knows nothing of the wrapper's items.
     names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)

@@ -47,7 +47,6 @@ class Steps:
         return zip((start + first for first in steps.firsts), steps.parts, strict=True)
 
     def changes(self, stages: Iterable[tuple[int, int | None, T]]) -> dict[int, T]:
-        """Return the values of stages by the step number from which they hold."""
         values: dict[int, T] = {}
         ascending, last = list(stages), None
         for number, part in self.numbered(0):
@@ -59,7 +58,6 @@ class Steps:
 
 
 def range_length(numbers: range) -> int:
-    """Return the length of a range; `len` fails for large ones."""
     return max(0, -((numbers.start - numbers.stop) // numbers.step))
 
 
@@ -96,7 +94,6 @@ class Staircase(Generic[T]):
         return self.values[self.index(step)]
 
     def edge_after(self, step: int) -> int | None:
-        """Return the first step of the next stage after `step`, or None."""
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 

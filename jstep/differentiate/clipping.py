@@ -53,8 +53,6 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
 
 @on_any_mesh("t")
 def clip_values(t: Tree, *bounds: Any) -> Any:
-    """As `clip_by_value`, with bounds that are not checked."""
-
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
             raise TypeError(f"clip_by_value: {trees.leaf_at(path)} is {x.dtype}, and complex numbers have no order")
@@ -153,7 +151,6 @@ def global_norm(tree: Tree) -> Array:
 
     Returns:
         A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Norms above 1.8e19 are infinite.
-        Complex leaves enter with their absolute values.
 
     Raises:
         TypeError: A leaf is not an array of numbers (names its path).
@@ -195,8 +192,6 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
         ValueError: Two layers have the same path, as with keys that contain a slash.
 
     Example:
-        The norm of each layer's gradient as metrics of a step:
-
         >>> import jstep
         >>> norms = [lambda g, u, p: {f"grad_norm/{k}": v for k, v in jstep.layer_norms(g).items()}]
         >>> optimizer = jstep.gradient_descent(0.5)

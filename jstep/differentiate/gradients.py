@@ -110,9 +110,8 @@ def stop_gradient(x: T) -> T:
 def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
-    With several trees it combines gradients, for example of two losses: `map_gradients(jnp.add, first, second)`. A
-    missing leaf counts as zeros. `IndexedSlices` in all of them give `IndexedSlices` with the union of their rows;
-    otherwise the gradients become dense.
+    With several trees, a missing leaf counts as zeros. `IndexedSlices` in all of them give `IndexedSlices` with the
+    union of their rows; otherwise the gradients become dense.
 
     Args:
         fn: A function of an array from each tree, of equal shapes.

@@ -24,7 +24,6 @@ NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 def check_integers(
     lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> None:
-    """Reject integers that depend on a lane."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:

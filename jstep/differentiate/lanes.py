@@ -25,7 +25,6 @@ from jstep.differentiate.merging import merge_equal
 from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14
-"""Arrays with fewer elements are exchanged together."""
 MIN_ELEMENTS_PER_DEVICE = 64
 """The minimum number of elements per device of an array that is split."""
 
@@ -52,7 +51,6 @@ class Lanes(NamedTuple):
 
     @property
     def manual(self) -> frozenset[str]:
-        """The mesh axes that a lane does not have."""
         return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
 
     def alone(self) -> AbstractMesh:
@@ -110,10 +108,7 @@ def on_lanes(
     specs: Mapping[tuple[int, ...], PartitionSpec] | None = None,
     specs_of: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`.
-
-    `whole` are arrays that are not split by rows.
-    """
+    """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`."""
     if number is None:
         return fn(None, whole, args)
     rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
@@ -158,9 +153,9 @@ _shape = functools.partial(shape_of, weak=True)
 
 
 def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
-    """Return the results of a program, compiled by itself: XLA neither fuses nor moves its operations with others.
+    """Return the results of a program whose operations XLA neither fuses nor moves with others.
 
-    XLA does not know the values of `witness`, a nonempty array.
+    `witness` is a nonempty array whose values XLA does not know.
     """
     fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
 
@@ -194,7 +189,7 @@ def sum_over_lanes(
 ) -> Any:
     """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
-    `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`.
+    `blocks` are the i-th of L blocks of each of `blocked`, along its dimension in `dims`.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -282,7 +277,6 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
 
 
 def _sum(stacked: Array) -> Array:
-    """Sum over the leading axis, a power of two, in the same tree."""
     while len(stacked) > 1:
         stacked = stacked[0::2] + stacked[1::2]
     return stacked[0]

@@ -25,12 +25,9 @@ class Tables:
         self._taken: list[tuple[int, Array, Array]] = []
 
     def index_of(self, table: object) -> int | None:
-        """Return the index of a table; None if it is unknown."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, index: int, table: Array, ids: Array) -> Array:
-        """Return the rows, whose gradient is recorded here."""
-
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
             return _rows_at(table, ids), ids
 
@@ -43,7 +40,6 @@ class Tables:
         return rows(table, ids)
 
     def gradient(self, index: int, dense: Array | None) -> Any:
-        """Sum the gradients of all uses of a leaf."""
         taken = [(ids, gradient) for i, ids, gradient in self._taken if i == index]
         if not taken:
             return dense
@@ -59,9 +55,8 @@ TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_ta
 def lookup(table: object, ids: object) -> Array:
     """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 
-    In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of
-    the table. The gradient is dense if the loss also uses the table in another way, or looks it up inside scan, vmap,
-    cond, remat or a nested jit, and under `jax.grad`.
+    The gradient is dense if the loss also uses the table in another way, or looks it up inside scan, vmap, cond, remat
+    or a nested jit, and under `jax.grad`.
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).

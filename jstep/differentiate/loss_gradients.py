@@ -32,11 +32,7 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Gate(enum.IntEnum):
-    """How far XLA may overlap gradients and updates, by the names of `tf.train`.
-
-    `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is complete before its
-    update begins. `GATE_GRAPH`: all gradients are complete before any update begins.
-    """
+    """How far XLA may overlap gradients and updates, by the names of `tf.train`."""
 
     GATE_NONE = 0
     GATE_OP = 1
@@ -82,17 +78,16 @@ def compute_gradients(
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i of n has the rows
             i, i + n, i + 2n, … of every arg. Gradients, loss and inexact leaves of aux are means in at least float32;
-            integers and bools of aux are sums in at least int32. They equal the results for the whole batch only if the
-            loss is a mean over rows; see the recipe "Contrastive losses in parts" for others.
+            integers and bools of aux are sums in at least int32. They equal those of the whole batch only if the loss
+            is a mean over rows.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH; it never affects values.
         aggregation_method: How to sum the gradients of microbatches.
-        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the same
-            batch and key; loss and aux are evaluated at p. It costs a second gradient.
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖; loss and aux
+            are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
-        lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical on any number of
-            devices that divides it. Inside your own `jax.jit`, set the mesh (`jax.set_mesh`), over which rows of
-            unknown sharding are spread.
+        lanes: Number of lanes, a power of two, as in `minimize`. Inside your own `jax.jit`, set the mesh
+            (`jax.set_mesh`).
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
@@ -171,8 +166,6 @@ class LossInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossGradients:
-    """The validated options of `compute_gradients` and `minimize`."""
-
     loss_fn: Callable[..., Any]
     var_list: VarList = None
     has_aux: bool = False
@@ -193,7 +186,6 @@ class LossGradients:
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it; None if unknown."""
     fallback: meshes.AxesFallback | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The tracer of the loss, shared by all copies."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
@@ -227,7 +219,6 @@ class LossGradients:
 
     @property
     def depends_on_rows(self) -> bool:
-        """Whether the result depends on the sharding of the rows."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
@@ -294,7 +285,6 @@ class LossGradients:
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
-        """Differentiate in lanes."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)

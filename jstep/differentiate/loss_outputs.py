@@ -86,7 +86,6 @@ def _like(old: object, new: object) -> Any:
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-"""Kinds of numbers, each of which holds the values of the kinds before it."""
 
 
 def _kind_of(dtype: DTypeLike) -> int:
@@ -100,7 +99,6 @@ class Collector:
     """The summaries that a function creates, which `jstep.summary` adds.
 
     Attributes:
-        key: The name of their collection.
         trace: The trace in which the function is called.
         parts: Summaries created in this trace.
         nested: Tags → source line of summaries created inside a transformation.

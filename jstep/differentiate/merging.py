@@ -1,8 +1,7 @@
 """Merging of equal operations in traced programs, for lanes.
 
-XLA simplifies some operations only if an operand has no other use: it multiplies by an inverse instead of dividing by a
-broadcast, which rounds differently. It merges equal operations before that on several devices, and after it on one. XLA
-would replace only the first of several divisions by one broadcast; here all become products.
+XLA replaces only some divisions by a broadcast by products, which round differently, and which ones depends on the
+number of devices. Here all become products.
 """
 
 import functools
@@ -111,7 +110,6 @@ def _with_merged(operation: Operation) -> dict[str, Any]:
 
 
 def _has_inverses(dtype: Any) -> bool:
-    """Whether the inverses of small numbers are finite, unlike those of float16."""
     return is_floating(dtype) and bool(jnp.finfo(dtype).maxexp >= 128)  # type: ignore[no-untyped-call]
 
 

@@ -130,8 +130,7 @@ def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> i
 class AggregationMethod(enum.Enum):
     """The method of summing the gradients of microbatches.
 
-    `DEFAULT` keeps a running sum. `ADD_N` keeps the gradients of all microbatches and sums them once, which rounds less
-    but needs memory for all.
+    `DEFAULT` keeps a running sum. `ADD_N` keeps all gradients and sums them once, which rounds less.
     """
 
     DEFAULT = "default"
@@ -147,8 +146,6 @@ class Squares(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """The results of one batch or microbatch."""
-
     loss: Array
     model_state: Any
     aux: Any
@@ -170,16 +167,9 @@ def accumulate(
 ) -> LossResult:
     """Accumulate the results of all microbatches of a batch.
 
-    Args:
-        part_fn: `part_fn(model_state, microbatch, i) -> LossResult`; model_state is carried.
-        parts: From `split_batch`.
-        sums: Zeros for the gradients.
-        weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored.
-        square: Returns the squared norm of gradients, some of which may be None.
-
-    Returns:
-        Means and sums as in `compute_gradients`. `IndexedSlices` contain the rows of all microbatches; a gradient that
-        no microbatch has is None.
+    `part_fn(model_state, microbatch, i)` is called for the parts of `split_batch`; `sums` are zeros for the gradients;
+    `square` returns the squared norm of gradients. The result has means and sums as in `compute_gradients`;
+    `IndexedSlices` contain the rows of all microbatches.
     """
     examples, n = jax.tree.leaves(parts)[0].shape[:2]
     running = method is AggregationMethod.DEFAULT
@@ -230,8 +220,6 @@ def summands(weight: Array | None, outputs: Tree) -> Any:
 
 
 def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
-    """Return the sums of outputs with `mean(sum)` for inexact leaves."""
-
     def leaf(total: Any) -> Any:
         return total if _is_ratio(total) or not is_inexact(total) else mean(total)
 

@@ -1,8 +1,7 @@
 """Bitwise reproducible evaluation of a function on any number of devices, for lanes.
 
-Elementwise operations of the traced function stay sharded, except on CPUs; sums over whole arrays are computed over L
-blocks in the tree of the lanes; every device computes all other operations on whole arrays. Each group of operations is
-compiled apart from the rest.
+Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L blocks in the tree of
+the lanes; every device computes all other operations on whole arrays.
 """
 
 import collections

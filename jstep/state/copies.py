@@ -18,7 +18,6 @@ from jstep.slots.roles import LIKE_PARAMETERS, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
 _FOLLOWING = (*LIKE_PARAMETERS, Role.REMAINDER)
-"""The roles of slots that `with_params` sets."""
 _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
@@ -74,7 +73,6 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
 
 
 def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
-    """Return a leaf with the old type, or the precision of its master or remainder."""
     value = device_values.host_leaf(leaf, path, "params")
     if trees.is_python_number(leaf) and trees.is_trainable(old):  # a weak type, as in create
         value = value.astype(old.dtype)
@@ -121,7 +119,6 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
 
 
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
-"""The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"

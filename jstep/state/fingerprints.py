@@ -43,11 +43,8 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
     A leaf has h = seal(Σᵢ mix(bits of element i, i)), with two sums modulo 2³²; a tree has Σ h. Any change of a single
-    element's bits changes the fingerprint, any other change does with probability 1 − 2⁻⁶⁴. It is not a cryptographic
-    hash.
-
-    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter. 0.0 and −0.0 differ,
-    as do NaNs with different bits. Each element is read once, on its own device, without blocking.
+    element's bits changes it, any other change with probability 1 − 2⁻⁶⁴. Containers, insertion order, NumPy or JAX,
+    sharding and the number of processes do not matter. Each element is read once, on its own device, without blocking.
 
     Args:
         tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
@@ -89,7 +86,6 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
 
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """Return paths, leaves and keys `[4]`."""
     require_alive(tree)
     found = StateLeaves(tree)
     paths, leaves = found.paths, found.values
@@ -114,7 +110,6 @@ def _start(groups: "Sequence[_DeviceGroup | _HostGroup]", leaves: Sequence[Any])
 
 
 def stacked_words(groups: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
-    """Return the results of `start_fingerprints` in the order of the leaves. Blocks."""
     rows = np.zeros((sum(len(numbers) for numbers, _ in groups), 2), U)
     with meshes.internal_transfers():
         for numbers, words in groups:
@@ -165,10 +160,7 @@ class Fingerprints(NamedTuple):
 
 
 class LeafFingerprints:
-    """The fingerprints of the leaves of states, one state after another.
-
-    What follows from structure, shapes and shardings is computed only when these change.
-    """
+    """The fingerprints of the leaves of states; what follows from their structure is computed when that changes."""
 
     def __init__(self, tree: Tree) -> None:
         self._prepare(tree)
@@ -225,10 +217,7 @@ def finalize(x: Any) -> Any:
 
 
 def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
-    """Compute the two lanes from low and high words; `high` is None if all are 0.
-
-    The key of a position is `position · STRIDE` modulo 2^32.
-    """
+    """Compute the two lanes from low and high words; `high` is None if all are 0. Keys are multiples of `STRIDE`."""
     first = finalize(low ^ key)
     second = key ^ U(SECOND)
     second += first
@@ -272,7 +261,6 @@ def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
     flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
@@ -346,7 +334,6 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 
 def _keys(shape: tuple[int, ...]) -> Any:
-    """Return the keys of all positions, in the shape of the array."""
     split = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
@@ -376,7 +363,6 @@ def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _split(rows: Tree) -> list[Any]:
-    """Return the rows, by one program for any row."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
@@ -387,8 +373,6 @@ def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
 
 
 class _HostGroup(NamedTuple):
-    """Leaves in host memory: their indices, and their keys."""
-
     numbers: list[int]
     keys: Any
 
@@ -398,13 +382,9 @@ class _HostGroup(NamedTuple):
 
 
 class _DeviceGroup(NamedTuple):
-    """Leaves on one device or one mesh.
-
-    One program is compiled for each shape and dtype, and a call handles several small leaves.
+    """Leaves on one device or one mesh; one program for each shape and dtype handles several small leaves.
 
     Attributes:
-        mesh: Their mesh of several devices, or None.
-        on_mesh_of_one: Whether a leaf is on a mesh of one device.
         rows: The array of rows, with zeros.
         calls: For each call, its first row and the indices of its leaves.
         in_flight: The number of calls that may be in flight; None for any.

@@ -85,7 +85,6 @@ def find_step(state: Tree) -> Array | None:
 
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
-    """Return the global step of a state, which must have one."""
     step = find_step(state)
     if step is None:
         raise ValueError(

@@ -7,13 +7,8 @@ from jstep.state.train_state import TrainState
 def interrupted_state() -> TrainState | None:
     """Return the last complete state of the last run in this process that an exception ended.
 
-    It may be an interrupt (the stop button of a notebook), the end of `stop_secs`, or an error in a hook or in the
-    data. A run without a checkpoint_dir is therefore not lost:
-
-        state = jstep.train(train_step, jstep.interrupted_state(), batches, last_step)
-
-    The state is kept only in interactive sessions: IPython, a notebook or Python's prompt. No copy is made: a run
-    donates it.
+    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or Python's prompt. No
+    copy is made: a run donates it.
 
     Returns:
         The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.

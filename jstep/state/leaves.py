@@ -16,7 +16,7 @@ GLOBAL_STEP = "global_step"
 PARAMS = "params"
 SLOTS = "slots"
 FROZEN = "frozen"
-"""The `leave_out` of a Saver that stands for the parameters that the optimizer trains under no label."""
+"""The `leave_out` of a Saver for the parameters that the optimizer trains under no label."""
 
 Keys = tuple[str, ...]
 
@@ -27,8 +27,6 @@ def _states_in(tree: trees.Tree) -> list[TrainState]:
 
 
 class _Structure:
-    """The structure of a tree; see `StateLeaves`."""
-
     def __init__(self, treedef: Any) -> None:
         self.indices = treedef.unflatten(range(treedef.num_leaves))
         self.keys: list[Keys] = []
@@ -58,7 +56,6 @@ class _Structure:
 
 
 _structure_of = functools.lru_cache(maxsize=8)(_Structure)
-"""A run saves states of one structure, and fingerprints them."""
 
 
 class StateLeaves:

@@ -26,9 +26,9 @@ _BLOCK = 2**20
 
 
 class StateContents:
-    """The contents of each parameter and slot of a state, computed on its devices without blocking.
+    """The contents of each parameter and slot of a state, but not of model_state, computed without blocking.
 
-    With `read_cpus`, arrays on a CPU are read immediately. The model_state is excluded: it may hold anything.
+    With `read_cpus`, arrays on a CPU are read immediately.
     """
 
     def __init__(self, state: trees.Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
@@ -60,7 +60,7 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Return the leaves that became worse, or are not finite, and separately slots with infinity."""
+        """Return the leaves that became worse, and separately slots with infinity."""
         earlier = {} if before is None else before.contents()
         worse = {path: kind for path, kind in self.contents().items() if kind > earlier.get(path, FINITE)}
         infinite_slots = [path for path, kind in worse.items() if kind == INFINITE and path.startswith(f"{SLOTS}/")]

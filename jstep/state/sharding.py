@@ -27,7 +27,7 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
         min_size: The minimum number of elements of a split leaf.
 
     Returns:
-        A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.
+        A tree of `PartitionSpec`.
 
     Raises:
         ValueError: The mesh has no such axis.
@@ -160,7 +160,6 @@ def state_shardings(
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
-    """Change the memory kind of slots with one dimension or more."""
     if kind is None:
         return shardings
 
@@ -188,10 +187,7 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
 def slot_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
-    """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
-
-    The role resolves the ambiguity of square parameters.
-    """
+    """Return the parameter's sharding without the dimensions that the slot lacks; the role decides for a square one."""
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
@@ -220,7 +216,6 @@ def slot_sharding(
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    """Return the (first) largest dimension divisible by `size`, or None."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 

@@ -36,7 +36,7 @@ def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
 def make_on(
     mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
 ) -> Any:
-    """Return the state `make(params, model_state)`, or with None for a function, sharded over a mesh, or its shapes."""
+    """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes."""
     abstract = is_abstract(mesh, params, model_state)
 
     def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
@@ -69,7 +69,7 @@ def make_on(
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
-"""Variable types of Flax NNX, by name: jstep does not import neural-network libraries."""
+"""Variable types of Flax NNX that no gradient trains, by name."""
 
 
 def refuse_untrained(params: Tree) -> None:
@@ -106,7 +106,7 @@ class TrainState(Generic[P]):
             Non-trained variables are stored in `slots["model_state"]`. Each access returns a new dict.
         global_step: The number of training steps completed, an int32 scalar (int64 under x64).
         roles: The role of each slot in its optimizer, such as an age; static and not saved. It is empty in a state made
-            by hand, whose pytree structure therefore differs.
+            by hand.
 
     Example:
         >>> import jstep
@@ -174,8 +174,8 @@ class TrainState(Generic[P]):
 
         Args:
             params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
-                that returns one: with a mesh it is compiled, so that no device ever holds the whole tree. Shapes
-                (`jax.ShapeDtypeStruct`), or a mesh from `jstep.topology`, give a state of shapes.
+                that returns one: with a mesh no device ever holds the whole tree. Shapes, or a mesh from
+                `jstep.topology`, give a state of shapes.
             optimizer: The optimizer that creates the slots.
             global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
@@ -265,14 +265,13 @@ class TrainState(Generic[P]):
     def with_params(self, params: P) -> Self:
         """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
 
-        These are averages, masters, the slow weights of lookahead and others, which would undo
-        `state.replace(params=…)` in the next updates. Moments, ages, held values, the step and the model state stay.
+        Copies are averages, masters, slow weights and others, which would undo `state.replace(params=…)`. Everything
+        else stays.
 
         Args:
             params: The new parameters, with the structure, shapes and dtypes of the old ones; each leaf is copied, and
                 placed like the old one. A leaf that is the state's own array stays, and so do its slots. A
-                low-precision leaf may be given in float32 if it has a master or a remainder, which keeps the bits that
-                the parameter loses.
+                low-precision leaf may be given in float32 if it has a master or a remainder.
 
         Raises:
             TypeError: A leaf is not an array or a number (names its path).
@@ -341,7 +340,6 @@ def _unflatten(static: tuple[Roles], children: Any) -> TrainState:
 
 
 def _copied_slots(state: TrainState) -> Any:
-    """The slots of a state, as a dict of their own."""
     slots = state._children[1]
     return dict(slots) if type(slots) is dict else slots  # JAX and users may put anything there
 
@@ -409,7 +407,6 @@ def _is_equal(a: object, b: object) -> bool:
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
-    """Copy slots that share an array with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: object) -> Any:
@@ -428,14 +425,11 @@ def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
 
 
 def _is_count(step: Any) -> bool:
-    """Whether a step is an integer of Python or NumPy."""
     is_integer = isinstance(step, int | np.integer) or (isinstance(step, np.ndarray) and step.dtype.kind in "iu")
     return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
 def _numbers_as_arrays(model_state: Tree) -> Any:
-    """Convert numbers; other leaves may be shapes or shardings."""
-
     def converted(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex | np.generic):
             return leaf
@@ -491,9 +485,8 @@ def shard_state(
     """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
 
     Args:
-        state: Any state. To create a state too large for one device, pass the mesh to `TrainState.create` instead. For
-            a state of shapes, from `jax.eval_shape`, the result has shapes with shardings: a target for
-            `Saver.restore`.
+        state: Any state. For one too large for a device, pass the mesh to `TrainState.create`. A state of shapes gives
+            shapes with shardings: a target for `Saver.restore`.
         mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
         param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
             `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`. Other

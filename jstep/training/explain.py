@@ -85,7 +85,6 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
 
 
 def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool:
-    """Whether a function of the parameters returns a loss, perhaps with aux."""
     try:
         with using_mesh(mesh_of((state, args))):
             out = jax.eval_shape(fn, state.params, *args)
@@ -133,7 +132,7 @@ def has_donated_step(state: Tree) -> bool:
 def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
     """Reject states that JAX reports on one device, but that crash the process on a mesh.
 
-    `is_known`: a step returned the state, so that its leaves share no buffers.
+    `is_known`: a step returned the state, so its leaves share no buffers.
     """
     require_alive(state)
     if not donates:
@@ -161,7 +160,6 @@ def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = 
 
 
 def _buffer(leaf: Any) -> Any:
-    """Identify the memory of an array."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
     leaf = trees.key_data(leaf)

@@ -98,21 +98,18 @@ class TracedStep(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The types of the computed metrics by name."""
         return self.computed if isinstance(self.computed, Mapping) else {}
 
 
 class LoopedStep(TrainStep):
     """A compiled program of 1 to K steps: `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))`.
 
-    It runs the first n of K steps, so that results are bitwise identical however steps are divided into calls. The
-    metrics are from the last step; the numbers of all steps are added to the sums.
+    It runs the first n of K steps, so that results do not depend on the division into calls. The metrics are from the
+    last step; the numbers of all steps are added to the sums.
 
     Args:
-        step: Any function `(state, *args) -> (state, metrics)`.
-        max_steps: K; None for the arguments of a single step, not stacked, in the same loop.
-        accumulate: Returns an object with `row(metrics)`, the numbers of one step, and `add(sums, rows, count)`, which
-            adds the first `count` of the stacked rows.
+        max_steps: K; None for the arguments of a single step, not stacked.
+        accumulate: Returns an object with `row(metrics)`, the numbers of one step, and `add(sums, rows, count)`.
     """
 
     _returns_sums = True

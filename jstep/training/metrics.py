@@ -25,8 +25,6 @@ from jstep.slots.roles import Role, Roles
 Metrics: TypeAlias = Mapping[str, Any]
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
-"""Names of metrics that hooks and the loop read."""
-
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
 
@@ -37,8 +35,7 @@ class Constants:
 
     Attributes:
         all: Name → NumPy scalar or read-only array; the same objects at each call.
-        values: Those that are hyperparameters, which hooks show once. The user's function returned the others, such as
-            the length of a batch.
+        values: Those that are hyperparameters, which hooks show once.
         skipped: The name of the metric that reports skipped updates; None without a guard.
         has_ratios: Whether a computed metric is a `mean_of`.
     """
@@ -133,10 +130,7 @@ class RequestedMetrics:
     def measured(
         self, gradients: Updates, updates: Updates, params: Params, scale: Array | None
     ) -> dict[str, dict[str, Any]]:
-        """Return the values of the norms and functions, by a description of their origin.
-
-        `gradients` include the loss scale, and `params` are new.
-        """
+        """Return the values of the norms and functions, by a description of their origin."""
 
         def norm(name: str) -> Array:
             if name == GRAD_NORM:

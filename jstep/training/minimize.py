@@ -75,60 +75,49 @@ def minimize(
     """Return a compiled training step `train_step(state, *args) -> (state, metrics)` that donates the state.
 
     Args:
-        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`;
-            with has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it
-            returns `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step, `step=global_step`;
-            with use_averages, `averages=params`. Alternatively several losses,
-            `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is differentiated with
-            respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
-            Parameters that no loss trains are unchanged.
-        optimizer: The optimizer that the state was created with, or an Optax transformation, which stands for
-            `from_optax` of it.
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`; with
+            has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it returns
+            `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step, `step=global_step`; with
+            use_averages, `averages=params`. Alternatively several losses, `{"critic": (critic_loss, "critic/*"),
+            "actor": (actor_loss, "actor/*")}`: each is differentiated with respect to its own var_list, and all
+            gradients are applied in one update.
+        optimizer: The optimizer that the state was created with, or an Optax transformation.
         var_list: The parameters to train, as in `compute_gradients`. The others, and those that a `partition` freezes,
             are neither changed nor differentiated.
         has_aux: Whether loss_fn returns auxiliary values, for the metrics.
-        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. The update equals
-            that of the whole batch if the loss is a mean over rows: a loss that compares rows with each other
-            (contrastive losses, BatchNorm) sees one microbatch only.
+        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. A loss that
+            compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
-            the number of devices that the rows are sharded over, and is logged. model_state and the keys of rng thus
-            depend on it, as does the objective unless the loss is a mean over rows. Rows of unknown sharding, as in a
-            step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
+            the number of devices that the rows are sharded over, and is logged. Rows of unknown sharding count as being
+            on one device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They are
-            updated once per microbatch, and keep their dtypes; a float for an integer or a bool, or an integer for a
-            bool, is an error.
+            updated once per microbatch, and keep their dtypes.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn; they
-            are not differentiated (mean teachers, target networks). A string, or a list, names their slots, as in
-            `averaged_params`.
+            are not differentiated. A string, or a list, names their slots, as in `averaged_params`.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, so a resumed run draws the same numbers. With several
             losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets `fold_in(key, i)` of the key of its
             loss.
-        pass_step: Whether loss_fn gets `step`, the global step before the update, such as for `jstep.linear(0.0, 1.0,
-            1000)(step)`.
-        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The loss,
-            aux and model_state are evaluated at the unperturbed parameters.
+        pass_step: Whether loss_fn gets `step`, the global step before the update.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
         lanes: Makes the results bitwise identical on any number of devices that divides L, this power of two. The batch
             is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device, and sums over elements
-            are computed in one binary tree. State and metrics are then identical on one process or several, without a
-            mesh, with data parallelism, ZeRO-1 and FSDP, on Auto and Explicit axes. Loss, gradients and floating leaves
-            of aux are means over the lanes, weighted by `weight_fn`; integers and bools of aux are sums. Lane i gets
-            `fold_in(key, i)` of the key of its loss, and microbatch j `fold_in(key, j)` of its lane's.
-            `num_microbatches` and `max_rows_per_device` divide each lane. Another L or other global batches give
-            another run. The page "What the bits depend on" has the conditions, the merging of model_state, and the
+            are computed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes,
+            weighted by `weight_fn`; integers and bools of aux are sums. Lane i gets `fold_in(key, i)` of the key of its
+            loss, and microbatch j `fold_in(key, j)` of its lane's. `num_microbatches` and `max_rows_per_device` divide
+            each lane. The page "What the bits depend on" has the conditions, the merging of model_state, and the
             limits.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
             `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics. They get the raw gradients,
-            before the optimizer, without a loss scale, and None for parameters that are not trained; the updates as
-            added, zero if the update is skipped or not due; and the new parameters. A leaf may be an `IndexedSlices`.
-            `layer_norms` has the norm of each layer.
+            None for parameters that are not trained; the updates as added, zero if the update is skipped; and the new
+            parameters. A leaf may be an `IndexedSlices`.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
@@ -159,15 +148,6 @@ def minimize(
         >>> state, metrics = train_step(state, jnp.float32(2.0))
         >>> print(state.params["w"], state.global_step, metrics["loss"], metrics["learning_rate"])
         0.19999999 1 4.0 0.1
-
-        Two losses with opposite gradients, each with its own parameter:
-
-        >>> losses = {"up": (lambda params: -params["w"], "w"), "down": (lambda params: params["v"] + params["w"], "v")}
-        >>> optimizer = jstep.gradient_descent(0.5)
-        >>> state = jstep.TrainState.create({"w": 1.0, "v": 1.0}, optimizer)
-        >>> state, metrics = jstep.minimize(losses, optimizer)(state)
-        >>> print(state.params["w"], state.params["v"], metrics["down/loss"], metrics["loss"])
-        1.5 0.5 2.0 1.0
 
     Source: `tf.train.Optimizer.minimize`.
     """
@@ -237,10 +217,7 @@ def _title_of(loss_fn: object) -> str:
 class UpdateStep:
     """The body of a training step of `minimize`: the gradients of one or more losses, and one update.
 
-    Attributes:
-        rng: The key of the run.
-        averages: The averages that the loss accepts.
-        schedule: The schedule of the radius of sharpness-aware minimization, or None.
+    `schedule` is that of the radius of sharpness-aware minimization, or None.
     """
 
     optimizer: Optimizer
@@ -321,7 +298,6 @@ class UpdateStep:
         plain = replace_losses(self.differentiate, sharpness=None, adaptive=False, squares=False)
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
-            """Return unscaled loss and gradients of this step's batch."""
             other = plain(inputs._replace(params=params))
             return other.loss, other.gradients if scale is None else guards.unscale(other.gradients, scale)
 
@@ -429,7 +405,6 @@ def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any)
 
 
 def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
-    """Return metrics, by a description of their origin."""
     if not is_several:
         aux, summaries = _by_name(result.aux), result.summaries
         if summaries is not None:

@@ -37,9 +37,8 @@ class PureStep:
     Attributes:
         body: As it was given; it also checks the kind of the new state.
         depends_on_rows: Whether the step depends on the sharding of the rows.
-        leading_axes: The number of batch axes before the rows, one per `scan_steps`.
+        leading_axes: The number of batch axes before the rows.
         trains: `trains(params)`: for each leaf, whether the step trains it.
-        kept: A cache for other modules.
         made_by: The call of `minimize` or `scan_steps` that made it.
     """
 
@@ -134,8 +133,6 @@ def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: 
 
 
 class StateLayout:
-    """The shardings of a state; equal layouts are one object."""
-
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings, self.mesh = shardings, mesh
 
@@ -180,9 +177,8 @@ def describe_step(step: PureStep) -> str:
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
-    The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf of the state keeps its
-    sharding, and the step is traced under the mesh of the state. The methods of `jax.jit` functions are available:
-    `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`.
+    The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf keeps its sharding,
+    and the step is traced under the mesh of the state. The methods of `jax.jit` functions are available.
 
     Args:
         step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the structure, shapes and
@@ -222,7 +218,6 @@ class TrainStep:
         return new, metrics.merged()
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
-        """Return the program for some layouts."""
         batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs

@@ -18,14 +18,7 @@ from jstep.slots.roles import AGES, Labels, Roles, init_labels
 
 
 class Update(NamedTuple):
-    """An update of a step.
-
-    Attributes:
-        updated: The paths of the leaves that have a gradient.
-        aged: The paths of those that have none, although their ages count the update.
-        increments: Whether it increments the global step.
-        per_step: The averages that move only at such an update.
-    """
+    """An update of a step: its leaves with a gradient, those without one whose ages count it, its averages."""
 
     updated: set[str]
     aged: set[str]
