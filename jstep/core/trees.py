@@ -35,6 +35,8 @@ Number: TypeAlias = float | int | np.number[Any] | Array
 
 
 class Schedule(Protocol):
+    """A function from the global step to a scalar."""
+
     def __call__(self, step: Step, /) -> Array:
         """Return the value at `step`."""
 

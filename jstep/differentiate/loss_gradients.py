@@ -32,7 +32,11 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Gate(enum.IntEnum):
-    """How far XLA may overlap gradients and updates, by the names of `tf.train`."""
+    """How far XLA may overlap gradients and updates, by the names of `tf.train`.
+
+    `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is complete before its
+    update begins. `GATE_GRAPH`: all gradients are complete before any update begins.
+    """
 
     GATE_NONE = 0
     GATE_OP = 1
@@ -48,7 +52,6 @@ GATE_OP = Gate.GATE_OP
 """Each gradient is complete before its update begins."""
 GATE_GRAPH = Gate.GATE_GRAPH
 """All gradients are complete before any update begins."""
-
 
 UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
 """The paths of differentiated parameters on which the loss does not depend; None if nobody asks."""

@@ -90,7 +90,7 @@ class CallbackState(NamedTuple):
     Attributes:
         bad: The number of evaluations in a row without an improvement.
         stopped_at: The step at which `EarlyStopping` stopped the run.
-        cooling: The number of evaluations until `ReduceOnPlateau` counts bad ones again.
+        cooling: The evaluations until `ReduceOnPlateau` counts bad ones again.
     """
 
     best: float | None = None
@@ -110,10 +110,7 @@ class CallbackState(NamedTuple):
 
 
 class MetricCallback(MetricReader):
-    """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
-
-    `watches`, and then the attributes named in `_settings`, identify the callback among others of its class.
-    """
+    """Base class of callbacks that react to a metric; `watches` and `_settings` identify their state in checkpoints."""
 
     on_cadence_only: bool = True
     key: str | None = None
@@ -145,7 +142,6 @@ class MetricCallback(MetricReader):
         return {**self._watched, **self._progress.to_json()}
 
     def set_state(self, value: Any) -> bool | None:
-        """Restore the state, if it is compatible."""
         try:
             saved = {name: value[name] for name in self._watched}
             if saved == self._watched:
@@ -164,8 +160,8 @@ class EarlyStopping(MetricCallback):
     """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
 
     An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
-    The state is saved in checkpoints, so a stopped run stays stopped when it is started again. To continue it, pass
-    `reset=True` or a larger patience. A branch of a run begins with its best value, and counts from 0.
+    The state is saved in checkpoints, so a stopped run stays stopped. To continue it, pass `reset=True` or a larger
+    patience. A branch of a run begins with its best value, and counts from 0.
 
     Args:
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
@@ -180,7 +176,6 @@ class EarlyStopping(MetricCallback):
         best: The best value so far; None before the first one.
         bad: Number of consecutive evaluations without improvement.
         why: Why and at which step it stopped the run, and how to continue; None if it did not.
-        key: The given name.
         on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
@@ -192,7 +187,7 @@ class EarlyStopping(MetricCallback):
         >>> [stop(step, None, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
         [None, None, None, True]
 
-    Source: Keras' `EarlyStopping`, with the same count.
+    Source: Keras' `EarlyStopping`.
     """
 
     _settings = ("patience", "min_delta")
@@ -232,7 +227,6 @@ class EarlyStopping(MetricCallback):
         return f"{self.metric} {has} {'been NaN' if best is None else f'not improved on {best}'} in {bad} evaluations"
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        """Return True when patience is exhausted."""
         value, progress = self.score(results), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
             self._progress = CallbackState(value)
@@ -246,7 +240,6 @@ class EarlyStopping(MetricCallback):
         return True
 
     def set_state(self, value: object) -> bool:
-        """Restore the state and return whether patience was exhausted."""
         if self._reset:
             self._start_fresh("is forgotten because of reset=True")
             return False
@@ -263,8 +256,7 @@ class ReduceOnPlateau(MetricCallback):
 
     An evaluation is good if the metric is better than the best by more than threshold·|best|, and bad otherwise. The
     value is reduced after more than `patience` bad evaluations in a row, unless it would change by at most 1e-8. For
-    `cooldown` evaluations after a reduction, none counts as bad. The counters are saved in checkpoints; the
-    hyperparameter is part of the state.
+    `cooldown` evaluations after a reduction, none counts as bad. The counters are saved in checkpoints.
 
     Args:
         metric: As in `EarlyStopping`.
@@ -280,8 +272,7 @@ class ReduceOnPlateau(MetricCallback):
     Attributes:
         best: The best value so far.
         bad: Number of consecutive bad evaluations.
-        key: The given name.
-        on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
+        on_cadence_only: True, as in `EarlyStopping`.
 
     Raises:
         KeyError: Before the first step: the state holds no such hyperparameter.
@@ -323,7 +314,6 @@ class ReduceOnPlateau(MetricCallback):
         super().__init__({"metric": metric, "name": self._name, "mode": mode}, key)
 
     def begin(self, state: TrainState) -> None:
-        """Reset the counters."""
         super().begin(state)
         with internal_transfers():
             get_hyperparameter(state, self._name)
@@ -357,8 +347,6 @@ class Best(NamedTuple):
 
 
 class _Complete:
-    """Step → path of complete checkpoints; a listener of a `Saver`."""
-
     def __init__(self, notifier: Listener | None = None) -> None:
         self.paths: dict[int, str] = {}
         self.notifier = notifier
@@ -383,12 +371,11 @@ _CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
-    evaluator measured it with averages of the parameters. Every run competes with the checkpoints in that directory; a
-    warning is logged if it does not resume, or if the best value was measured with another config, or on other data. On
-    a tie the earlier checkpoint is kept. A nonfinite value is never kept, nor are parameters with NaN.
-    `jstep.Saver(directory, prefix="best").restore(state)` restores the newest checkpoint that is kept, which with
-    keep=1 is the best.
+    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was
+    measured with averages of the parameters. Every run competes with the checkpoints in that directory; a warning is
+    logged if the best value was measured with another config, or on other data. On a tie the earlier checkpoint is
+    kept. A nonfinite value is never kept, nor are parameters with NaN. `jstep.Saver(directory,
+    prefix="best").restore(state)` restores the newest one.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -448,7 +435,6 @@ class KeepBest(MetricReader):
         self._complete = _Complete()
 
     def use_run(self, run: RunInfo) -> None:
-        """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
         self._has_kept = run.has_kept
         self._config, self._listener = run.config, run.background
@@ -507,7 +493,6 @@ class KeepBest(MetricReader):
             logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
 
     def begin(self, state: TrainState) -> None:
-        """Read the best values so far."""
         saver = self._open()
         if not self._is_fresh:
             self._warn_of_config(saver)
@@ -528,7 +513,6 @@ class KeepBest(MetricReader):
             )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        """Save the state if it is among the best."""
         value = self.score(results)
         saver = self._saver or self._open()
         # The step already has a value if the run resumed from an earlier step.

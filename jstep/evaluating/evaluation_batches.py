@@ -47,10 +47,7 @@ _GLOBAL = -3
 
 
 class EvaluationBatches:
-    """The batches of an evaluation, for repeated iteration.
-
-    An iterator with `get_state` and `set_state` is reset before each pass; any other iterator can be used only once.
-    """
+    """The batches of an evaluation, for repeated iteration; an iterator that cannot be reset is used only once."""
 
     def __init__(self, batches: Tree) -> None:
         _check(batches)
@@ -101,7 +98,6 @@ class EvaluationBatches:
         return _map_leaves(_on_device, args, shardings)
 
     def first_hash(self) -> str | None:
-        """Hash the first batch, if possible."""
         batches = self.source
         begun = self._begun
         if not processes.is_single_process() or (begun is None and not isinstance(batches, BatchSequence | Sequence)):
@@ -152,8 +148,6 @@ def _check(batches: Tree) -> None:
 
 
 def check_sharding(batch_sharding: object) -> None:
-    """Reject invalid shardings before there is a state."""
-
     def is_leaf(leaf: object) -> bool:
         return isinstance(leaf, PartitionSpec) or is_axes(leaf)
 
@@ -166,10 +160,7 @@ def batch_shardings(batch_sharding: object, state: Tree) -> Any:
 
 
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of each batch, placed for the computation of metrics.
-
-    Rows that do not divide over the devices are replicated, so that metrics are exact without padding.
-    """
+    """Yield the arguments of each batch, placed; rows that do not divide over the devices are replicated."""
     arguments = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
     is_single = processes.is_single_process()
     if shardings is not None and not is_single:
@@ -202,10 +193,7 @@ def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings:
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield global arrays made of the rows of all processes, batch by batch, until all have ended.
-
-    All processes exchange their numbers of rows, so these, and the numbers of batches, may differ.
-    """
+    """Yield global arrays of the rows of all processes until all batches have ended; numbers of rows may differ."""
     last: tuple[Any, ...] | None = None
     while True:
         failure: Exception | None = None

@@ -36,17 +36,15 @@ class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
     The states of callbacks are saved with each checkpoint. An evaluation at the end of a run that is not due is not
-    passed to callbacks with a true attribute `on_cadence_only`, such as `EarlyStopping` and `ReduceOnPlateau`. If a
-    `jstep.evaluator` cannot evaluate the state, this is usually an error before the first step. An evaluation that a
-    signal interrupts is repeated when the run is restarted.
+    passed to callbacks with a true attribute `on_cadence_only`. An evaluation that a signal interrupts is repeated when
+    the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
         every_n_steps: Interval in steps; due at its multiples.
         every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
-        callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
-            `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
-            to continue with.
+        callbacks: Functions `(step, state, results)`, such as `EarlyStopping`, called in order after each evaluation.
+            Each returns None, True (stop after this step) or a `TrainState` to continue with.
         summary_writer: Any object with `add_summary(summary, global_step)`; None for the writer of `train`'s `logdir`.
         prefix: Prefix of the names in the log and in the summaries, different for each hook of a run.
         key: The name of its state in checkpoints; None for its class and prefix.
@@ -159,7 +157,6 @@ class EvaluationHook(RunHook):
         return {"step": self._reported_step, **interrupted, "callbacks": states}
 
     def set_state(self, value: object) -> bool:
-        """Restore the states; return whether a callback had stopped the run."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("interrupted_step", "")]
         if not all(step is None or type(step) is int for step in steps):
@@ -183,7 +180,6 @@ class EvaluationHook(RunHook):
         return self._evaluate_at(step, state, on_cadence=True)
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Evaluate the last state, unless it was evaluated already."""
         if step in self.results:
             return None
         result = self._evaluate_at(step, state, self._is_on_cadence(step))
@@ -195,7 +191,6 @@ class EvaluationHook(RunHook):
         return self._owes(step, was_due=False)
 
     def repeat(self, step: int, state: TrainState) -> None:
-        """Evaluate the state of a finished run, without callbacks."""
         self._reported_step = step
         if step not in self.results:
             self._evaluate_at(step, state, self._is_on_cadence(step))

@@ -1,7 +1,4 @@
-"""The metrics of evaluation batches, and their totals, which are exact.
-
-Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
-"""
+"""The metrics of evaluation batches, and their totals, which are exact."""
 
 import dataclasses
 import math
@@ -47,7 +44,6 @@ class Metric:
 
 
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
-    """Return the metrics of a batch."""
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
@@ -80,8 +76,6 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
 
 
 class MetricTotals:
-    """The totals of all metrics by name."""
-
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
         self._merge = merge
         self._totals: dict[str, Any] = {}

@@ -43,10 +43,7 @@ STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", de
 
 
 class EvaluationAbandoned(BaseException):
-    """Raised between two batches of an evaluation when the run stops.
-
-    It is not an Exception, so that user code, such as a retry, does not catch it.
-    """
+    """Raised between two batches of an evaluation when the run stops; not an Exception, so that no retry catches it."""
 
 
 Evaluate: TypeAlias = Callable[[TrainState], dict[str, float]]
@@ -69,26 +66,23 @@ def evaluator(
     """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
 
     Every example has the same weight, whatever the size of the last batch and the number of devices and processes.
-    Totals are float64 and integers, on the host.
 
     Args:
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
-            `*args`, any other batch, also a NamedTuple, as one argument. A metric is a vector with a value for each
-            example; a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`; or a
-            pytree object with `merge(other)` and `compute()`, as in `jstep.metrics` and CLU, where `compute()` returns
-            a number, or a dict of numbers named `name/key`.
+            `*args`, any other, also a NamedTuple, as one argument. A metric is a vector with a value for each example;
+            a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`; or a pytree
+            object with `merge(other)` and `compute()`, as in `jstep.metrics`, where `compute()` returns a number, or a
+            dict of numbers named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
-            drop_remainder=False)`, or a loader. An iterator that cannot be reset can be used only once. Rows that
-            `jstep.batches` drops are a warning.
+            drop_remainder=False)`, or a loader. An iterator that cannot be reset can be used only once.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
             these; or the name of the slot of averages, or several names. "both" evaluates the parameters and their
             averages in one pass: `loss` and `averaged/loss`.
         has_model_state: Whether metric_fn accepts the model state; with averages `averaged_model_state(state)` if there
             is one, else the raw one with a warning.
-        batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
-            array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
-        lanes: Number of lanes, a power of two, as in `minimize`: the results have the same bits on any number of
-            devices. Every device computes the whole of a batch that `lanes` does not divide.
+        batch_sharding: Placement of the batches, as in `train`; names of mesh axes mean the mesh of the state.
+        lanes: Number of lanes, a power of two, as in `minimize`. Every device computes the whole of a batch that
+            `lanes` does not divide.
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
@@ -111,7 +105,7 @@ def evaluator(
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
         {'loss': 1.5, 'auc': 1.0}
 
-    Source: Keras' `Model.evaluate`, which weights batches in float32.
+    Source: Keras' `Model.evaluate`.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
     _parameters_of(use_averages)

@@ -11,8 +11,6 @@ from jstep.core import processes
 from jstep.core.checks import as_int, as_number, describe_type, hook_name
 
 NEVER = 2**63
-"""A step that is never reached."""
-
 Clock = Callable[[], float]
 
 
@@ -35,9 +33,7 @@ class Cadence:
     Steps are due at multiples counted from 0. Seconds count from the end of the hook's last call.
 
     Attributes:
-        steps: The interval in steps.
         secs: Seconds, or a function that returns them at the start of each interval.
-        clock: Returns the time in seconds.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples.
         at_last: Whether the hook is also due at the last step.
@@ -70,10 +66,7 @@ def make_cadence(
     required: bool = True,
     **options: bool,
 ) -> Cadence:
-    """Make a cadence whose errors name the caller's arguments, given as (name, value).
-
-    `UNSET` steps are used only if no seconds are given.
-    """
+    """Make a cadence whose errors name the caller's arguments, given as (name, value)."""
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
     (name, number), (secs_name, seconds) = steps, secs or ("", None)
@@ -96,10 +89,7 @@ def hook_cadence(hook: object) -> Cadence | None:
 
 
 def next_call(hook: object, step: int) -> tuple[int, int]:
-    """Return when a hook is due next, and the step at which a call of several steps must end for it.
-
-    Hooks that name no steps are due after every call.
-    """
+    """Return when a hook is due next, and the step at which a call of several steps must end for it."""
     cadence, named = hook_cadence(hook), None
     if hasattr(hook, "next_due") and (answer := hook.next_due(step)) is not None:
         try:

@@ -71,10 +71,7 @@ def _line(step: int, row: Row) -> bytes:
 
 
 class HistoryFile:
-    """A file of rows that a run writes; a row that changes is written again, with those after it.
-
-    A run that resumes keeps the rows up to its step. Another run that finds rows renames the file.
-    """
+    """A file of rows that a run writes; a row that changes is written again, with those after it."""
 
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:
         self._path = check_path(path)

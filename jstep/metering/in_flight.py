@@ -18,15 +18,13 @@ _SECONDS, _MIN_CALLS = 1.0, 2
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_DROPPED = 8
-"""The number of calls from which on finished ones are dropped."""
 _LATEST = 64
 
 
 class InFlight:
-    """The calls that the device has not finished.
+    """The calls that the device has not finished: at most max(2, calls that take one second).
 
-    At most max(2, calls that take one second) may be unfinished: a stop has to wait for all of them. One thread adds
-    calls; any thread may query the `unfinished` one.
+    One thread adds calls; any thread may query the `unfinished` one.
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.

@@ -23,13 +23,12 @@ from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 # numbers are those of the metrics, where `mean_of` has its total, and then the counts of `mean_of`.
 WATCHED = 5
 SEEN, BAD, VALUE, GRADIENT, OVER = range(WATCHED)
-"""The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
-its loss; the first step that applied a gradient whose norm is not finite, or −1; the step at which the limit of
-consecutive skipped steps was reached, or −1."""
+"""The watched columns: the number of steps; the first bad step, counted from 0, or −1, and its loss; the first step
+whose gradient norm is not finite, or −1; the step that reached the limit of skipped steps, or −1."""
 
 NO_CONSTANTS = Constants({})
 _CALLS, _VALUES = 25, 128
-"""The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
+"""The most calls, and values, that are added in one dispatch."""
 
 Pairs = dict[str, tuple[float, float]]
 """Name of a metric → sum and number of the steps that have it; of a `mean_of`, the sum of its counts unless it is 0."""
@@ -48,8 +47,6 @@ def merge_sums(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tupl
 
 
 class BadStep(NamedTuple):
-    """A step that applied a loss that is not finite."""
-
     step: int
     loss: float
 
@@ -57,8 +54,8 @@ class BadStep(NamedTuple):
 class HostSums(NamedTuple):
     """The sums over some steps, on the host.
 
-    `bad` and `gradient` are the first steps that applied a nonfinite loss, or gradient norm. `over` is the step that
-    reached the limit of consecutive skipped updates.
+    `bad` and `gradient` are the first steps with a nonfinite loss, or gradient norm; `over` is that of too many skipped
+    updates.
     """
 
     last: int
@@ -103,10 +100,7 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums of an interval between two log lines, in pieces: one for each program that ran in it.
-
-    With `of_ratios`, only those of `mean_of`.
-    """
+    """The sums of an interval between two log lines, one piece for each program; perhaps only those of `mean_of`."""
 
     def __init__(self, of_ratios: bool = False) -> None:
         self.of_ratios = of_ratios
@@ -145,10 +139,7 @@ class Interval:
 
 
 class Grouping(NamedTuple):
-    """The columns to which calls of one step add the metrics `names`, `room` calls in one dispatch.
-
-    `is_local` tells whether these metrics are arrays of this process alone.
-    """
+    """The columns to which calls of one step add the metrics `names`, `room` calls in one dispatch."""
 
     columns: "Columns"
     names: tuple[str, ...] = ()
@@ -159,14 +150,12 @@ class Grouping(NamedTuple):
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
 
-    A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
+    A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
+    program of several steps accumulates by itself, between `begin` and `ran`.
 
     Attributes:
         is_wanted: Whether a hook needs more than the sums of `mean_of`.
         has_ratios: Whether a program had a `mean_of`.
-
-    A program of several steps accumulates by itself, between `begin` and `ran`. A separate program adds calls of one
-    step, many in one dispatch.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -189,8 +178,7 @@ class MetricSums:
     def subscribe(self, *, means: bool = True, ratios: bool = False) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
-        If no hook needs `means`, only the loss and the `mean_of` are accumulated; with `ratios`, the hook needs only
-        the latter.
+        Without `means` it needs only the loss and the `mean_of`, with `ratios` only the latter.
         """
         self._intervals.append(Interval(ratios))
         self._has_means = self._has_means or (means and not ratios)
@@ -234,10 +222,7 @@ class MetricSums:
     def add(
         self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NO_CONSTANTS
     ) -> None:
-        """Add the metrics of the step after `first`, before a hook can change the mapping.
-
-        `skip` is the metric that is 1 if the whole update was skipped.
-        """
+        """Add the metrics of the step after `first`; `skip` is the metric that is 1 if the whole update was skipped."""
         # A compiled program is recognized by the identity of its constant metrics.
         if first == self._stop and constants is self._traced:
             self._stop += 1
@@ -392,8 +377,8 @@ class DeviceSums(NamedTuple):
 class Columns(NamedTuple):
     """The metrics of which the sums have a column, with the indices of those that are watched.
 
-    A step contributes a row: the numbers of these metrics, the counts of `ratios`, and its loss, or of a loss that is
-    an array the sum of its nonfinite elements. `limit` is the number of consecutive skipped steps to report, if any.
+    A step contributes a row: the numbers of these metrics, the counts of `ratios`, and its loss. `limit` is the number
+    of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
@@ -493,10 +478,7 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | No
 
 @functools.cache
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, count) -> sums` for calls of one step.
-
-    Calls after the first `count` are padding.
-    """
+    """Compile `add(sums, calls, count) -> sums` for calls of one step; those after the first `count` are padding."""
 
     def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:
         rows = [columns.row(dict(zip(names, values, strict=True))) for values in calls]

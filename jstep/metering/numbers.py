@@ -111,12 +111,7 @@ def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
 
 
 class TransferQueue:
-    """A queue of transfers to the host, shared by the reporting hooks of a run.
-
-    Args:
-        waiting: A context for waits for the device.
-        call: `call(owner, deliver, step, numbers)` calls `deliver(step, numbers)` of a hook.
-    """
+    """A queue of transfers to the host; `call(owner, deliver, step, numbers)` delivers to a hook."""
 
     def __init__(
         self,
@@ -134,7 +129,6 @@ class TransferQueue:
             self._next()
 
     def deliver_all(self, before: float = math.inf) -> None:
-        """Deliver rows (with `before`, of earlier steps); waits for the device."""
         while self._queue and self._queue[0][0] < before:
             self._next()
 

@@ -28,7 +28,6 @@ class _Metric:
 
 class _Totals(_Metric):
     def merge(self, other: Self) -> Self:
-        """Merge with another metric object."""
         return cast(Self, jax.tree.map(add_totals, self, other))
 
 
@@ -253,13 +252,12 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 # Area under the ROC curve, and average precision, from counts of examples by score in a fixed number of bins.
 
 _FINER = 32
-"""Multiplier of the requested number of thresholds."""
 _MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
 
 
 class Thresholds(NamedTuple):
-    """Examples in bins of one score or a range of scores.
+    """Examples in bins of scores.
 
     Attributes:
         low: The lowest score of each bin.
@@ -280,7 +278,6 @@ class AUC(_Metric):
     curve: str = dataclasses.field(metadata={"static": True})
 
     def merge(self, other: "AUC") -> "AUC":
-        """Merge with another metric object."""
         parts = (jnp.concatenate(in_one_dtype(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
         return AUC(_fewer(Thresholds(*parts), self.thresholds.low.size), self.curve)
 
@@ -320,8 +317,8 @@ def auc(
 
     Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
     `sample_weight=weights`, for at most `32 · num_thresholds` different scores (6400 by default), with exact counts up
-    to 2³² examples. If there are more scores, neighbors share a threshold, with about equally many examples for each:
-    for a million scores the area then differs by less than 1e-4 and the average precision by less than 1e-3.
+    to 2³² examples. If there are more scores, neighbors share a threshold: for a million scores the area then differs
+    by less than 1e-4 and the average precision by less than 1e-3.
 
     Args:
         scores: Scores of any shape, such as probabilities or logits; larger scores mean that label 1 is more likely.
@@ -340,7 +337,7 @@ def auc(
         >>> jstep.metrics.auc(scores, labels).compute()
         0.75
 
-    Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`, whose thresholds form a grid.
+    Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`.
     """
     check_choice(curve, "curve", ("ROC", "PR"))
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
@@ -401,7 +398,7 @@ def _fewer(bins: Thresholds, most: int) -> Thresholds:
 
 
 def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
-    """The bin of each score, from counts `[scores, 2]`; scores without examples get `most`, past the last bin."""
+    """The bin of each score, from counts `[scores, 2]`; scores without examples get `most`."""
     # The size of a score is its share of the positive examples, the negative examples and the log ranks, because
     # precision changes fastest at the highest scores.
     both = jnp.sum(counts, axis=1)
@@ -422,7 +419,6 @@ def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
 
 
 def _differs(vector: Array) -> Array:
-    """Whether each element differs from the previous one; NaN equals NaN."""
     before, after = vector[:-1], vector[1:]
     return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
 
@@ -431,7 +427,6 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    """Return the flattened scores in float32 or wider, and a mask of the labels that are 1."""
     values, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
     return _at_least_float32(values), truth == jnp.ones((), truth.dtype)
 
@@ -488,6 +483,5 @@ def _at_least_float32(array: Array) -> Array:
 
 
 def whole(vector: Array) -> Array:
-    """Replicate a vector on an Explicit mesh."""
     mesh = meshes.explicit_mesh(vector)
     return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

@@ -22,7 +22,6 @@ class MeanOf:
     count: Array
 
     def merge(self, other: Self) -> Self:
-        """Merge with another metric object."""
         return jax.tree.map(jnp.add, self, other)
 
     def compute(self) -> float:
@@ -35,7 +34,7 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
     """A metric of a training step, shown as the sum of totals over the sum of counts since the last row.
 
     Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the steps since their
-    last row, with and without `mean=True`, and omit it if Σ count is 0. Microbatches and lanes add up both sums.
+    last row, with and without `mean=True`, and omit it if Σ count is 0.
 
     Args:
         total: A scalar, such as a sum of errors. It is ignored if the count is 0.

@@ -9,7 +9,6 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array
 
 FULL = 2**32 - 1
-"""The count at which counts saturate."""
 
 
 def per_element(condition: Array, weights: Array | None) -> Array:

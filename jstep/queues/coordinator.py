@@ -26,8 +26,8 @@ ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | N
 class Coordinator:
     """A coordinator that stops threads together, and raises the first error among them in the thread that joins.
 
-    Only the first request to stop counts. `join` raises the exception that was passed with it, with its original
-    traceback; later exceptions are logged. An exception of a clean-stop type stops the threads and is not raised.
+    Only the first request to stop counts; later exceptions are logged. An exception of a clean-stop type stops the
+    threads and is not raised.
 
     Args:
         clean_stop_exception_types: Exception types that end a run without an error; by default `(OutOfRangeError,)`,
@@ -198,7 +198,6 @@ class Coordinator:
 
     @shortens_tracebacks
     def raise_requested_exception(self) -> None:
-        """Raise the exception of the request to stop, if there was one."""
         exc_info = self._exc_info
         if exc_info:
             # The reported traceback: the exception's own traceback grows each time it is raised.

@@ -25,7 +25,6 @@ class QueueRunner:
     With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when the coordinator
     stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in
     `exceptions_raised`. In both cases the error is the cause of the OutOfRangeError that the consumer gets at the end.
-    Each thread has the context variables and JAX settings of the thread that starts it.
 
     Args:
         queue: The queue that the ops feed.
@@ -119,7 +118,6 @@ class QueueRunner:
         return list(threads)
 
     def feed(self, op: Callable[[], object]) -> None:
-        """Call an op repeatedly: the body of each thread."""
         runner_thread.feeding = True
         try:
             with doing(MAKING):

@@ -88,7 +88,7 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it.
+    The elements are `_items`, in order of arrival, and `_pool`, which a subclass has taken out of it.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -141,9 +141,9 @@ class BoundedQueue:
     def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
 
-        All rows are added, with no element of another thread between them, or none. Later enqueues wait until this one
-        returns. If no dequeue can make that room, because it waits for more elements itself (`dequeue_many`,
-        `min_after_dequeue`), the rows are added immediately, and the queue temporarily exceeds its capacity.
+        All rows are added, with no element of another thread between them, or none. If a dequeue waits for more
+        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and the queue temporarily
+        exceeds its capacity.
 
         Args:
             elements: A tree of arrays whose leading axes have the same size, which may be 0. The queue stores copies of
@@ -187,7 +187,7 @@ class BoundedQueue:
     def dequeue_many(self, n: int) -> Any:
         """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        Later dequeues wait until this one returns. If n exceeds the capacity, the queue temporarily exceeds it.
+        If n exceeds the capacity, the queue temporarily exceeds it.
 
         Args:
             n: The number of elements. 0 returns an empty batch with the dtypes and shapes of the first enqueued
@@ -325,7 +325,6 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
-        """The largest size at which n elements may be added."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:
@@ -354,7 +353,7 @@ class FIFOQueue(BoundedQueue):
     """A queue that returns its elements in the order of arrival.
 
     Any number of threads may enqueue and dequeue. An element is any pytree; dtypes and shapes must agree within one
-    `dequeue_many`. Ctrl-C interrupts a wait on the main thread without losing elements.
+    `dequeue_many`.
 
     Args:
         capacity: The maximum number of elements.
@@ -393,13 +392,12 @@ class RandomShuffleQueue(BoundedQueue):
 
     Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival, and waits
     until there are that many. So the order depends on the seed and the order of arrival alone. With
-    `min_after_dequeue=0`, as always in TF, the draw is among all elements in the queue, so the order also depends on
-    thread timing. After `close`, the remaining elements are drawn.
+    `min_after_dequeue=0`, as always in TF, the draw is among all elements in the queue, and depends on thread timing.
+    After `close`, the remaining elements are drawn.
 
     Args:
         capacity: The maximum number of elements.
-        min_after_dequeue: The number of elements that must stay in the queue after a dequeue until it is closed; more
-            elements shuffle better.
+        min_after_dequeue: The number of elements that must stay in the queue after a dequeue until it is closed.
         seed: The seed of the order; None for a random seed.
 
     Raises:

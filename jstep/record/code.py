@@ -24,10 +24,7 @@ _PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_
 
 
 def code_version() -> dict[str, Any] | None:
-    """Return the `commit` of the program's repository, and `edits`, a hash of what is not committed, or None.
-
-    The repository is that of the main file; in a notebook, of the current directory.
-    """
+    """Return the `commit` of the program's repository, and `edits`, a hash of what is not committed; or None."""
     deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
@@ -72,7 +69,6 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
 
 
 def _edits(place: str, deadline: float) -> str | None:
-    """Return a hash of uncommitted edits, or None."""
     root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
     digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
     digest.update(diff)

@@ -24,7 +24,6 @@ _MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
 
 
 def command_line() -> list[str]:
-    """Return the first words of the command line."""
     argv = [str(word) for word in getattr(sys, "argv", ())]
     shown = list[str]()
     option = ""
@@ -46,7 +45,6 @@ def command_line() -> list[str]:
 
 
 def encoded(value: Any) -> bytes:
-    """Return strict JSON as UTF-8, without NaN."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 

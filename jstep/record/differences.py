@@ -36,7 +36,6 @@ IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
-"""Values with another effect than their section."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
@@ -118,13 +117,7 @@ def changes(
     words: tuple[str, str] = BEFORE_AND_NOW,
     leave_out: Collection[str] = (),
 ) -> Changes:
-    """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections.
-
-    Example:
-        >>> from jstep.record.differences import changes
-        >>> changes({"card": {"batches": {"seed": 0}}}, {"card": {"batches": {"seed": 1}}}).bits
-        ['batches: seed: 0 before, 1 now']
-    """
+    """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections."""
     a, b = values_of(before), values_of(after)
     found = Changes([], [], [])
     sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
@@ -203,7 +196,6 @@ def _list_of(found: Changes, name: str, section: str) -> list[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same JSON: 1 is not true."""
     if a is _ABSENT or b is _ABSENT:
         return a is b
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

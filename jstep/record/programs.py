@@ -18,7 +18,6 @@ _WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=\[])(:)?")
 
 
 def compressed(programs: Mapping[str, str]) -> bytes:
-    """Return the texts of programs by stage, or their first lines."""
     text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_MAX_CHARACTERS]
     while len(data := zlib.compress(text.encode(), 9)) > _MAX_BYTES:
         text = text[: len(text) // 2]
@@ -36,12 +35,7 @@ def read_programs(path: str) -> dict[str, str]:
 
 
 def differing_lines(before: str, after: str) -> list[str]:
-    """Return the first lines in which two programs differ, without the names of their variables.
-
-    Example:
-        >>> differing_lines("a:f32[] = sin 2.0", "x:f32[] = cos 2.0")
-        ['f32[] = sin 2.0 → f32[] = cos 2.0']
-    """
+    """Return the first lines in which two programs differ, without the names of their variables."""
     old, new = _without_names(before), _without_names(after)
     same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new)))
     old, new = old[same : same + _COMPARED], new[same : same + _COMPARED]

@@ -1,7 +1,6 @@
-"""The schema of the files of a run, as types, and their only check.
+"""The schema of the files of a run, as types, and their only check, `checked`.
 
-Everything that is written or read passes through `checked`. None means unknown or not applicable. Optional fields,
-lists and dicts may be absent.
+None means unknown or not applicable. Optional fields, lists and dicts may be absent.
 """
 
 import contextlib
@@ -185,7 +184,6 @@ def checked(value: Any, kind: Any) -> Any:
 
 
 def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Return the fields that are valid."""
     found = {}
     for name, hint in _hints(kind).items():
         with contextlib.suppress(ValueError, TypeError):

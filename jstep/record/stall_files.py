@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
 
-    Files of ended processes, and files not renewed, are left out, or with `ended` returned alone.
+    Files of ended processes are left out, or with `ended` returned alone.
     """
     stalls, problems = _files(where, prefix)
     kept = [stall for path, stall in stalls if ("exit_code" not in stall and _is_current(path, stall)) != ended]
@@ -126,12 +126,7 @@ def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
 
 
 def in_ranges(numbers: Iterable[int]) -> list[str]:
-    """Write sorted numbers as ranges.
-
-    Example:
-        >>> in_ranges([0, 2, 3, 4])
-        ['0', '2–4']
-    """
+    """Write sorted numbers as ranges: 0, 2–4."""
     ends: list[list[int]] = []
     for number in numbers:
         if ends and number == ends[-1][1] + 1:
@@ -146,7 +141,6 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 
 
 def _as_bytes(fields: Fields) -> bytes:
-    """Return the content of a file, of bounded size."""
     most = 1000
     while len(data := encoded(fields)) > _MAX_BYTES and (threads := fields.get("threads")):
         most //= 2
@@ -155,15 +149,9 @@ def _as_bytes(fields: Fields) -> bytes:
 
 
 class StallFiles:
-    """The files of this process and the others, which a thread keeps up to date.
-
-    `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
-
-    Raises:
-        ForeignFileError: The directory of the files is a link, behind which may be files of others.
+    """The files of this process and the others, which a thread keeps up to date; `where` may be None.
 
     Attributes:
-        period: The seconds between two renewals.
         others: What the other processes wait for, if this one has read their files.
         is_told: Whether this process reports no others, because one with a lower index does so.
     """
@@ -209,7 +197,7 @@ class StallFiles:
             futures.wait([self._job], timeout=5.0)
 
     def _check(self) -> None:
-        """Raise an error if the directory of the run was moved."""
+        """Raise an error if the directory of the run was moved, or that of the files is a link."""
         if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
             self._run_directory = OpenDirectory(self._where)
         if self._run_directory is not None:

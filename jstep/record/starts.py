@@ -30,7 +30,6 @@ MAX_STARTS, MAX_BYTES = 1000, 2**20
 """The number of the newest starts that are read, and the maximum bytes of a file."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
-"""The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
@@ -52,11 +51,7 @@ def program_path(where: str, start: Mapping[str, Any]) -> str:
 
 
 class OpenDirectory:
-    """A directory that is kept open, so that a replacement at its path is noticed.
-
-    Raises:
-        FileNotFoundError: From `check`: it was moved, deleted or replaced.
-    """
+    """A directory that is kept open, so that `check` notices a replacement at its path."""
 
     def __init__(self, path: str) -> None:
         self._path, self._handle = path, -1
@@ -83,8 +78,7 @@ class StartFile:
     A write that fails is logged once, and tried again at the next one; it never ends the run.
 
     Args:
-        where: The directory or bucket of the run.
-        earlier: The earlier starts of the run, as `read_starts` returns them.
+        earlier: The earlier starts of the run.
         fields: What the file holds from its beginning, besides its name.
 
     Attributes:
@@ -116,7 +110,6 @@ class StartFile:
         return path_of(self.where, self.prefix, self.fields["number"])
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Change what is written next, without waiting for a disk."""
         with self._updating:
             self.fields = {**self.fields, **fields}
 
@@ -139,12 +132,10 @@ class StartFile:
                 self._try(lambda: self._replace_beside(path, compressed(self.programs)))
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
-        """Write the end of an earlier start, which was killed."""
         path = path_of(self.where, self.prefix, number)
         self._try(lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False))
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end, in place if the disk is full."""
         self.update(fields or {})
         with self._writing:
             for number in range(_TRIES):
@@ -208,7 +199,6 @@ class StartFile:
                 file.write(data.ljust(size))
 
     def _write_object(self) -> None:
-        """Write the object; the first time with the next free number."""
         objects, stamp = Objects(join_path(self.where, FOLDER)), None
         while stamp is None:
             name = split_path(self._path)[1]
@@ -235,8 +225,7 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
 def read_starts(where: str) -> dict[str, list[Start]]:
     """Return the starts of each run of a directory or bucket by its prefix, oldest first; of many, the newest 1,000.
 
-    In a copy of another run's directory, they begin with the first start in the copy. A link is not
-    followed.
+    In a copy of another run's directory, they begin with the first start in the copy.
     """
     folder, numbers = join_path(where, FOLDER), dict[str, list[int]]()
     names: Sequence[str] = ()
@@ -270,7 +259,6 @@ def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]
 
 
 def _read_start(where: str, prefix: str, number: int) -> Start | None:
-    """Return a start; None if there is no such file."""
     try:
         value = _load(path_of(where, prefix, number))
         if not (problem := _problem(value, prefix, number)):
@@ -297,7 +285,6 @@ def _problem(start: Any, prefix: str, number: int) -> str:
 
 
 def _load(path: str) -> Any:
-    """Return the JSON of a file; None if it is empty."""
     data = read_small(path, MAX_BYTES)
     if not data.strip(b"\0"):
         return None

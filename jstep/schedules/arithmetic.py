@@ -81,7 +81,6 @@ def _refuse_step(name: str, value: object) -> None:
 
 
 def flag(name: str, value: object) -> bool:
-    """Validate a bool, not a number as in TF's order."""
     try:
         return as_bool(value, name)
     except TypeError as error:
@@ -106,7 +105,6 @@ def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fr
 
 
 def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate a number of steps; reject a float."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float:

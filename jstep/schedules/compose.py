@@ -105,8 +105,6 @@ def _increasing(boundaries: Sequence[float], check: Callable[[Any, str], Any]) -
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
-    The first update has a rate above zero, update number `warmup_steps` the full rate.
-
     Args:
         schedule: The schedule or number to warm up to.
         warmup_steps: The number of warmup steps, ≥ 0; 0 leaves the schedule unchanged.

@@ -195,8 +195,8 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
         [0.0, 0.25, 1.0, 1.0]
 
-    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from 0 its first update has rate
-    0; `linear_warmup` has a first rate above zero.
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from 0, unlike `linear_warmup`,
+    its first update has rate 0.
     """
     start, end = arithmetic.numbers(init_value=init_value, end_value=end_value)
     return _curve(start, end, arithmetic.as_step_count("steps", steps, linear), "linear")
@@ -286,8 +286,7 @@ def cosine_decay_restarts(
         >>> print([round(float(schedule(n)), 2) for n in (0, 5, 10, 20, 30)])
         [1.0, 0.5, 1.0, 0.5, 1.0]
 
-    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, whose restarts are misplaced by
-    rounding.
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`.
     """
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
@@ -416,8 +415,7 @@ def one_cycle(
         >>> print([round(float(schedule(n)), 6) for n in (0, 29, 64, 99)])
         [0.04, 1.0, 0.500002, 4e-06]
 
-    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR`. Optax's schedule ends at
-    total_steps, one update later.
+    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR`.
     """
     top = arithmetic.as_float_or_array("max_value", max_value)
     length = arithmetic.as_step_count("total_steps", total_steps, one_cycle)
@@ -491,8 +489,7 @@ def warmup_cosine_decay(
         peak: The value at step `warmup_steps`.
         warmup_steps: The number of warmup steps, ≥ 0.
         decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
-        init_value: The value at step 0. If it is 0, the first update is zero; `linear_warmup` of a `cosine_decay` has a
-            first rate above zero.
+        init_value: The value at step 0. With 0 the first update is zero, unlike with `linear_warmup`.
         end_value: The value from step `decay_steps`.
 
     Raises:

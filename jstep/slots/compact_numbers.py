@@ -1,7 +1,7 @@
 """Compact numbers: integer codes with a scale for each block of an axis, and bfloat16 with an 8-bit remainder.
 
-Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root. Values
-between two codes are rounded up in some steps and down in others, so that the mean of the decoded values is exact.
+Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root. Rounding
+alternates, so that the mean of the decoded values is exact.
 """
 
 import functools
@@ -29,8 +29,6 @@ class Blocks(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The position in the rounding sequence, in scalars."""
-
     step: Any
     salt: Any
 
@@ -77,7 +75,7 @@ def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
 def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
     """The codes of a dtype of `KINDS`, and the scales, of a float32 array.
 
-    `fractions` in [0, 1) are the thresholds above which codes are rounded up; 0.5 rounds to nearest.
+    Codes are rounded up above the thresholds `fractions` in [0, 1); 0.5 rounds to nearest.
     """
     scales = block_scales(x, blocks)
     return quantize(x, scales, blocks, dtype, fractions), scales
@@ -121,10 +119,7 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
 
 
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
-    """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
-
-    Rounding errors cancel sooner than with random numbers. `first` is the position of a slice.
-    """
+    """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step."""
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):
         position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -138,10 +133,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 
 
 def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
-    """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place.
-
-    It is rounded half up: with ties to even, the remainder would need a ninth bit.
-    """
+    """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place, rounded half up."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)
     dropped = jnp.asarray(fractions * np.float32(256)).astype(jnp.int32)

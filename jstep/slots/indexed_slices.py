@@ -18,8 +18,7 @@ from jstep.core.trees import Array, Tree, concrete, default_int, native, quote_p
 class IndexedSlices:
     """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
 
-    The cost of an update depends on the number of rows, not on the size of the table. Rows with the same index are
-    summed first. Concrete indices out of range raise an error, traced ones are dropped.
+    Rows with the same index are summed first. Concrete indices out of range raise an error, traced ones are dropped.
 
     Attributes:
         values: The rows, shape (n, *dense_shape[1:]).
@@ -61,8 +60,7 @@ class IndexedSlices:
 class RowsInOrder(IndexedSlices):
     """Slices with one entry for each row of the table, in order, of which only some are named.
 
-    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index. Code that knows this
-    class needs no sort, gather or scatter.
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index.
     """
 
     @property
@@ -139,8 +137,8 @@ def trim_slices(rows: IndexedSlices) -> IndexedSlices:
 def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
-    Unused entries are zero rows with indices past the end, which `mode="drop"` drops. The result is for setting rows;
-    `trim_slices` converts it to rows to add.
+    Unused entries are zero rows with indices past the end. The result is for setting rows; `trim_slices` converts it to
+    rows to add.
     """
     check(slices, path)
     rows = slices.dense_shape[0]

@@ -13,7 +13,7 @@ from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
 
 IS_IDLE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_idle", default=False)
-"""Whether an optimizer whose leaves have no gradient is called, for its slots that change once a step."""
+"""Whether an optimizer whose leaves have no gradient is called, for slots that change once a step."""
 
 
 class NoGradientsError(ValueError):

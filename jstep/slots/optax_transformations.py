@@ -37,7 +37,6 @@ def is_transformation(value: object) -> bool:
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
-    """The optimizer of a transformation, without hyperparameters."""
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -113,8 +112,6 @@ _ORIGINS = ("x0", "init_particles")
 
 
 def _refuse_private(state: Tree) -> None:
-    """Reject `dpsgd`, which needs the gradients of examples."""
-
     def is_private(node: object) -> bool:
         return type(node).__name__ == "DifferentiallyPrivateAggregateState"
 
@@ -189,7 +186,6 @@ def seen(params: Params) -> Params:
 
 
 def _separate_copy(leaf: Any) -> Any:
-    """Copy to a separate buffer."""
     if trees.is_key(leaf):
         return jnp.copy(leaf)  # leaf.copy() fails during tracing
     # A weak type would become strong in the first step, which would recompile it.

@@ -50,9 +50,7 @@ AGES = (Role.AGE, Role.OWN_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
-"""Slots that start as copies of the parameters."""
 LIKE_PARAMETERS = (*COPIES, Role.AVERAGE)
-"""Slots like the parameters."""
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that complete another slot, or the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
@@ -62,16 +60,14 @@ _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
-    """Slot name → its role; immutable and hashable static metadata of a pytree.
-
-    Equality compares all fields, because JAX reuses the trace of a function for equal metadata.
+    """Slot name → its role; immutable and hashable static metadata of a pytree, which JAX's cache compares.
 
     Attributes:
         complete: Whether these are all slots; False if `init` cannot be traced.
         holds: As in `Slot(holds=…)`, for slots of the parameters' shape.
-        halves: Name of a slot that `compact` stores in two arrays → the name of the second, its scales or remainder.
+        halves: Name of a slot that `compact` stores in two arrays → the name of the second.
         formats: The wrappers and arguments that decide how numbers are stored.
-        misplaced: Slots of wrappers that must be outermost, but are not; the first step raises an error.
+        misplaced: Slots of wrappers that must be outermost, but are not.
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
@@ -138,7 +134,6 @@ class Roles(Mapping[str, Role | None]):
         return self.joined(Roles(formats={format}))
 
     def with_misplaced(self, *roles: Role) -> "Roles":
-        """Mark slots of these roles, by default `OUTERMOST`, as misplaced."""
         return self.joined(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
 
     def ordered(self) -> "Roles":
@@ -149,7 +144,6 @@ class Roles(Mapping[str, Role | None]):
         return self.changed({Role.AGE: Role.OWN_AGE})
 
     def for_state(self) -> "Roles":
-        """What functions of a state read."""
         roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
         return Roles(roles, halves=self.halves, arguments=self.arguments, computing=self.computing)
 
@@ -169,7 +163,6 @@ NO_ROLES = Roles()
 
 
 def roles_in(state: Tree) -> Roles:
-    """The roles of a state's slots."""
     roles = getattr(state, "roles", None)
     return roles if isinstance(roles, Roles) else NO_ROLES
 
@@ -185,7 +178,7 @@ class Init:
         roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
         call: The call that made the optimizer, for its `repr`.
-        labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
+        labels: `labels(params)`: the label of each leaf, None if it is never updated; or None without labels.
         needs_all: Whether it must get all parameters, also frozen ones.
     """
 

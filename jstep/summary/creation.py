@@ -25,8 +25,6 @@ from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_her
 def scalar(tags: object, values: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of one number, or of an array of numbers with one tag each.
 
-    An eager call does not wait for an array on the device, which is copied.
-
     Args:
         tags: A string, or a list or array of strings.
         values: A real number, or an array or list of numbers with the shape of `tags`.
@@ -156,8 +154,8 @@ CHANNELS = (1, 3, 4)
 def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of images: the first `max_images` of a batch.
 
-    uint8 pixels are left unchanged. Floats are rescaled separately for each image. If no value is negative, the largest
-    becomes 255. Otherwise 0 becomes 127:
+    uint8 pixels are left unchanged. Floats are rescaled for each image: without negative values the largest becomes
+    255, otherwise 0 becomes 127:
 
         y = ⌊255·x / max(x)⌋    or    y = ⌊127 + x·min(127 / |min(x)|, 128 / max(x))⌋
 
@@ -177,7 +175,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
         >>> jstep.summary.image("digits", jnp.zeros((8, 28, 28, 1)), max_images=2)
         Summary('digits/image/0', 'digits/image/1')
 
-    Source: TensorFlow's `image_summary`. 0 becomes 127 as in its documentation; its kernel mapped it to 128.
+    Source: TensorFlow's `image_summary`.
     """
     check_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
@@ -247,7 +245,6 @@ _ZERO = 1e-6
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
 _READ_AT_ONCE = 2**16
-"""The largest array on the device that is checked eagerly."""
 
 
 @shortens_tracebacks
@@ -267,15 +264,14 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
     Raises:
         ValueError: A value is NaN or infinite, in the dtype that devices have. Values that are not ready are checked by
-            the writer, which raises at its next call. In a run, a histogram of a step that skipped its update is left
-            out instead.
+            the writer, which raises at its next call.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
         >>> jstep.summary.histogram("weights", jnp.linspace(-1.0, 1.0, 1000))
         Summary('weights')
 
-    Source: TensorFlow's `histogram_summary` and `histogram::Histogram`.
+    Source: TensorFlow's `histogram_summary`.
     """
     check_tag(tag, "histogram")
     with internal_transfers():
@@ -296,7 +292,6 @@ def bucket_limits() -> NumPyArray:
 
 
 def _eager(tag: str, values: Any) -> Any:
-    """Convert concrete values to a dtype of the device."""
     if isinstance(values, np.ndarray):
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
@@ -348,7 +343,6 @@ def _count(x: Array) -> dict[str, Array]:
 
 
 def _sum(x: Array) -> Array:
-    """Sum in parts of a few thousand elements, to limit rounding errors."""
     if x.ndim == 1 and x.size > 4096:
         whole = x.size // 1024 * 1024
         return x[:whole].reshape(-1, 1024).sum(axis=1).sum() + x[whole:].sum()
@@ -375,7 +369,6 @@ def _bucket(x: Array) -> Array:
 
 
 def _limits_as(dtype: DTypeLike) -> NumPyArray:
-    """Return the limits in the dtype of the values, rounded up."""
     limits = bucket_limits()
     if dtype == np.float64:
         return limits

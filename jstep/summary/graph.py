@@ -19,8 +19,6 @@ GRADIENTS = "gradients"
 
 
 class _Graph:
-    """A GraphDef under construction; `refs` maps values to names of node outputs."""
-
     def __init__(self) -> None:
         self.proto, self.refs = proto("GraphDef")(), dict[Any, str]()
         self.proto.versions.producer = 22
@@ -64,7 +62,6 @@ def _graph_of_traced(traced: Any) -> Any:
 
 
 def _graph_of_lowered(lowered: Any) -> Any:
-    """One node for each argument and operation of a lowered function."""
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
     main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
     graph, block = _Graph(), main.regions[0].blocks[0]
@@ -78,7 +75,6 @@ def _graph_of_lowered(lowered: Any) -> Any:
 
 
 def _scope(stack: str) -> str:
-    """The scopes in a name stack: `transpose(jvp(dense))` gives `gradients/dense`."""
     scope = re.sub(r"[\w.\-]+\(|\)", "", stack)
     return f"{GRADIENTS}/{scope}" if "transpose(" in stack else scope
 
@@ -87,8 +83,8 @@ def _scope(stack: str) -> str:
 def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
     """Write a graph to the file `logdir/name` atomically.
 
-    Text is StableHLO, which XLA compiles. Binary is a GraphDef, which TensorBoard and Netron draw: a node for each
-    equation. If the name ends in `.pbtxt` or a GraphDef is given, text is a GraphDef in protobuf's text format.
+    Text is StableHLO. Binary is a GraphDef, which TensorBoard and Netron draw. If the name ends in `.pbtxt` or a
+    GraphDef is given, text is a GraphDef in protobuf's text format.
 
     Args:
         graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.

@@ -91,7 +91,6 @@ def _first_record() -> bytes:
 
 
 def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return names that sort after all others in the directory."""
     # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
     # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     host = f"{socket.gethostname()}.{os.getpid()}"
@@ -106,10 +105,7 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
 
 
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
-    """Return the end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints.
-
-    The hash identifies a start that died before its first checkpoint.
-    """
+    """Return the end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints."""
     above, directory = resolve_path(logdir), resolve_path(where)
     if is_url(above) == is_url(directory):
         directory = os.path.relpath(directory, above)
@@ -117,20 +113,15 @@ def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
 
 
 STARTS = 2
-"""The number of marks of a restart: TensorBoard takes the first in a directory for the beginning of the run."""
+"""The marks of a restart: TensorBoard takes the first in a directory for the beginning of the run."""
 
 
 def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
-    The marks make TensorBoard drop all events from `step` on. If other writers opened files since the last start, a
-    separate file before theirs holds the marks.
-
-    Args:
-        path: The new file of the run.
-        step: The first step that it may hold.
-        same_place: Whether files of a run of the same place are its own.
-        is_new: Whether the run resumes from no checkpoint.
+    The marks make TensorBoard drop all events from `step` on. If others opened files since the last start, a separate
+    file before theirs holds the marks. `same_place`: files of a run of the same place are its own; `is_new`: it resumes
+    from nothing.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))

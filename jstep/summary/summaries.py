@@ -1,8 +1,6 @@
 """Summaries as pytrees, their named collections, and merging.
 
-Arrays are leaves and tags are static. Leading axes that a transformation adds to a leaf are steps, in order. Summaries
-created eagerly stay in their collections until `merge_all`; `collect` returns those created inside a function, also
-under `jit`.
+Arrays are leaves and tags are static. Leading axes that a transformation adds to a leaf are steps, in order.
 """
 
 import dataclasses
@@ -42,7 +40,7 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Images:
-    """Images as uint8 `[count, height, width, channels]`; `added` is 1, or the number of microbatches, which sum it."""
+    """Images as uint8 `[count, height, width, channels]`; `added` is the number of microbatches that sum it."""
 
     tags: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     pixels: Any
@@ -54,8 +52,8 @@ class Images:
 class Histogram:
     """Bucket counts and moments of the values of an array; `added` is as in `Images`.
 
-    `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32.
-    `skipped` is 1 if the step skipped its update, 0 if not, or None.
+    `sums` are the sums of x·2^−e and of its square, where e = `exponent`. `skipped` is 1 if the step skipped its
+    update.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -86,8 +84,7 @@ Part: TypeAlias = Scalars | Images | Histogram | Text
 class Summary:
     """Values with tags, created by `scalar`, `image`, `histogram`, `text` and `merge`.
 
-    A pytree with arrays as leaves and static tags. Return it from a compiled step, scan over it, and pass it to
-    `SummaryWriter.add_summary`.
+    A pytree with arrays as leaves and static tags, for `SummaryWriter.add_summary`.
 
     Example:
         >>> import jax, jstep.summary
@@ -162,13 +159,11 @@ _lock = threading.Lock()
 
 @functools.cache
 def _no_trace() -> Any:
-    """Return the token outside any trace, taken on a new thread."""
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(_trace).result()
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    """Add a new part to its collections."""
     collectors = COLLECTORS.get()
     traced = is_traced_part(part)
     for key in _collection_names(collections):
@@ -204,7 +199,6 @@ def _collection_names(collections: object) -> Sequence[str]:
 
 
 _OWN = ("jstep.summary", "jstep.core.tracebacks")
-"""The modules between a function that users call and the line that calls it."""
 
 
 def _caller() -> str:
@@ -228,8 +222,7 @@ def merge_parts(parts: Iterable[Part]) -> Summary:
 def merge_all(key: str = SUMMARIES) -> Summary | None:
     """Merge the summaries added to a collection since the last call, and empty it.
 
-    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the newest is kept. Inside
-    a function that `collect` runs, they are the summaries that it has created so far.
+    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the newest is kept.
 
     Args:
         key: The name of the collection.
@@ -268,9 +261,8 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
 def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Summary | None]]:
     """Wrap a function so that it also returns the summaries created inside it.
 
-    The wrapped function can be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`, which stacks the
-    summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. A function that is transformed *inside* `fn`
-    must return its summaries; if `fn` returns them, too, the merged summary includes them.
+    The wrapped function can be transformed, as by `jax.jit` and `jax.lax.scan`, which stacks the summaries. A function
+    that is transformed *inside* `fn` must return its summaries, and so must `fn`.
 
     Args:
         fn: Any function.
@@ -315,7 +307,6 @@ def _unreturned(collector: Collector, result: object) -> Summary | None:
 
 
 def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
-    """Return aux, with the created summaries among its `summaries`."""
     returned = aux.get(SUMMARIES)
     if not isinstance(returned, Summary):
         return aux, created

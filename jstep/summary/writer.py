@@ -33,8 +33,6 @@ from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
 NAP = 0.1
-"""Seconds that the thread waits after the first job."""
-
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
@@ -45,8 +43,8 @@ _Job: TypeAlias = tuple[Any, Any, float, int]
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`.
 
-    Jobs, which include requests to flush or close, are written in the order of `put`, and flushed when `max_queue`
-    events are buffered or `flush_secs` have passed since the first of them.
+    Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have
+    passed.
     """
 
     def __init__(self, sink: Sink, max_queue: int, flush_secs: float) -> None:
@@ -238,14 +236,13 @@ def _close_all() -> None:
 class SummaryWriter:
     """Writer of summaries and events to a TensorBoard event file in `logdir`, without TensorFlow.
 
-    A background thread waits for the device, encodes events and writes them. The training thread waits only if 256 MB
-    of images or histograms, or 131 072 events, are queued. An error on the thread is raised at the next call, at the
-    latest by `close`. In a run of several processes only process 0 writes.
+    A background thread waits for the device, encodes events and writes them. An error on it is raised at the next call,
+    at the latest by `close`. In a run of several processes only process 0 writes.
 
     Args:
         logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In an object store
             (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush` and `close`, and at most every 10
-            seconds or `flush_secs`, whichever is longer. A process that is killed loses what it has not uploaded.
+            seconds or `flush_secs`.
         graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file.
         flush_secs: Maximum time in seconds that an event is buffered.
@@ -344,8 +341,7 @@ class SummaryWriter:
     def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
-        Equations, arguments and results of the traced function become nodes; `jax.named_scope`s become scopes.
-        TensorBoard shows the last graph of a run.
+        TensorBoard shows the last graph of a run; `jax.named_scope`s become scopes.
 
         Args:
             graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
@@ -368,8 +364,7 @@ class SummaryWriter:
         """Write the start or stop of a session, or a checkpoint at a step.
 
         After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N: a run resumed from step
-        N starts at N + 1. TensorBoard treats the first START of a run as its beginning, so write one at the first step,
-        too.
+        N starts at N + 1. Write one at the first step, too.
 
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
@@ -486,7 +481,6 @@ def as_step(step: object) -> Any:
 
 
 def as_serialized(x: Any, name: str) -> bytes:
-    """Serialize a Summary or an Event, of tensorboard's or TensorFlow's protos."""
     method = f"add_{name.lower()}"
     if isinstance(x, bytes | bytearray | memoryview):
         parse_message(bytes(x), name, method)

@@ -1,8 +1,7 @@
 """The observer that notices whether a restart reads the batch that was read before.
 
-A background thread hashes the batch that follows each checkpoint, once the loop has dispatched that batch's step. Only
-at the end of a run is a batch fetched for this purpose. The hashes of the first process are in the file of its start,
-others in `starts/PREFIX.PROCESS.batches`.
+A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes of the first
+process are in the file of its start, others in `starts/PREFIX.PROCESS.batches`.
 """
 
 import functools
@@ -33,7 +32,7 @@ from jstep.watching.card import batches_card
 from jstep.watching.observer import Observer
 
 _KEPT, _MAX_BYTES, _END_SECS = 20, 2**16, 5.0
-"""The number of hashes that are kept, the size of a file that is read, and the seconds to wait for the last hash."""
+"""The hashes that are kept, the bytes of a file that is read, the seconds to wait for the last hash."""
 _OTHER = "batch %d is not the one that was read before%s: the loader's state lacks something, or its data changed"
 
 
@@ -67,7 +66,6 @@ class BatchWatch(Observer):
         return {}
 
     def before_close(self) -> None:
-        """Hash the next batch of a sequence, although the run has ended."""
         batches, step = self._run.opened.batches.source.by_step if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
@@ -125,7 +123,7 @@ class BatchWatch(Observer):
             file.due.set()
 
     def _hash_settings(self) -> str:
-        """Return a hash of the config and of the definition of the batches, whose change is intended."""
+        """A hash of the config and of the definition of the batches, whose change is intended."""
         if not self._settings_hash:
             card = batches_card(self._run.opened.batches.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}
@@ -144,7 +142,6 @@ class BatchWatch(Observer):
 
 
 def _not_hashed(error: Exception) -> None:
-    """Say why a batch has no hash."""
     logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
 

@@ -50,7 +50,6 @@ _MAX_ENTRY = 1000
 
 
 def card(options: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree) -> dict[str, Any]:
-    """Return the card of a start from a step, without its programs."""
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     variables = [name for name in sorted(os.environ) if name == "XLA_FLAGS" or name.startswith("JAX_")]
     arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
@@ -145,7 +144,6 @@ def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any
 
 
 def _attempt(make: Callable[[], T]) -> T | None:
-    """Return an entry, or None if it cannot be made."""
     try:
         return make()
     except Exception as error:
@@ -154,10 +152,7 @@ def _attempt(make: Callable[[], T]) -> T | None:
 
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of what gives loss and gradients, and one of the update.
-
-    {} if anything but updates uses the results of an update, or a loop or a branch contains both.
-    """
+    """Return a hash of what gives loss and gradients, and one of the update; {} if they share operations."""
     jaxpr, parts = closed.jaxpr, dict[bool, list[Any]]({False: [], True: []})
     for operation in body_of(closed).operations:
         parts[_is_of_update(operation)].append(operation.eqn)
@@ -191,7 +186,7 @@ def _has_update(operation: Operation) -> bool:
 
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
-    """Return, for each result of a program, whether the bits of the run depend on it."""
+    """For each result of a program, whether the bits of the run depend on it."""
     parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
     if isinstance(parts, dict):
         parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}

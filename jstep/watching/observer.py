@@ -48,7 +48,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def about_to_save(self, step: int) -> dict[str, Any]:
         """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
 
-        An entry may be a function that returns it, called while the checkpoint is written.
+        An entry may be a function that returns it.
         """
         return {}
 

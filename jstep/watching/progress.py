@@ -66,8 +66,8 @@ class Progress(Observer):
 class ProgressHook(RunHook):
     """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
-    It counts the steps that the device has finished, shows their newest metrics, and never waits. Before the first step
-    it shows `compiling`. If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
+    It counts the steps that the device has finished. If the peak of the device is known, it also shows the utilization
+    (see `StepCounterHook`).
 
     Args:
         last_step: The step at which the run ends, or None.

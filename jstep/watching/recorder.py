@@ -48,7 +48,7 @@ _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 class Recorder(Observer):
     """The observer that writes the file of a start: at some events, and every `StartFile.period` seconds in between.
 
-    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. The card is made in background threads.
+    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -147,7 +147,6 @@ class Recorder(Observer):
             file.close({**self._current_fields(), **fields})
 
     def _complete(self, saved: list[Any]) -> list[Any]:
-        """Return the saves that have not failed."""
         with contextlib.suppress(Exception):
             if self.run.saver is not None and not self.run.signals.received_twice:  # else a save may go on
                 newest = self.run.saver.latest_step() or 0
@@ -160,7 +159,6 @@ class Recorder(Observer):
         self._read_latest_numbers()
 
     def flush(self) -> None:
-        """Write the record before the checkpoint exists."""
         if (file := self.run.file) is not None:
             with self._lock:
                 saved, self._saving = [*file.fields["saved"], *self._saving], []
@@ -182,7 +180,6 @@ class Recorder(Observer):
                     logger.warning(text, type(error).__name__, error, extra=BELOW_BAR)
 
     def _sample(self) -> None:
-        """Note whether the device computes while the loop is in a hook."""
         if self.run.watch.current == stopwatch.HOOKS or self.run.watch.aside is not None:
             is_busy = self.run.in_flight.unfinished() is not None
             self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
@@ -332,7 +329,6 @@ class Recorder(Observer):
         return past
 
     def _report(self, saved_past: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
-        """Log what has changed; a warning if bits change."""
         name = checkpoint_name(saver.prefix, step)
         past = self._past(step)
         file = self.run.file
@@ -384,7 +380,6 @@ _UNTRAINED = "none of this was trained, as the run takes no step: give another c
 
 
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:
-    """Write the end of the newest start if it was killed before it could."""
     start = file.earlier[-1] if file.earlier else None
     if start is None or start["problem"] or start["end"] is not None:
         return
@@ -393,7 +388,6 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the current and the peak resident memory in bytes; None without `/proc`."""
     found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
         sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
@@ -418,7 +412,7 @@ def _not_recorded(error: Exception) -> None:
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
-    """Return the status, the reason and, unless it is a signal, the exception class of the end of the run."""
+    """Return the status, the reason and, unless it is a signal, the exception class of the end of a run."""
     signals = run.signals
     is_done = run.course.is_first_known and run.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))

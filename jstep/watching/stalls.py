@@ -1,8 +1,4 @@
-"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
-
-In its own thread, it reads the state of the run, the stopwatch, and the activities that waiting threads declare
-(`core.threads.doing`).
-"""
+"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long."""
 
 import faulthandler
 import logging
@@ -46,7 +42,7 @@ _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if
 
 
 class StallHook(RunHook):
-    """A hook that reports what a stalled run waits for, and that can end the run.
+    """A hook that reports what a stalled run waits for, and that can end it.
 
     `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait for a batch, a call of
     the step, a compilation, a restore, a save, an evaluation, a hook, or a wait for other processes that has lasted
@@ -55,10 +51,9 @@ class StallHook(RunHook):
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
     where *usual* is the longest of the last 64 durations of the same activity (for batches and calls, the median). With
-    the default settings, if a batch usually takes 0.5 s, a wait for one is a stall after max(60, min(15, 600.5)) = 60
-    s; if a save usually takes 20 s, after max(60, min(600, 620)) = 600 s. An activity that has not been seen before,
-    such as the first compilation, may take 10 · warn_secs, and time in which the process computes counts for a tenth.
-    Time in which the process was stopped, or the machine slept, does not count.
+    the default settings, if a save usually takes 20 s, one is a stall after max(60, min(600, 620)) = 600 s. An activity
+    that has not been seen before, such as the first compilation, may take 10 · warn_secs, and time in which the process
+    computes counts for a tenth.
 
     Each stall is a warning, repeated at twice, four times, eight times … its age, and if the run has a directory, a
     file there, which `python -m jstep stalls` reads; see [When a run hangs](../help/stalls.md).
@@ -67,7 +62,7 @@ class StallHook(RunHook):
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
         exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
             again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            stalls in the data loader, or with `train` in one of your hooks, it also saves the last complete state.
+            stalls in the data loader or in a hook of `train`, it also saves the last complete state.
         factor: How many times longer than usual anything may take.
 
     Raises:
@@ -149,7 +144,6 @@ class StallWatch(Observer):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether processes read each other's files."""
         return self.run.options.where is not None and self._count > 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -256,7 +250,6 @@ class StallWatch(Observer):
             self._recorded = None
 
     def _record(self, wait: Wait) -> None:
-        """Keep a stall in the record."""
         unfinished = self.run.in_flight.unfinished()
         fields = {
             "time": round(time.time(), 6),
@@ -283,7 +276,6 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of such a wait, or None."""
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
@@ -299,7 +291,6 @@ class StallWatch(Observer):
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:
-        """Describe the other processes."""
         others, shown = self._files.others, self._files.shown
         if self._files.is_told:  # the process before this one names them
             return
@@ -341,7 +332,6 @@ class StallWatch(Observer):
     # The exit.
 
     def _exit(self, wait: Wait) -> None:
-        """End the process; nothing here may wait long for the stalled code."""
         run = self.run
         _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
@@ -371,7 +361,6 @@ def _secs(seconds: float) -> str:
 
 
 def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first."""
     while frame is not None and (is_whole or frame.f_code.co_filename != _RUN):
         yield frame
         frame = frame.f_back

@@ -39,10 +39,7 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | None:
-    """Return a device's peak operations per second for a mix of matrix products, or None.
-
-    Peak = Σ operations / Σ (operations / peak of their format).
-    """
+    """A device's peak: Σ operations / Σ (operations / peak of their format), for a mix of matrix products; or None."""
     total = sum(products.values())
     counted = 0.0
     seconds = 0.0
@@ -69,7 +66,6 @@ def format_rate(device_kind: str, product: Product) -> float | None:
 # The operations of the steps that were dispatched, and their share of the peak.
 
 Steps = Mapping[Hashable, int]
-"""Number of steps by program."""
 
 
 class Utilization(NamedTuple):
@@ -80,13 +76,7 @@ class Utilization(NamedTuple):
 
 
 class UtilizationMeter:
-    """Meter of the utilization, from counts of the steps of each program.
-
-    Utilization = Σ over steps of operations / (peak · number of devices · seconds).
-
-    Args:
-        flops_per_step: Operations on all devices; None to count them in the trace.
-    """
+    """Meter of the utilization: Σ over steps of operations / (peak · number of devices · seconds)."""
 
     def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
         self._peak, self._flops = peak_flops, flops_per_step
@@ -99,7 +89,6 @@ class UtilizationMeter:
         return dict(self._steps)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        """Return the utilization, if known for all steps."""
         at_peak, is_twice = 0.0, False
         for program, count in (Counter(after) - Counter(before)).items():
             secs, recomputes = self._work[program]
@@ -149,7 +138,6 @@ class Meters(Observer):
         self._run = run
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter, or return None if the peak is unknown."""
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:

@@ -28,7 +28,6 @@ from jstep.weights.search import arrays_directory, local_path, read_tensors, wei
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _MAX_GROUP_BYTES = 2**30
-"""The bytes that are read together."""
 
 
 @shortens_tracebacks
@@ -42,17 +41,14 @@ def load_weights(
     """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
 
     A leaf is `transform(tensors[names(path)])`. Each device reads only its own part of a file, but for a leaf with a
-    transform each process reads the whole tensor.
-
-    A checkpoint is a directory that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
-    `CheckpointManager`), or a checkpoint of jstep, whose checksums are verified. The names of its tensors are their
-    paths, such as `params/dense/kernel`, where `params/` may be omitted. Groups from which nothing is loaded, such as
-    `opt_state` or `slots`, do not count as unused.
+    transform each process reads the whole tensor. A checkpoint is a directory that Orbax wrote, or a checkpoint of
+    jstep. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/` may be omitted.
+    Groups from which nothing is loaded, such as `slots`, do not count as unused.
 
     Args:
         path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or checkpoint.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A NumPy array is loaded as one; typed PRNG keys are made from their stored data.
+            shardings. A NumPy array is loaded as one.
         names: Path in target (`"layers/0/wq"`) → the name of its tensor, None to keep the leaf, or a pair `(name,
             transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array (`numpy.transpose`).
             A mapping, in which missing paths are the names, or a function of the path. Two leaves may share one tensor
@@ -63,7 +59,7 @@ def load_weights(
             missing, unused or mismatched as a warning.
 
     Returns:
-        A tree like target. Its new arrays share no memory with anything and may be donated.
+        A tree like target.
 
     Raises:
         CheckpointError: A checkpoint of jstep is corrupted.
@@ -147,7 +143,6 @@ class TensorSource:
 
 
 def open_source(path: object) -> TensorSource:
-    """Open weights for reading, and check their description."""
     resolved = local_path(path)
     if (file := weights_file(resolved)) is not None:
         tensors = read_tensors(file)
@@ -173,11 +168,7 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
 
 
 def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
-    """Return the arrays of a checkpoint, and a function that verifies it and reads them.
-
-    A slot that `compact` stores in two arrays counts as one array, with its float32 values. A parameter has the value
-    of the loss.
-    """
+    """Return the arrays of a checkpoint, and a function that verifies it and reads them as the loss sees them."""
     parent, name = os.path.split(path)
     store = open_store(parent)
     reader = CheckpointReader(store, name.rpartition("-")[0] or name)

@@ -67,11 +67,7 @@ def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str)
 
 @dataclasses.dataclass(frozen=True)
 class WantedTensor(targets.TargetLeaf[Any]):
-    """A leaf of a target, and its tensor. For typed PRNG keys, shape and dtype describe their data.
-
-    Attributes:
-        casts: Whether a floating tensor of another dtype fits.
-    """
+    """A leaf of a target, and its tensor; `casts` tells whether a floating tensor of another dtype fits."""
 
     transform: Transform | None = None
     casts: bool = False
@@ -102,10 +98,7 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
 def match_tensors(
     target: Tree, tensors: Mapping[str, Any], rules: Sequence[Rule], float_dtype: DTypeLike, *, is_checkpoint: bool
 ) -> WeightsMatch:
-    """Find the tensor of each leaf of a target; `rules` has one for each leaf.
-
-    A checkpoint may hold more than weights: see `load_weights`.
-    """
+    """Find the tensor of each leaf of a target; `rules` has one for each leaf."""
     wanted = []
     full_rules = _with_full_names(rules, tensors) if is_checkpoint else rules
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), full_rules, strict=True):

@@ -30,8 +30,6 @@ from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_c
 
 
 class _Item(NamedTuple):
-    """A leaf to save, and the `transform` to its tensor."""
-
     path: str
     leaf: Any
     transform: Transform | None
@@ -168,8 +166,8 @@ def save_weights(
 ) -> str:
     """Save weights as safetensors files, for `transformers`, vLLM and other tools that read this format.
 
-    Saving is atomic: readers find the older weights until all files are written; then an older index, shards or file of
-    the same name are removed. On several processes all of them call it and the first one writes.
+    Saving is atomic: readers find the older weights until all files are written. On several processes all of them call
+    it and the first one writes.
 
     Args:
         path: A file, such as `model.safetensors`. Larger weights are written to `model-00001-of-00003.safetensors` and
@@ -283,7 +281,6 @@ def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _host(leaf: object) -> np.ndarray[Any, Any]:
-    """Return a leaf on the host: a collective on several processes."""
     with meshes.internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf)

@@ -36,7 +36,6 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
 """Code → dtype, for those that NumPy and JAX can hold."""
 METADATA = "__metadata__"
 LARGEST = 100_000_000
-"""The maximum bytes of a header that the package accepts."""
 _Item = TypeVar("_Item")
 
 
@@ -50,13 +49,11 @@ def dtype_code(dtype: DTypeLike) -> str | None:
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, or an array in a checkpoint.
+    """A tensor in a file, or an array in a checkpoint; `dtype` is None if JAX cannot hold it.
 
     Attributes:
-        name: Its name, or its path in the checkpoint, such as `params/dense/kernel`.
-        code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for the data of PRNG keys.
-        dtype: The NumPy dtype; None if JAX cannot hold it.
-        start: The offset in the file.
+        name: Its name, or its path in the checkpoint.
+        code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for PRNG keys.
     """
 
     name: str
@@ -76,7 +73,7 @@ class Tensor(NamedTuple):
 
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Reads tensors: name → sharding, or None → an array with it, or the parts of this process; or a NumPy array."""
+"""Reads tensors: name → sharding → an array with it; None → the parts of this process, or a NumPy array."""
 
 
 def read_header(path: str) -> dict[str, Tensor]:
@@ -113,7 +110,6 @@ def package() -> Any:
 
 
 def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds, np.ndarray[Any, Any]]:
-    """Read parts of a tensor, each into new memory."""
     assert tensor.dtype is not None
     if tensor.nbytes == 0:  # nothing can be mapped
         return {part: np.empty(lengths(part), tensor.dtype) for part in parts}
