@@ -25,7 +25,6 @@ def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note, if the class of the exception allows it."""
     with contextlib.suppress(Exception):
         error.add_note(text)
 

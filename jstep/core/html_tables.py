@@ -37,7 +37,7 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
 
 
 class Tabular:
-    """Base class of results that are shown as a table."""
+    """A result that is shown as a table."""
 
     _left = 1
     """The number of left-aligned columns in text."""

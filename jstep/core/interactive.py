@@ -12,7 +12,6 @@ def is_interactive() -> bool:
 
 
 def is_notebook() -> bool:
-    """Whether IPython has a kernel, and hence shows HTML."""
     return getattr(_shell(), "kernel", None) is not None
 
 

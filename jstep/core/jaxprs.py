@@ -325,7 +325,6 @@ def is_slow_in_loops(jaxpr: object) -> bool:
 
 
 def named_axes(program: object) -> set[str]:
-    """Return the mesh axes in shardings, shard_maps and collectives."""
     axes: set[Any] = set()
     for params in (eqn.params for *_, eqn in all_equations(program)):
         specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
@@ -476,7 +475,6 @@ def count_flops(eqn: Any) -> float:
 
 
 def matrix_product(eqn: Any) -> Product | None:
-    """Return None for operations other than matrix products and convolutions."""
     if _name(eqn) not in _PRODUCTS:
         return None
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda item: item.itemsize)

@@ -32,7 +32,6 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 
 
 def log_once(level: int, text: str) -> None:
-    """Log a line, in a run only the first time."""
     warned = set[str]() if (of_run := WARNED.get()) is None else of_run
     if text not in warned:
         warned.add(text)
@@ -102,8 +101,6 @@ def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Handler that writes lines above a progress bar."""
-
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
         if tqdm is None:

@@ -65,7 +65,6 @@ def is_on_host(leaf: object) -> bool:
 
 
 def is_on_cpus(array: Any) -> bool:
-    """Whether an array is on CPUs alone."""
     return all(device.platform == "cpu" for device in array.sharding.device_set)
 
 
@@ -248,7 +247,6 @@ def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def _without_alias(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:
-    """Copy an array that aliases NumPy memory."""
     addresses = {value.ctypes.data for value in values}
     shards = [shard.data for shard in array.addressable_shards if shard.device.platform == "cpu"]
     is_alias = any(data.unsafe_buffer_pointer() in addresses for data in shards)

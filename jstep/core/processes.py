@@ -51,7 +51,6 @@ def refuse_another_run() -> None:
 
 
 def request_stop() -> None:
-    """Send SIGTERM to this process: JAX's preemption service then stops all processes."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -169,8 +168,6 @@ def first_ints_on_all(
 
 
 class AgreedShapes:
-    """The batch shapes that all processes have agreed on."""
-
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
@@ -235,8 +232,6 @@ _SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TPU_WORKER_HOSTNA
 
 
 class Setting(NamedTuple):
-    """A value and the name of its source, an argument or a variable."""
-
     value: Any
     name: str
 

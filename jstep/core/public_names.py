@@ -29,7 +29,7 @@ def is_public(named: Any) -> bool:
 
 
 def public_name(named: Any) -> str:
-    """Return the full name of a class or function, as users import it: `jstep.Saver`."""
+    """The full name of a class or function, as users import it: `jstep.Saver`."""
     return f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
 
 
@@ -75,7 +75,7 @@ def explain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def explains_attributes(cls: type[_T]) -> type[_T]:
-    """Class decorator: the error of an attribute that another library has says what to type."""
+    """Class decorator: errors of attributes that another library has say what to type."""
 
     def missing(self: object, name: str) -> NoReturn:
         raise attribute_error(f"{type(self).__name__!r} object", name, self, f"{cls.__name__}.")

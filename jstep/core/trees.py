@@ -515,7 +515,6 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
 
 
 def _copied_rows(array: Any) -> list[Any]:
-    """Copy rows: a view would keep the whole array alive."""
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 
 

@@ -95,8 +95,6 @@ def place_rows(rows: Tree, sharding: object) -> jax.Array:
 
 
 def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
-    """Convert shardings or specs on the current mesh to shardings."""
-
     def leaf(part: object) -> Any:
         spec = part.spec if isinstance(part, NamedSharding) else part
         if not isinstance(spec, PartitionSpec):

@@ -36,7 +36,6 @@ class StepRange(NamedTuple):
     distance: int
 
     def before_step(self, step: int) -> int:
-        """The rows of all batches before a step of the run, or before its end."""
         steps = step - self.first
         return self.before + steps * self.size - steps // self.period * (self.size - self.last)
 

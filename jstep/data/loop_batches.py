@@ -83,7 +83,6 @@ class _Accessors(NamedTuple):
 
 
 def _accessors(name: str, value: Any) -> _Accessors:
-    """Return the functions that get and set the state of an object."""
     if not isinstance(value, type) and (methods := position_methods(value)) is not None:
         return _Accessors(*methods)
     if isinstance(value, RandomGenerator):

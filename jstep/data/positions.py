@@ -28,7 +28,6 @@ def has_methods(value: object, *methods: str) -> bool:
 
 
 def position_methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the methods that return and restore the position of an object, or None."""
     names = next((names for names in (OWN_STATE, STATE_DICT) if has_methods(owner, *names)), None)
     return None if names is None else (getattr(owner, names[0]), getattr(owner, names[1]))
 

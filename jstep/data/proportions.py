@@ -72,7 +72,6 @@ class CountStage(NamedTuple):
         return tuple(counts)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
-        """Return when row number `count` of a source is due; infinity if never."""
         for i, phase in enumerate(self.phases[number:], number + 1):
             if phase.rates[source]:
                 time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])

@@ -139,7 +139,6 @@ def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
 
 
 def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
-    """Return the prefix of a run: that of its Saver, unless another one was given."""
     return checkpoint_dir.prefix if isinstance(checkpoint_dir, Saver) and prefix == "model" else prefix
 
 
@@ -217,7 +216,6 @@ class _Recorded:
         return {step: value for step, value in values.items() if self._start < step <= self._step}
 
     def check(self, current: ReplayedCall) -> None:
-        """Raise an error if a state, or the loss of the update before it, differs from the run's."""
         if (expected := self._fingerprints.get(current.step)) is not None:
             with internal_transfers():
                 found = as_hexadecimal(fingerprint(current.state))
@@ -252,7 +250,6 @@ _CLOSE = 1e-4
 def _restored_start(
     state: TrainState, checkpoint_dir: Any, prefix: str, step: int, newest: int, *, is_finite: bool
 ) -> tuple[int, TrainState, Any]:
-    """Return the step to start from, the state, and the saved position of the batches."""
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         is_path = not isinstance(checkpoint_dir, Saver)

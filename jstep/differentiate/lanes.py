@@ -25,6 +25,7 @@ from jstep.differentiate.merging import merge_equal
 from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14
+"""Arrays with fewer elements are exchanged together."""
 MIN_ELEMENTS_PER_DEVICE = 64
 """The minimum number of elements per device of an array that is split."""
 

@@ -189,6 +189,7 @@ class LossGradients:
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it; None if unknown."""
     fallback: meshes.AxesFallback | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The tracer of the loss, shared by all copies."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")

@@ -86,6 +86,7 @@ def _like(old: object, new: object) -> Any:
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+"""Kinds of numbers, each of which holds the values of the kinds before it."""
 
 
 def _kind_of(dtype: DTypeLike) -> int:

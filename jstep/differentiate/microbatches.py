@@ -215,7 +215,6 @@ def accumulate(
 
 
 def summands(weight: Array | None, outputs: Tree) -> Any:
-    """Return what a microbatch of this weight adds to the sums of outputs."""
     return jax.tree_util.tree_map_with_path(functools.partial(_summand, weight), outputs, is_leaf=_is_ratio)
 
 
@@ -371,7 +370,6 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
 
 
 def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
-    """Combine squared norms of gradients with respect to different parameters."""
     present = [s for s in squares if s is not None]
     if not present:
         return None

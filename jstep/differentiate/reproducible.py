@@ -167,7 +167,6 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Group operations that use each other's results."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]

@@ -51,7 +51,6 @@ class MetricReader(ShownAsTyped):
         self._mode: str = "min" if mode is None else check_choice(mode, "mode", ("min", "max"))
 
     def use_names(self, prefix: str, names: Collection[str] | None) -> None:
-        """Reject a metric that is not among these names, if known."""
         self._log_prefix = f"{prefix}/"
         # The numbers of a metric object are called name/key.
         if names is not None and not any(f"{self._name_in(names)}/".startswith(f"{name}/") for name in names):
@@ -110,7 +109,7 @@ class CallbackState(NamedTuple):
 
 
 class MetricCallback(MetricReader):
-    """Base class of callbacks that react to a metric; `watches` and `_settings` identify their state in checkpoints."""
+    """Base class of callbacks that react to a metric, and whose state is saved."""
 
     on_cadence_only: bool = True
     key: str | None = None
@@ -319,7 +318,6 @@ class ReduceOnPlateau(MetricCallback):
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        """Return the state with the reduced value if a reduction is due."""
         value, progress = self.score(results), self._progress
         reference = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
         margin = self._threshold * abs(reference) if math.isfinite(reference) else 0.0

@@ -223,7 +223,6 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
 
 def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
-    """Return the metrics of each lane, or of a batch that lanes do not divide."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())

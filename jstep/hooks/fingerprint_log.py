@@ -56,7 +56,6 @@ def read_log(path: str) -> Log:
 
 
 def read_later(path: str, step: int) -> Log:
-    """Read the lines later than a step at the end of a log."""
     log = Log({}, [])
     for tail in read_tail(path):
         part = "" if tail.part == path else f" of {tail.part}"
@@ -114,7 +113,6 @@ class Difference(NamedTuple):
 
 
 def compare_logs(first: Entry, second: Entry) -> Difference | None:
-    """Return the difference of two entries of one step; None if they are equal."""
     if first.state == second.state:
         return None
     if first.leaves is None or second.leaves is None:

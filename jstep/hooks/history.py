@@ -134,7 +134,6 @@ class History(ReportingHook):
         return None
 
     def _set_interval(self, step: int) -> None:
-        """Set the interval, which is a function of the step."""
         every = self._base
         if self._path is None and self.run.last_step is None:
             while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
@@ -364,7 +363,6 @@ def _mean(total: float, count: float) -> float:
 
 
 def _merged(rows: Rows, begin: int, evaluated: Collection[str], mean: bool) -> Rows:
-    """Return the rows of an interval as one, and the last results of evaluations."""
     last_steps = {name: step for step, row in rows.items() for name in row}
     end = max(rows)
     sums: dict[str, tuple[float, float]] = {}

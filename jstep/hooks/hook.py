@@ -108,7 +108,6 @@ class Hook(ShownAsTyped):
 
 
 def defines(hook: object, name: str) -> bool:
-    """Whether a hook has a method that is not one of `Hook`."""
     method = getattr(hook, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name, None)
 
@@ -181,7 +180,6 @@ class StopWith:
 
 
 def check_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
-    """Check a hook's result; return whether to stop after this step, and the state."""
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):

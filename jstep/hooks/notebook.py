@@ -17,6 +17,7 @@ from jstep.metering.numbers import as_numbers, read_values
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""
 _SECS, _SECS_OF_CURVES = 0.5, 2.0
+"""The minimum seconds between updates, and between drawings of curves."""
 
 
 class ShownLines(logging.Handler):

@@ -25,6 +25,7 @@ from jstep.queues.queues import until_end
 _SECOND, _SHARE = 1.0, 0.05
 """The interval between two checks of the waits, in seconds, and the share of it above which a thread starts."""
 _HAND_OVER = 1e-4
+"""The wait for each call, in seconds, below which no thread starts."""
 _CALLS_AHEAD = 2
 """The number of calls whose batches a thread reads ahead of the loop."""
 
@@ -52,7 +53,6 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return itertools.chain(until_taken, self._items, self._taken_ahead())
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
-        """Yield copies of batches, in the loop's thread until another one reads ahead."""
         source = self.source
         # `LivePosition` reads the positions of batches that are made with the state.
         read_position = None if source.is_of_state else source.position
@@ -218,7 +218,6 @@ class BatchFeeder(Iterator[Chunk]):
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> bool:
-        """End the thread; return whether it has ended, and no longer uses the source."""
         return self._reader is None or self._reader.close()
 
 

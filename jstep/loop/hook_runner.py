@@ -128,14 +128,12 @@ class HookRunner:
                 savers.next = step
 
     def save(self) -> None:
-        """Run the savers that are due; then raise the errors of logs."""
         if self._course.position.step >= self.savers.next:
             self._call_due(self.savers, with_failures=True)
         else:
             self.raise_log_errors()
 
     def _check_step(self, first: int) -> None:
-        """Check, once for each stage, that its step advances the global step by one."""
         course = self._course
         if first == course.first:
             self._run.watch.started()
@@ -222,13 +220,11 @@ class HookRunner:
         errors.end(failed)
 
     def _deliver_all(self, errors: "HookErrors") -> None:
-        """Deliver all numbers; a row that fails is dropped, the others are delivered."""
         while True:
             with errors:
                 return self._run.transfers.deliver_all()
 
     def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Raise the errors of logs, or pass them to `failed`."""
         errors = HookErrors(self._course)
         errors.add_failures(self._run.failures)
         errors.end(failed)

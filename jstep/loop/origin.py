@@ -214,7 +214,6 @@ def find_opening(options: Options, state: TrainState, saver: Saver | None, lates
 
 
 def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[Opening, TrainState]:
-    """Read the checkpoint of another run to begin from."""
     assert opening.trunk is not None
     trunk, state = _read_trunk(options, opening.trunk, state)
     if jax.process_index() == 0:
@@ -265,7 +264,6 @@ def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
 
 
 def _step_of_values(state: TrainState) -> int | None:
-    """Return the step of a state; None if it is abstract, or was donated."""
     if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None
@@ -300,7 +298,6 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
 
 
 def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
-    """Warn if a run that resumes has not begun from the checkpoint that `start_from` names."""
     name = None if path is None else split_path(path)[1]
     if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
         return
@@ -458,7 +455,6 @@ def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name
 
 
 def _step_of_given(state: TrainState) -> int:
-    """Return the step of the given state; reject one that is abstract or was donated."""
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(

@@ -44,7 +44,6 @@ TrainSteps = Staircase[Callable[..., Any]]
 
 
 def as_stages(train_step: object) -> TrainSteps:
-    """Normalize one training step, or a mapping of stages, to a staircase."""
     form = "(state, *args) -> (state, metrics)"
     return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
 

@@ -61,6 +61,7 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order, `Progress` last."""
 _SHORT = 1e-4
+"""A body that takes fewer seconds counts as a part of the step, which is cheaper."""
 _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
 
@@ -295,7 +296,6 @@ class Run(Generic[P]):
         stack.enter_context(setting(WARNED, set()))
 
     def _rescue(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """Save and attach the state after an error of the run, or of the body."""
         run = self._context
         if error is None:
             return
@@ -325,7 +325,7 @@ class Run(Generic[P]):
             self._context.background.wait()
 
     def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """Whether the batches, also of an earlier start, have ended before a multiple of the body's interval."""
+        """Agree on the end, and obey a signal that arrived while the run closed."""
         run, state = self._context, self._last.state
         if error is None:
             run.signals.agree_at_end()
@@ -472,7 +472,6 @@ class Run(Generic[P]):
         self._finish()
 
     def _finish(self) -> None:
-        """End the hooks, which save the last state, or leave if a signal was received."""
         run, course, runner = self._context, self._context.course, self._context.opened.runner
         is_idle = self._has_steps and not run.opened.feeder.has_begun  # it was stopped before its first iteration
         if course.status != LEAVING:

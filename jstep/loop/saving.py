@@ -51,7 +51,6 @@ _OPEN_BODY = "body"
 
 
 def restore_hooks(run: RunContext, opened: Opened) -> bool:
-    """Restore the states of the hooks; return whether one of them ends the run."""
     extra, finiteness = run.origin.extra, opened.finiteness
     if _OPEN_BODY in extra:
         text = "the checkpoint of step %d was saved before the body of the loop had ended: that body is omitted"
@@ -81,12 +80,12 @@ def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
 """The seconds until the first save and between two, and in a bucket; `SaveInterval` lengthens them."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
+"""The share of the time for which saves may block the loop, and for which a writer may be busy."""
 _EARLY = 0.1
+"""The tolerance for early saves, in seconds."""
 
 
 class SaveInterval:
-    """The seconds between two automatic saves."""
-
     def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._saver, self._clock = saver, clock
         self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
@@ -164,7 +163,6 @@ class RunSaverHook(CheckpointSaverHook):
         self.save(step, state, temporary_secs=None if interval is None or self.run.course.is_at_last else MAX_SECS)
 
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
-        """Save from another thread while the loader or a hook stalls."""
         if not super().has_saved(step, state):
             extra = self._extra_of_run(self._saved_host_state.hooks)._replace(finite=is_finite)  # as of the latest save
             with internal_transfers():

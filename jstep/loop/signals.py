@@ -134,7 +134,6 @@ class StopSignals:
                 self.received = signal.SIGTERM
 
     def _interrupt(self, number: signal.Signals) -> bool:
-        """Send a signal to the main thread, if this run handles it."""
         main = threading.main_thread().ident
         if main is None or number not in self._before or signal.getsignal(number) != self._note:
             return False

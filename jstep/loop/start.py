@@ -44,7 +44,6 @@ _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be open
 
 
 def open_run(run: RunContext, batches: Tree) -> None:
-    """Open the checkpoints, restore the state, and make the hooks and chunks of the run."""
     _open_checkpoints(run)
     processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
     dispatch = _dispatch_of(run)

@@ -77,7 +77,6 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Time compilation, and record hits of JAX's persistent cache."""
         here = thread_record()
         hits, before = here.hits, here.programs
         with self.timing("compile"):

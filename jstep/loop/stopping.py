@@ -102,14 +102,12 @@ def exit_on_signal(run: RunContext) -> NoReturn:
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
-    """Leave after a second Ctrl-C, without its traceback."""
     again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
     attach_state(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
 
 def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
-    """Leave after a signal that arrived when the run had closed its resources."""
     error = run.signals.stop_error(f"after step {run.step}, while it closed")
     attach_state(error, state)
     if state is not None:
@@ -172,7 +170,6 @@ def _is_handled(run: RunContext, error: BaseException) -> bool:
 
 
 def save_while_it_hangs(run: RunContext) -> str:
-    """Save the last complete state from another thread; return the outcome."""
     step, finiteness = run.step, run.opened.finiteness
     try:
         if why := why_not_saved(run):

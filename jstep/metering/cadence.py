@@ -82,7 +82,6 @@ def make_cadence(
 
 
 def hook_cadence(hook: object) -> Cadence | None:
-    """The cadence of a built-in hook; None if the hook names its own steps."""
     # Not the attribute of another hook that an object delegates to, because `train` passes no run to that hook.
     cadence = getattr(hook, "cadence", None) if hasattr(type(hook), "cadence") else None
     return cadence if isinstance(cadence, Cadence) else None

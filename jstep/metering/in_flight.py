@@ -18,6 +18,7 @@ _SECONDS, _MIN_CALLS = 1.0, 2
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_DROPPED = 8
+"""The number of calls from which on finished ones are dropped."""
 _LATEST = 64
 
 
@@ -98,7 +99,6 @@ class InFlight:
         self.drop_finished()
 
     def unfinished(self) -> tuple[int, int] | None:
-        """Return the steps before and after the first call that is not finished."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
             if result.is_deleted():
                 continue

@@ -186,7 +186,6 @@ class MetricSums:
         return len(self._intervals) - 1
 
     def begin_skipped(self, steps: int) -> None:
-        """Begin after so many skipped steps in a row of an earlier start."""
         with internal_transfers():
             self._skips = jnp.asarray(np.int32(steps))
 
@@ -198,7 +197,6 @@ class MetricSums:
     # Calls that accumulate by themselves.
 
     def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":
-        """Return the sums that a call continues, on the devices of `like`."""
         self.flush()
         self.has_ratios = self.has_ratios or bool(columns.ratios)
         if self._grouping is None or self._grouping.columns != columns:

@@ -46,7 +46,6 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number or a bool, also an array or its shape."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 

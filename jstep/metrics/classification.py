@@ -252,6 +252,7 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 # Area under the ROC curve, and average precision, from counts of examples by score in a fixed number of bins.
 
 _FINER = 32
+"""Multiplier of the requested number of thresholds."""
 _MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
 
@@ -373,7 +374,6 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 
 
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
-    """Reduce the number of bins to `most`: neighbors share bins of about equal size."""
     counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0

@@ -223,7 +223,6 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
 
 
 def _move_leaf(slots: Slots, p: Array, u: object, weight: Array) -> tuple[None, Slots]:
-    """A rule for `on_leaves`: move the average of a leaf towards p + u."""
     return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], p if u is None else add(p, u), weight)}
 
 
@@ -412,7 +411,6 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
 
 
 def move_model_state(state: TrainState, roles: Roles) -> TrainState:
-    """Move the averages of the model state like those of the parameters."""
     slots = dict(state.slots)
     for name in roles.of(Role.LAST_WEIGHT):
         slot = f"{name.rpartition('/')[0]}/{MODEL_STATE}"

@@ -25,11 +25,11 @@ SLICE = 2**19
 """The maximum number of elements of a slice, if the axes of the leaf allow it."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
+"""Whole tiles of a TPU's memory, in rows."""
 Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """Return the shape of a leaf's slices, which do not cut blocks."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
@@ -108,7 +108,6 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
-        """A view with separate axes for the position of a slice."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 

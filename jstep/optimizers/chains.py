@@ -324,7 +324,6 @@ class _Partition:
 
     @contextlib.contextmanager
     def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
-        """Yield the label of each leaf, and the optimizer of each label."""
         with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
             parts = {

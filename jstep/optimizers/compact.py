@@ -210,7 +210,6 @@ class StoredState(NamedTuple):
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        """The unique position of each leaf and slot in the rounding sequence."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]

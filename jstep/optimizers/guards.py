@@ -379,7 +379,6 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
 
 def _of_trained(name: str, spec: Slot, slots: Slots, params: Params, is_frozen: Sequence[bool]) -> list[Any]:
-    """The leaves of a slot, None for those that a `partition` freezes."""
     leaves, treedef = trees.flatten(params)
     trained = treedef.unflatten([None if out else leaf for out, leaf in zip(is_frozen, leaves, strict=True)])
     found = iter(slot_leaves(slots, name, trained, spec.shape))

@@ -58,7 +58,6 @@ def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
 
 
 def is_worth_loops(state: Tree) -> bool:
-    """Whether a traced state has arrays in host memory, and its compiler supports loops."""
     # On a CPU, device memory is host memory. The GPU compiler is untested.
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):

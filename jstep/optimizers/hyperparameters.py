@@ -195,7 +195,6 @@ Hyper: TypeAlias = dict[str, Any]
 
 
 def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
-    """Check a number, an array or the initial value of a held one."""
     if isinstance(value, Held):
         return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
     if callable(value):
@@ -259,7 +258,6 @@ def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
 
 
 def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
-    """The hyperparameters that a function reports, and whether they depend on the step."""
     names: dict[str, bool] = {}
     with contextlib.suppress(Exception):  # it may need a concrete step, which no compiled step provides
         abstractly(lambda step: names.update({key: trees.is_traced(value) for key, value in reported(step).items()}))

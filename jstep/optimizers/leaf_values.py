@@ -36,7 +36,9 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
 
 
 Masks: TypeAlias = list[tuple[str, list[bool]]]
+"""Arguments of weight decays, and the leaves that they select."""
 _MASKS: contextvars.ContextVar[Masks | None] = contextvars.ContextVar("jstep_masks", default=None)
+"""The masks of all labels of a partition; None outside of it."""
 
 
 def _warn_of_masks(masks: Masks, warned: set[str]) -> None:
@@ -136,7 +138,6 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
 
 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
-    """The input and output axes of a leaf, as nonnegative indices."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
     ins, outs = (_counted(side, ndim, path) for side in pair)

@@ -151,6 +151,7 @@ def wrap_optimizer(
 
 
 INCREMENTS: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_increments", default=True)
+"""Whether the update increments the global step."""
 
 
 class Ages(NamedTuple):
@@ -165,7 +166,6 @@ class Ages(NamedTuple):
     slots: Mapping[str, bool]
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
-        """The wrapper's age slots after an update."""
         has_gradient = [INCREMENTS.get() if outer.per_step else g is not None for g in gradients]
         updated = {slot for slot, is_updated in zip(self.of_leaves, has_gradient, strict=True) if is_updated}
 
@@ -288,7 +288,6 @@ def check_names(named: NamedOptimizers) -> None:
 
 
 def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
-    """Raise if an optimizer contains a format of `why`."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")
 
@@ -312,7 +311,6 @@ def report_condition(condition: Condition) -> None:
 
 
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
-    """The condition under which each leaf was updated, or None."""
     by_path: dict[Any, Array] = {}
     for partial, condition in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(partial):

@@ -153,6 +153,7 @@ def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
 # Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration.
 
 FIRST, NEXT, SAME = range(3)
+"""How a step updates the bases: by eigh, by one power iteration, or not at all."""
 
 
 class EigenbasisUpdate(NamedTuple):
@@ -253,6 +254,7 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
 
 
 WIDTH = 128
+"""The number of columns per block of reflections."""
 
 
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:

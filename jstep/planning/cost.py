@@ -212,7 +212,6 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
-    """Parse the needed and the available bytes from XLA's error; None for another error."""
     match = _TOO_LARGE.search(str(error))
     if match is None:
         return None
@@ -220,7 +219,6 @@ def _needed(error: Exception) -> tuple[int, int] | None:
 
 
 def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, Any]:
-    """The memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
     figures = _figures(memory, "")
     if figures is None:

@@ -215,7 +215,6 @@ def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
 
 
 def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
-    """The fields of a `Plan` about the batches; empty if they are not jstep's."""
     if batches is not None:
         check_batches(batches)
     if not isinstance(batches, BatchSequence):

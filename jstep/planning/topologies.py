@@ -140,7 +140,6 @@ def parse_topology(name: str, argument: str = "name") -> Name:
 
 
 def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
-    """The sizes that a slice may have; empty if these are among them."""
     largest = TPUS[kind].largest
     fits = len(sizes) == len(largest) and all(map(operator.le, sorted(sizes, reverse=True), largest))
     # A host has 2x2 chips, except in a slice of a single chip.
@@ -229,7 +228,7 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
 
 
 def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return shapes of the state, replicated on a topology, and of the batch, split over all its devices."""
+    """Return shapes of the state, replicated on a topology, and of the batch, split over it."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
             f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"

@@ -174,7 +174,6 @@ def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(get: Callable[[Any], Any], key: Any) -> Any:
-    """Return a value, or the class of the error that it raises."""
     try:
         return get(key)
     except Exception as error:

@@ -36,6 +36,7 @@ IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
+"""Values with another effect than their section."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
@@ -151,7 +152,6 @@ def changes(
 
 
 def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
-    """Describe the parts of a traced step that differ."""
     stage = name.partition("[")[2].rstrip("]") or "0"
     pair = [_program_at(stage, start) for start in starts]
     parts = {"gradients": "loss and gradients", "update": "update"}

@@ -25,7 +25,6 @@ def compressed(programs: Mapping[str, str]) -> bytes:
 
 
 def read_programs(path: str) -> dict[str, str]:
-    """Return the texts of programs by stage; {} if they are missing or invalid."""
     with contextlib.suppress(OSError, ValueError, zlib.error):
         reader = zlib.decompressobj()
         text = reader.decompress(read_small(path, _MAX_BYTES), 4 * _MAX_CHARACTERS).decode("utf-8", "replace")

@@ -118,7 +118,6 @@ def _checked_stall(stall: Any) -> dict[str, Any]:
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    """Return the processes that the others wait for."""
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
     often = Counter(stall["what"] for stall in stalls)
     smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]

@@ -30,6 +30,7 @@ MAX_STARTS, MAX_BYTES = 1000, 2**20
 """The number of the newest starts that are read, and the maximum bytes of a file."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
+"""The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
@@ -43,7 +44,6 @@ def _card_path(where: str, start: Mapping[str, Any]) -> str:
 
 
 def program_path(where: str, start: Mapping[str, Any]) -> str:
-    """Return where the printed programs of a start are."""
     return path_of(where, start["prefix"], start["number"], "programs")
 
 
@@ -175,7 +175,6 @@ class StartFile:
         replace_file(path, data, flush=False)
 
     def _make(self) -> OpenDirectory:
-        """Make the file with the next free number, exclusively."""
         directory = join_path(self.where, FOLDER)
         if os.path.islink(directory):
             raise foreign_file(directory, "is a link")
@@ -242,7 +241,6 @@ def read_starts(where: str) -> dict[str, list[Start]]:
 
 
 def find_starts(where: str) -> dict[str, list[Start]]:
-    """Return what `read_starts` does, or raise a FileNotFoundError if there is none."""
     if not (found := read_starts(where)):
         raise FileNotFoundError(
             f"{where}: no run is there; give the checkpoint_dir of a run, or its logdir if it has none, with {FOLDER}/"
@@ -294,7 +292,6 @@ def _load(path: str) -> Any:
 
 
 def with_card(where: str, start: Start) -> Start:
-    """Return a start with its card, or an empty one."""
     card = _load_card(where, start).get("card") or {}
     return cast(Start, {**start, "card": card, "programs": program_path(where, start)})
 

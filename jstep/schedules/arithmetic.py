@@ -53,7 +53,6 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator of functions, so that the `repr` of their schedules is the call."""
     return record_calls(_remember, positional, _explain_order)
 
 

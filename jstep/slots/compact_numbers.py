@@ -35,7 +35,6 @@ class Turn(NamedTuple):
 
 @functools.cache
 def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
-    """The blocks of an array: see the argument `block` of `compact`."""
     for axis in reversed(range(len(shape))):
         divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] and shape[axis] % size == 0]
         if divisors:
@@ -82,7 +81,6 @@ def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) 
 
 
 def block_scales(x: Array, blocks: Blocks) -> Array:
-    """The largest absolute value of each block, at least the smallest normal number."""
     # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
     largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))

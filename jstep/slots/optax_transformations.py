@@ -20,7 +20,6 @@ from jstep.slots.roles import Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
-    """Convert a transformation of Optax, as `from_optax` does; reject other values."""
     if isinstance(value, Optimizer):
         return value
     if is_transformation(value):

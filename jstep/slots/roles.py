@@ -159,7 +159,6 @@ class Roles(Mapping[str, Role | None]):
 
 _NO_NAMES = "none; state.replace(…) keeps them, TrainState(…) does not"
 NO_ROLES = Roles()
-"""The roles of a state made by hand, and of one without slots."""
 
 
 def roles_in(state: Tree) -> Roles:
@@ -219,7 +218,6 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
-    """The `init` without a jit, whose results are not the objects made inside it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 

@@ -18,6 +18,7 @@ from jstep.slots.roles import LIKE_PARAMETERS, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
 _FOLLOWING = (*LIKE_PARAMETERS, Role.REMAINDER)
+"""The roles of slots that `with_params` sets."""
 _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
@@ -95,7 +96,6 @@ def _placed(value: Any, old: Any) -> Any:
 
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
-    """Warn once per run if slots would restore replaced parameters."""
     roles, treedef = roles_in(state), trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
@@ -119,6 +119,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
 
 
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
+"""The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"

@@ -122,7 +122,6 @@ def as_hexadecimal(pair: Any) -> str:
 
 
 def all_as_hexadecimal(words: np.ndarray[Any, Any]) -> list[str]:
-    """Return the fingerprints in uint32 `[n, 2]` as strings of 16 digits."""
     text = words.astype(">u4").tobytes().hex()
     return [text[start : start + 16] for start in range(0, len(text), 16)]
 
@@ -153,8 +152,6 @@ def _summed(words: Any) -> Any:
 
 
 class Fingerprints(NamedTuple):
-    """Fingerprints of a tree's leaves: indices of leaves, and their words `[n, 2]`."""
-
     paths: list[str]
     groups: list[tuple[list[int], Any]]
 
@@ -171,7 +168,6 @@ class LeafFingerprints:
         self._groups = _groups(leaves, keys)
 
     def start(self, tree: Tree) -> Fingerprints:
-        """Start computing fingerprints of leaves, without blocking."""
         leaves, structure = trees.flatten(tree)
         try:
             kinds = list(map(_KIND, leaves))
@@ -299,7 +295,6 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
 
 
 def device_sums(array: Any) -> Any:
-    """Trace the sums of the two lanes, uint32 `[2]`."""
     array = trees.key_data(on_devices(array))
     return _sums_of_words(_words(array), array.shape)
 

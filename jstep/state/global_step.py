@@ -71,7 +71,6 @@ def get_global_step(state: Tree) -> Array | None:
 
 
 def find_step(state: Tree) -> Array | None:
-    """Return the global step of a state, of any shape, or None."""
     step: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if step is None and state is not None:
         return None

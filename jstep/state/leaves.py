@@ -77,7 +77,6 @@ class StateLeaves:
 
     @property
     def indices(self) -> Any:
-        """A copy of the tree that holds the indices of the leaves."""
         return self._structure.indices
 
     @functools.cached_property

@@ -135,7 +135,6 @@ def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], p
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
-    """Shard slots like their parameters, even if they lack some dimensions; everything else is replicated."""
     named = trees.leaves_with_paths(params)
     placed = [
         check_sharding(mesh, spec, np.shape(leaf), path)

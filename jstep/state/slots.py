@@ -72,7 +72,6 @@ def get_slot_names(state: TrainState) -> list[str]:
 
 
 def slot_values(state: TrainState, name: str) -> Any:
-    """Return the values of a slot, in float32 if `compact` stores it."""
     half = state.slots.get(roles_in(state).halves.get(name, ""))
     if half is None:
         return state.slots[name]

@@ -29,7 +29,6 @@ from jstep.state.global_step import create_global_step, require_alive
 
 
 def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
-    """Whether to create an abstract state: from shapes, or for compile-only devices."""
     return any(map(is_shape, jax.tree.leaves(arguments))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
@@ -350,7 +349,6 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatt
 
 
 def keep_roles(old: object, new: object) -> Any:
-    """Return the new state, with the old roles if it has none."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
     same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()

@@ -245,6 +245,7 @@ _ZERO = 1e-6
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
 _READ_AT_ONCE = 2**16
+"""The largest array on the device that is checked eagerly."""
 
 
 @shortens_tracebacks

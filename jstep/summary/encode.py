@@ -153,7 +153,6 @@ def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
 
 
 def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
-    """Return a histogram, in which empty buckets are merged, as in TensorFlow."""
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)
     # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard replaces their limits

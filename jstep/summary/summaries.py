@@ -110,7 +110,6 @@ def find_summaries(tree: Tree) -> list[Summary]:
 
 
 def is_traced_part(part: Part) -> bool:
-    """Whether a value of a part is traced; fast for scalars."""
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
@@ -130,7 +129,6 @@ def is_here(x: jax.Array) -> bool:
 
 
 def keep(x: object) -> Any:
-    """Copy x if its value can change or be deleted later."""
     # An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
     if is_traced(x):
         return x
@@ -199,6 +197,7 @@ def _collection_names(collections: object) -> Sequence[str]:
 
 
 _OWN = ("jstep.summary", "jstep.core.tracebacks")
+"""The modules between a function that users call and the line that calls it."""
 
 
 def _caller() -> str:

@@ -33,6 +33,7 @@ from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
 NAP = 0.1
+"""Seconds that the thread waits after the first job."""
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
@@ -138,7 +139,6 @@ class Worker:
         self._request(self._end)
 
     def close(self) -> None:
-        """Write the queued jobs, close the file and end the thread."""
         if not self._ended:
             self.request_close()
         threads.join_thread(self._thread)
@@ -466,7 +466,6 @@ class SummaryWriter:
 
 
 def as_step(step: object) -> Any:
-    """Check a step. An array is copied, and read on the writer's thread."""
     if step is None:
         return None
     if is_traced(step):

@@ -95,7 +95,6 @@ def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool
 
 
 def explain_missing_gradients(error: Exception, params: Params, gradients: Sequence[Any]) -> None:
-    """Add a note if an optimizer failed on a gradient that is None."""
     leaves = zip(trees.leaves_with_paths(params), gradients, strict=True)
     missing = [path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)]
     if missing and "None" in str(error) and not isinstance(error, NoGradientsError):

@@ -129,7 +129,6 @@ class LoopedStep(TrainStep):
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
-        """Trace one step, for arrays or shapes, to know its metrics."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
             traced = jitted_program(self._one, state, args).trace(state, *args)
@@ -210,7 +209,6 @@ def _at(x: object, i: object) -> Any:
 
 
 def _key(state: Tree, args: tuple[Any, ...]) -> Any:
-    """Everything that a trace depends on, for arrays, shapes and tracers."""
     leaves = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in jax.tree.leaves((state, args))
     ]

@@ -130,8 +130,6 @@ class RequestedMetrics:
     def measured(
         self, gradients: Updates, updates: Updates, params: Params, scale: Array | None
     ) -> dict[str, dict[str, Any]]:
-        """Return the values of the norms and functions, by a description of their origin."""
-
         def norm(name: str) -> Array:
             if name == GRAD_NORM:
                 measured = global_norm(gradients)

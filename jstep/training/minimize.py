@@ -358,7 +358,6 @@ class SeveralLosses:
         return any(loss.depends_on_rows for loss in self.losses.values())
 
     def __call__(self, inputs: LossInputs) -> LossResult:
-        """Return the sum of the losses, all gradients, and as aux each loss and its aux by name."""
         chosen = _without_overlap(inputs.params, self.losses)
         leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)

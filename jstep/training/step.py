@@ -67,7 +67,6 @@ class PureStep:
             return with_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
-        """Return the shardings of a batch, if the step uses them."""
         if not self.depends_on_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
@@ -157,7 +156,6 @@ def returned_layout(state: Tree) -> StateLayout | None:
 
 
 def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -> Any:
-    """Return the new state with the old layout, unless the batch moved it."""
     if not isinstance(new, TrainState):
         return new
     step = new.global_step

@@ -91,7 +91,6 @@ class BatchWatch(Observer):
     # In background threads, in order.
 
     def _read_hashes(self) -> None:
-        """Read the hashes of the start that saved the checkpoint, and of later ones."""
         known: dict[str, Any] = {}
         if jax.process_index():
             known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)

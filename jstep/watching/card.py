@@ -124,7 +124,6 @@ def shortened(value: object) -> Any:
 
 
 def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return a program's constant hyperparameters, and hashes of what the run's bits need."""
     closed = (
         None if traced is None else _attempt(lambda: part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0])
     )

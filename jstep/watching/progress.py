@@ -112,7 +112,6 @@ class ProgressHook(RunHook):
         self.run.poll(self, self._restart_clock)
 
     def _restart_clock(self, *, wait: bool = False) -> None:
-        """Restart the clock after the first call, to exclude compilation."""
         self._bar.set_postfix_str("", refresh=False)
         self._bar.unpause()
 

@@ -98,7 +98,6 @@ class Recorder(Observer):
         self.run.file = file
 
     def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
-        """Return what is known when the file is made, and does not change."""
         options = self.run.options
         state = self.run.state
         lineage = self.run.opening.lineage
@@ -217,7 +216,6 @@ class Recorder(Observer):
         return None if unknown else counted
 
     def _read_numbers(self) -> None:
-        """Read the numbers of the latest step once they are ready."""
         run = self.run
         if not run.is_open or run.file is None:
             return

@@ -268,7 +268,6 @@ def _items(params: Tree, names: object) -> list[_Item]:
 
 
 def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the tensor of a leaf on the host, in C order and little-endian."""
     if item.transform is not None:
         array = call_transform(item.transform, array, item.path)
     code, shape = item.tensor.code, item.tensor.shape

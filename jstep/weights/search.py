@@ -60,7 +60,6 @@ def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of all files of an index, by name."""
     with open_regular(path) as file:
         first = file.read(8)
     # As the size of a header, the first bytes of JSON are far too large.

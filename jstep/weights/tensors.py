@@ -36,11 +36,11 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
 """Code → dtype, for those that NumPy and JAX can hold."""
 METADATA = "__metadata__"
 LARGEST = 100_000_000
+"""The maximum bytes of a header that the package accepts."""
 _Item = TypeVar("_Item")
 
 
 def dtype_code(dtype: DTypeLike) -> str | None:
-    """Return the safetensors code of a dtype; None for PRNG keys, int4 and complex128."""
     try:
         wanted = np.dtype(dtype).newbyteorder("=")
     except TypeError:
