@@ -36,7 +36,7 @@ class Checkpoint:
 
     @functools.cached_property
     def named(self) -> dict[str, Leaf]:
-        """Name → leaf: the name is its path, followed by a number if several leaves share the path."""
+        """Name → leaf: its path, and a number if several leaves share the path."""
         from jstep.checkpoint.leaf_records import unique
 
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))

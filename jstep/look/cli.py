@@ -86,11 +86,7 @@ def cell(value: object) -> str:
 
 
 def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
-    """Return the names that some patterns match; a name that is a pattern comes before those that match it.
-
-    Raises:
-        ValueError: A pattern matches none.
-    """
+    """Return the names that some patterns match, exact matches first; a pattern that matches none is a ValueError."""
     names, chosen = list(names), list[str]()
     for pattern in patterns:
         some = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -142,7 +138,6 @@ that hangs; 2 on an error: a missing path, a corrupted file, nothing to compare.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, which `_EPILOG` explains."""
     command_line = sys.argv[1:] if argv is None else argv
     is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
     if argv is None and is_text:  # the stdout of the process is ours

@@ -26,7 +26,7 @@ from jstep.stores.urls import is_url, join_path, location, split_path
 class LeafDifference(NamedTuple):
     """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
 
-    `max_abs` and `max_ulps`, in units in the last place, are the largest differences of two finite numbers.
+    `max_abs` and `max_ulps` are the largest differences of two finite numbers.
     """
 
     path: str
@@ -95,8 +95,7 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def start_differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
     """Describe the differences between two runs, as they were trained; None if there is no record of one.
 
-    Each place is a directory and the prefix of a run in it, or None for all. Why a start cannot be read is appended to
-    `problems`.
+    Each place is a directory and the prefix of a run in it, or None for all.
     """
     of_a, of_b = [_trained(where, prefix, problems) for where, prefix in places]
     pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
@@ -159,7 +158,6 @@ class _Side(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The directory of the run; of a checkpoint, the folder that it lies in."""
         return self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
 
     @property

@@ -24,7 +24,6 @@ class Divergence(NamedTuple):
     compared_by: list[str]
 
     def text(self, places: Sequence[Place]) -> str:
-        """Describe it, with the starts of the runs in between; "" if nothing differs."""
         if self.differ_at is None:
             return ""
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
@@ -61,7 +60,7 @@ def _folders(path: str, prefix: str | None) -> list[RunFolder]:
 
 
 def _scalars(places: Sequence[Place]) -> list[dict[tuple[int, str], Any]]:
-    """Return the scalars of each run by step and tag; several prefixes of a directory are compared by their names."""
+    """The scalars of each run by step and tag; several prefixes of a directory are compared by name."""
     with contextlib.suppress(OSError, ValueError, ImportError):
         sides = [_folders(path, prefix) for path, prefix in places]
         is_pair = all(len(folders) == 1 for folders in sides)

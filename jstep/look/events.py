@@ -60,7 +60,7 @@ def _print_scalars(arguments: argparse.Namespace) -> int:
 
 
 def _files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the event files of each run, and of each directory with event files that is not below one."""
+    """Yield the name and the event files of each run, and of each other directory with event files."""
     found = {path: runs(path) if is_directory(path) else [] for path in paths}
     every = distinct(run for some in found.values() for run in some)
     for run, name in zip(every, run_names(every), strict=True):

@@ -25,14 +25,10 @@ class Goodput(Tabular):
     """Breakdown of the wall time of a run in seconds, from its first start to the last write of its record.
 
     Attributes:
-        productive: Time of the steps that led to the final state, also if a built-in hook, a save or an evaluation
-            waits for them.
-        rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
-            hooks, evaluations and saves are counted in their own parts.
-        before: Time from the start of the process until its first call of `train`: imports, data, and whatever else
-            the program did, as well as its launcher if that became this process.
-        starting: Time from the call until the first step returned: devices, restore, compilation, first batch. Also
-            later compilations that the loop waited for, because of a new stage or batch size.
+        productive: Time of the steps that led to the final state.
+        rewound: Time of lost steps, because a later start resumed from before them.
+        before: Time from the start of the process until its first call of `train`.
+        starting: Time from the call until the first step returned, and of later compilations that the loop waited for.
         waiting: Time that the loop waited for batches.
         saving: Time that the loop waited for checkpoints.
         evaluating: Time of `EvaluationHook`s, including their callbacks.
@@ -40,11 +36,10 @@ class Goodput(Tabular):
         down: Time from the last write of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
-        stalled: Part → the seconds in which process 0 stalled there, as `StallHook` reported. The seconds of that part
-            do not include them.
-        notes: Parts whose time a step changed by more than a factor of two between starts, and starts that cannot be
-            read, as sentences.
-        computing: The seconds of `hooks` in which the device computed steps, by samples: waiting for them, or beside.
+        stalled: Part → the seconds in which process 0 stalled there, which that part does not include.
+        notes: Parts whose time a step changed by more than a factor of two, and starts that cannot be read, as
+            sentences.
+        computing: The seconds of `hooks` in which the device computed steps, by samples.
 
     Example:
         >>> import jstep
@@ -107,9 +102,8 @@ def _percent(share: float) -> str:
 def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    `train` writes the times of each start to a file in `starts/`, next to the checkpoints, or in the logdir if there is
-    no checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed,
-    up to its last second counts as `down`. The run may still be in progress.
+    The times are in files in `starts/`, in the checkpoint_dir or else in the logdir. If a start was killed, up to its
+    last second (ten below a URL) counts as `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
 
@@ -150,7 +144,6 @@ def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
 
 
 def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
-    """Account for the time of a run."""
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
@@ -178,7 +171,7 @@ def milliseconds(start: Start) -> dict[str, float]:
 
 
 def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
-    """Subtract the stalls of a start from the seconds of its parts, and return the stalled seconds by part."""
+    """Move the stalls of a start out of the seconds of its parts; return the stalled seconds by part."""
     stalled: dict[str, float] = {}
     for stall in start["stalls"]:
         part = str(stall["part"])
@@ -207,7 +200,6 @@ def part_changes(starts: Sequence[Start]) -> list[str]:
 
 
 def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
-    """Account for the time of each start and the downtime before it."""
     found: list[Goodput] = []
     ended = starts[0]["began"] if starts else 0.0
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
@@ -239,7 +231,7 @@ def _kept_until(starts: Sequence[Start]) -> list[int]:
 
 
 def total_at(start: Start, step: float, final: float, column: int) -> float:
-    """Interpolate a total of a start at a step: `final` is its last value, `column` its column in the saves."""
+    """A total of a start at a step: `final` is its last value, `column` its column in the saves."""
     first, last = start["step"] or (0, 0)
     if step >= last:
         return final

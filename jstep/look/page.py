@@ -19,11 +19,11 @@ from jstep.look.sweep import Option, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
-"""The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
+"""The maximum number of characters of a cell, of a name, and of a tooltip."""
 _BOX_ROWS = 20
-"""The maximum number of rows of a table that does not scroll in a box of its own."""
+"""The maximum number of rows of a table that does not scroll."""
 _NAMED_OPTIONS = 8
-"""The number of options of the best run that are named; all are in the table."""
+"""The number of options of the best run that are named."""
 _MAX_PICTURES, _MAX_ODD = 100, 20
 """The maximum number of pictures of curves, and of oddities of one run."""
 _COLORED, _NEUTRAL = 40_000, 75_000
@@ -191,7 +191,6 @@ def _best_words(sweep: Sweep) -> str:
 
 
 def _row_data(sweep: Sweep, i: int) -> str:
-    """What the script needs to know of a row."""
     clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[i].clock)
     return f' data-r="{i}" data-t="{clock}"'
 

@@ -10,7 +10,6 @@ from jstep.core.checks import array_type
 
 
 def is_inexact(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype, of NumPy or ml_dtypes, has floating-point numbers, real or complex."""
     try:
         ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     except ValueError:
@@ -20,7 +19,7 @@ def is_inexact(dtype: np.dtype[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The range of the numbers in an array; for complex arrays, of their magnitudes.
+    """The range of the numbers in an array (of complex ones, of their magnitudes).
 
     `low` and `high` are the lowest and highest finite number; None if no number is finite.
     """

@@ -46,7 +46,7 @@ class Report:
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the page to a file or URL, atomically; through what is not a regular file, such as a FIFO."""
+        """Write the page to a file or URL, atomically."""
         write_named(absolute(location(file, "file")), self.html.encode())
 
 
@@ -59,10 +59,9 @@ def report(
 ) -> Report:
     """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
 
-    The page needs no network, server or script, and fits phones and paper. It shows what is odd (stalls, failures,
-    refused starts, values that are not finite, corrupted files), a table with one row for each run, with
-    the options that vary and the best value of a metric, the curves of the event files, those of the ten best runs in
-    color, what differs between the runs, and where the time went. For one run its facts stand in place of the table.
+    The page needs no network, server or script. It shows what is odd, a table with one row for each run, with the
+    options that vary and the best value of a metric, the curves of the event files, what differs between the runs, and
+    where the time went.
 
     Args:
         paths: A directory or URL with a run, or with runs below it; or several.
@@ -70,7 +69,7 @@ def report(
         metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first metric of an
             evaluation, or else `"loss"`.
         mode: `"max"` if the greatest value is the best, `"min"` if the least is. None means as a `KeepBest` of the
-            metric has it, or else `"min"`; a `KeepBest` whose direction is known takes precedence.
+            metric has it, or else `"min"`.
 
     Returns:
         The page.
@@ -127,7 +126,7 @@ def _page(sweep: Sweep) -> str:
 
 
 _INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
-"""Characters that HTML must not have, and marks that make text read in another order than it has."""
+"""Characters that HTML must not have, and marks that reverse the order of text."""
 
 
 def _asset(name: str) -> str:

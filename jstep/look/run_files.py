@@ -31,7 +31,6 @@ class RunFiles:
     """What is shown of a run.
 
     Attributes:
-        folder: Its starts; none if they cannot be read.
         odd: What is odd, as sentences; also why some files are not shown.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
@@ -135,7 +134,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
 
 
 def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
-    """Name the step since which all updates are skipped; one at the end may be that of a loss scale."""
+    """Name the step since which all updates are skipped, unless it is the loss scale's."""
     points = series.get(_SKIPPED)
     streak = [] if points is None else list(itertools.takewhile(lambda value: value == 1, reversed(points.values)))
     if points is not None and len(streak) > 1:

@@ -41,11 +41,7 @@ _FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunFolder:
-    """The folder of a run with one prefix of checkpoints. Everything but its starts is read when it is first used.
-
-    Attributes:
-        starts: Its starts, oldest first, also those that cannot be read.
-    """
+    """The folder of a run with one prefix of checkpoints; all but its starts (oldest first) is read when used."""
 
     path: str
     prefix: str
@@ -57,7 +53,7 @@ class RunFolder:
 
     @functools.cached_property
     def original(self) -> str | None:
-        """The directory that it was copied from, where its process may live; None if it is no copy."""
+        """The directory that it was copied from, where its process may live, or None."""
         return original_of(self.path, self.starts)
 
     @functools.cached_property
@@ -67,7 +63,7 @@ class RunFolder:
 
     @functools.cached_property
     def trained_with_card(self) -> Mapping[str, Any]:
-        """The newest start with a card, up to the one that represents the run; {} if there is none."""
+        """The newest start with a card, up to the one that represents the run, or {}."""
         last = [start for start in self.valid_starts if start["number"] <= self.trained["number"]]
         return next((full for start in reversed(last) if (full := with_card(self.path, start))["card"]), {})
 
@@ -141,10 +137,7 @@ class RunFolder:
 
     @functools.cached_property
     def facts_with_changes(self) -> list[dict[str, Any]]:
-        """The same with `changes`, what a start changed since the one before it with a card.
-
-        They are None for the first start, and without a card, of which `problem` says so.
-        """
+        """The same with `changes`, what a start changed since the one before it with a card; None for the first."""
         found = list[dict[str, Any]]()
         before = dict[str, Any]()
         for start, facts in zip(self.starts, self.facts, strict=True):
@@ -184,7 +177,7 @@ class RunFolder:
         return [files[name] for name in sorted(files)], problems
 
     def _logdirs(self, problems: list[str]) -> list[str]:
-        """Return the logdirs of starts; none that somebody else recorded leads out of the directory above the run."""
+        """The logdirs of starts; none that somebody else recorded leads out of the directory above the run."""
         found = list[str]()
         above = split_path(resolve_path(self.path))[0]
         places = {(start["logdir"], start["directory"]) for start in self.valid_starts if start["logdir"]}
@@ -209,7 +202,7 @@ class RunFolder:
         return read_series(self.event_files[0], on_corrupted)
 
     def losses(self) -> dict[int, float]:
-        """Return the losses that it has recorded by step: those of its event files, and the last one of each start."""
+        """The losses that it has recorded by step, in event files and as the last one of each start."""
         found = dict[int, float]()
         for start in self.valid_starts:
             if start["end"] is not None and start["step"] is not None and "loss" in start["values"]:
@@ -226,7 +219,6 @@ def run_folders(path: str) -> list[RunFolder]:
 
 
 def find_run_folders(path: str) -> list[RunFolder]:
-    """Return what `run_folders` does, or raise a FileNotFoundError if there is none."""
     return [RunFolder(path, prefix, starts) for prefix, starts in find_starts(path).items()]
 
 
@@ -236,7 +228,7 @@ def run_folder(path: str, prefix: str) -> RunFolder:
 
 
 def logged_states(path: str) -> dict[int, str]:
-    """Return the fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
+    """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
     from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
 
     places = [path]

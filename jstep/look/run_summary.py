@@ -25,8 +25,7 @@ class RunSummary:
     """Summary of one run: a directory and a checkpoint prefix with a record of starts.
 
     `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the newest start that took a step,
-    whatever was tried later, or of the newest start if none did. `status`, `reason` and `exception` are those of a
-    living start, if there is one, or else of the start that ended the run.
+    if one did. `status`, `reason` and `exception` are those of a living start, or else of the one that ended the run.
 
     Attributes:
         path: The directory or URL.
@@ -35,9 +34,9 @@ class RunSummary:
         reason: Why it finished, which signal or exception ended it, what it is waiting for, or that its newest start
             cannot be read; may be empty.
         step: The last step that is known; 0 before the first one.
-        last_step: The step at which it ends; None if the batches, a hook or a signal end it, or if it is not known.
+        last_step: The step at which it ends; None if something else ends it, or if it is not known.
         metrics: Name → last value, of scalar metrics and of evaluations.
-        best: Name → best value and its step, if a `KeepBest` keeps the best and its checkpoint is there.
+        best: Name → best value and its step, if a `KeepBest` keeps its checkpoint.
         started: When its first start began, in seconds since 1970; None if it cannot be read.
         ended: The time of its last sign of life; None while it runs.
         wall_seconds: The seconds of all starts.
@@ -58,8 +57,8 @@ class RunSummary:
         pid: The process ID of the newest start.
         examples: The number of examples that were trained on until `step`.
         best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
-        refused: The newest later start that took no step and has ended, such as one whose model does not fit: `time`,
-            `status`, `reason`, `exception` and `config`.
+        refused: The newest later start that took no step and has ended: `time`, `status`, `reason`, `exception` and
+            `config`.
         starts: The starts, oldest first, at most the last 100, each with `number` (in the name of its file), `began`,
             `ended`, `first` and `last` (the steps before its first and after its last update), `status`, `reason`,
             `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid`, `devices`, `saved` (the step of its newest
@@ -209,7 +208,7 @@ def _former_paths(folder: RunFolder) -> list[str]:
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
-    """Return the start that ended a run: one without a step did if it only called the hooks that were left."""
+    """The start that ended a run: one without a step did if it only called the hooks that were left."""
     reached = trained["step"] and trained["step"][1]
     for start in () if reached is None or _has_finished(trained) else starts:
         is_later = start["number"] > trained["number"] and start["last_step"] == trained["last_step"]
@@ -223,7 +222,7 @@ def _has_finished(start: Start) -> bool:
 
 
 def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
-    """Return the newest start that ended without a step, if it is later than the one that ended the run."""
+    """The newest start that ended without a step, if it is later than the one that ended the run."""
     later = itertools.takewhile(lambda fact: fact["number"] > number and fact["first"] is None, reversed(facts))
     ended = next((fact for fact in later if fact["ended"] is not None), None)
     names = ("status", "reason", "exception", "config")
@@ -231,7 +230,7 @@ def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] 
 
 
 def _examples(starts: Sequence[Start]) -> int | None:
-    """Return the number of examples up to the last step; None if the rows of a batch are unknown."""
+    """The number of examples up to the last step; None if the rows of a batch are unknown."""
     count = 0.0
     limit = math.inf
     for start in reversed(starts):
@@ -245,7 +244,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
 
 
 def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
-    """Return the best values with their steps, and their checkpoints, if these exist and are of the run's own steps."""
+    """The best values with their steps, and their checkpoints, if these exist and are of the run's own steps."""
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
     parent_step = -1 if start["parent"] is None else start["parent"]["step"]
     for name, (value, step, recorded) in start["best"].items():
@@ -259,7 +258,7 @@ def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]]
 
 
 def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, str]:
-    """Return notes on best values that are not comparable with the newest start, or worse than the parent's."""
+    """Notes on best values that do not compare with the newest start, or are worse than the parent's."""
     notes = dict[str, str]()
     parent = _parent(folder, ending)
     parent_step = -1 if parent is None else parent[1]
@@ -283,7 +282,7 @@ def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, s
 
 
 def _best_of_parent(path: str, parent_step: int) -> dict[str, tuple[float, int]]:
-    """Return the best values in the record of a parent, of the steps before the branch."""
+    """The best values in the record of a parent, of the steps before the branch."""
     place, checkpoint = split_path(path)
     found = dict[str, tuple[float, int]]()
     with contextlib.suppress(OSError):
@@ -298,7 +297,7 @@ def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
 
 
 def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:
-    """Return the path of a checkpoint that may have been moved together with its run."""
+    """The path of a checkpoint that may have been moved together with its run."""
     if before is None or before == where or is_url(where) or is_url(path):
         return path
     relative = os.path.relpath(path, before)

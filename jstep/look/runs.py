@@ -43,8 +43,7 @@ class RunList(list[RunSummary]):
         """Return what differs between the runs, by the names that `python -m jstep diff` shows, options first.
 
         Returns:
-            Name → the value of each run, in the order of the list; None if a run has none, or no record of it can be
-            read. Paths are not compared.
+            Name → the value of each run, in the order of the list; None if a run has none.
         """
         return differences_of([_given(run) for run in self])
 
@@ -116,11 +115,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
-    """Return the runs below some directories, each once.
-
-    Raises:
-        FileNotFoundError: A directory does not exist, or has no run.
-    """
+    """Return the runs below some directories, each once; FileNotFoundError if one has none."""
     found = list[RunList]()
     for path in paths:
         found.append(runs(path))
@@ -139,7 +134,7 @@ def distinct(found: Iterable[RunSummary]) -> RunList:
 def _places(above: str) -> list[tuple[str, OSError | None]]:
     """The directories with records, at and below a path, and those that cannot be opened, with the error.
 
-    Checkpoints are not searched. Links are followed last. Each directory is searched once, and none above the path is.
+    Checkpoints are not searched, and each directory is searched once. Links are followed last.
     """
     if is_url(above):
         folders = [split_path(where) for where, names in walk(above) if names]
@@ -179,7 +174,7 @@ def _identity(about: os.stat_result) -> tuple[int, int]:
 
 
 def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
-    """Return a sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
+    """A sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
     if not below or any(resolve_path(run.path) == resolve_path(path) for run in below):
         return ""
     names = format_list(run_names(below), 5)
@@ -251,7 +246,7 @@ def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
 
 
 def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
-    """Replace the path of each parent that was moved, and is known by its run ID; no run is its own parent."""
+    """Replace the path of each parent that was moved, and is known by its run ID."""
     find_parent, found = _parents_among(summaries), list[RunSummary]()
     for run in summaries:
         if run.parent is not None:
@@ -271,7 +266,7 @@ def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
-    """Return a sentence for the directories that have one run ID, if there are such."""
+    """A sentence for the directories that have one run ID, if there are such."""
     names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
     shared = [
         f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {name}"
@@ -283,11 +278,11 @@ def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
 
 
 _MOST_METRICS = 4
-"""The number of losses, and of other metrics of which the best is kept, that are shown by default."""
+"""The number of losses, and of other metrics with a best value, that are shown by default."""
 
 
 def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
-    """The columns of metrics that the globs name, by default the losses, and those of which the best is kept."""
+    """The columns of metrics that the globs name, by default the losses, and those with a best value."""
     names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
     if globs:
         return [globs] if globs in names else choose(names, globs.split(","), "--metrics", "a metric")
@@ -325,11 +320,11 @@ def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
 
 
 _MAX_CELL = 400
-"""The maximum number of characters of a cell: all rows are as wide."""
+"""The maximum number of characters of a cell."""
 
 
 def messages(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each run of which there is more to say than its status."""
+    """A line for each run of which there is more to say than its status."""
     told = zip(run_names([row.run for row in rows]), (status_text(row.run) for row in rows), rows, strict=True)
     return [printable(truncate(f"{name}: {text}", _MAX_CELL)) for name, text, row in told if text != row.run.status]
 
@@ -429,7 +424,7 @@ def _print_runs(arguments: argparse.Namespace) -> int:
 
 
 def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
-    """Return the values of a column, a metric or an option, by which runs are sorted."""
+    """The values of a column, a metric or an option, by which runs are sorted."""
     if name in _OWN:
         return [getattr(run, _OWN[name]) for run in summaries]
     metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
@@ -442,7 +437,7 @@ def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[
 
 
 def _place_of(value: Any) -> tuple[int, Any]:
-    """Numbers come first, then strings (an option may have both), then what is not known, and NaN."""
+    """Numbers come first, then strings, then what is not known, and NaN."""
     if value is None or value != value:
         return 2, 0
     return (0, value) if isinstance(value, int | float) else (1, str(value))

@@ -14,7 +14,6 @@ NOT_COMPARED = "not compared: files, and data except the first batch of a restar
 
 
 def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Describe what each start changed."""
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
         lines, begin = start["changes"], f"{start['prefix']}: " if several else ""
@@ -44,7 +43,6 @@ def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> lis
 
 
 def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table, followed by the changes and the earlier directories of the run."""
     times_of_starts = [start["milliseconds"] or {} for start in starts]
     parts = [part for part in times_of_starts[0] if any(times.get(part) for times in times_of_starts)]
     rows, notes = list[dict[str, Any]](), list[str]()

@@ -112,7 +112,7 @@ def is_seed(name: str) -> bool:
 
 
 def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> list[list[int]]:
-    """Indices of runs, two or more, that have the same parent and differ in nothing but their seeds."""
+    """Indices of runs, two or more, that have the same parent and differ only in their seeds."""
     fixed = [values for name, values in differ.items() if not is_seed(name)]
     seeds = [values for name, values in differ.items() if is_seed(name)]
     groups: dict[str, list[int]] = {}
