@@ -42,7 +42,6 @@ def truncate(text: str, max_length: int) -> str:
 
 
 def truncate_path(path: str, max_length: int = 36) -> str:
-    """Truncate a long path on the left: its end tells leaves apart."""
     return path if len(path) <= max_length else "…" + path[1 - max_length :]
 
 

@@ -201,7 +201,6 @@ _SHORT = 4
 
 
 def _labels(ticks: Sequence[Decimal]) -> list[str]:
-    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`."""
     with decimal.localcontext(prec=40):
         ticks = [tick.normalize() for tick in ticks]
         is_short = all(len(tick.as_tuple().digits) <= _SHORT for tick in ticks)
@@ -216,7 +215,6 @@ def _label(tick: Decimal, is_short: bool) -> str:
 
 
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
-    """Return the indices of the points to draw: ends, extremes and first nonfinite of each column."""
     if values.size <= 4 * columns:
         return np.arange(values.size)
     ahead = (steps - steps[0]) / ((int(steps[-1]) - int(steps[0])) or 1)

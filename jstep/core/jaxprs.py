@@ -242,7 +242,6 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes some results, and whether it uses each argument."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -339,7 +338,6 @@ def is_annotated(traced: object) -> bool:
 
 
 def shards_arrays(traced: object) -> bool:
-    """Whether a step shards an array that it computes."""
     return any(_shards(eqn) for *_, eqn in all_equations(traced))
 
 

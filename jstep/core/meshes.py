@@ -80,7 +80,6 @@ def require_mesh(mesh: object) -> Mesh:
 
 
 def mesh_of(tree: Tree) -> Mesh | None:
-    """Return the mesh of arrays or shapes; None if traced or on a single device."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer):
             mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
@@ -98,7 +97,6 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
 
 
 def on_host(value: object) -> np.ndarray[Any, Any] | None:
-    """Return an array on a mesh as NumPy, or None."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):

@@ -121,7 +121,6 @@ def back(leaf: object, before: object) -> Any:
 
 
 def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
-    """Group indices of arrays by devices, each group with its mesh or None; and return indices of NumPy arrays."""
     placements: dict[Any, tuple[list[int], Any]] = {}
     on_host = []
     for number, leaf in enumerate(leaves):
@@ -223,7 +222,6 @@ def lengths(shard: ShardBounds) -> tuple[int, ...]:
 
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
-    """Return the bounds of the distinct shards in this process."""
     if sharding is None:
         return [tuple((0, size) for size in shape)]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()

@@ -207,7 +207,6 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
-    """Return the integers of process 0, of up to 62 bits."""
     halves = np.array([divmod(number, 2**31) for number in numbers], np.int32)
     return [int(high) * 2**31 + int(low) for high, low in _broadcast_from_0(halves)]
 

@@ -62,7 +62,6 @@ def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> Att
 
 
 def explain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Say what to type in place of a call that does not fit the signature."""
     signature = inspect.signature(fn)
     try:
         signature.bind(*args, **kwargs)

@@ -107,8 +107,6 @@ class RememberedFunction(RecordedCall):
 
 
 class ShownAsTyped:
-    """Base class whose `repr` is the call that made the instance."""
-
     _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

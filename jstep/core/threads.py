@@ -72,7 +72,6 @@ class Task(Future[_R]):
 
 
 def wait_until_done(task: Task[Any], unless: Callable[[], object] | None = None) -> bool:
-    """Wait until a background task is done, or `unless()` is true or raises; return whether it is done."""
     # A signal that arrives just before a wait without a timeout would be handled only after the wait.
     while not task.wait(_POLL_SECS):
         if unless is not None and unless():

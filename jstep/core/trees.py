@@ -211,7 +211,6 @@ def leaf_at(path: str) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Return all leaves with their paths; None is not a leaf, except by `is_leaf`."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
@@ -340,7 +339,6 @@ def all_native(tree: Tree, argument: str) -> Any:
 
 
 def native(leaf: object, path: str, argument: str) -> Any:
-    """Convert a NumPy array to native byte order; reject masked arrays."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     if not is_array(leaf):
@@ -506,7 +504,6 @@ def no_rows(tree: Tree) -> Any:
 
 
 def leading_sizes(tree: Tree) -> dict[int, str]:
-    """Return the sizes of leading axes, each with the first leaf that has it, as `8 at 'x'`."""
     sizes: dict[int, str] = {}
     for path, leaf in leaves_with_paths(tree):
         for size in np.shape(leaf)[:1]:

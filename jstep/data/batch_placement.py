@@ -86,7 +86,6 @@ def part_owners(sharding: NamedSharding) -> list[int]:
 
 
 def place_rows(rows: Tree, sharding: object) -> jax.Array:
-    """Assemble a global array from the local rows of each process, or reshard a global array."""
     is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
     if is_global or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(rows, sharding)
@@ -141,7 +140,6 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
-    """Return the mesh of a state if the batch has rows but no array on it."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None

@@ -81,7 +81,6 @@ def open_source(
     resumable: bool = False,
     state: Callable[[], Any] = lambda: None,
 ) -> Source:
-    """Open the batches from step `start`; `position` is that of an earlier run."""
     owner, count = position_owner(batches), max(0, last_step - start)
     if isinstance(batches, LoopBatches):
         # Restored also where no step is left: the loop may go on to use the objects.

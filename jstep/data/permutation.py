@@ -111,7 +111,6 @@ class Lookahead:
         self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
-        """At least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart."""
         cached_epoch, first, apart, block = self._block
         line, between = divmod(start - first, apart)
         is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)

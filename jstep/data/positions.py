@@ -66,7 +66,6 @@ Files = dict[str, LargeBytes]
 
 
 def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
-    """Gather the positions of all processes, and the files of large arrays."""
     index, count = jax.process_index(), jax.process_count()
     attached = AttachedFiles(_file_stem(index))
     encoded = tagged_json.as_json(position, attached)
@@ -91,7 +90,6 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
 
 
 def decode_position(kept: object, owner: str) -> Any:
-    """Decode a position without running code from the checkpoint."""
     what = f"batches: the checkpoint's position for the {owner}"
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {describe_type(kept)}")

@@ -136,7 +136,6 @@ class ReaderThread:
         self._shared.requests.put(count)
 
     def take(self) -> Any:
-        """Wait for the next result; raise StopIteration after an exception or `close`."""
         _, results, over = self._shared
         while not over.is_set():
             try:

@@ -319,7 +319,6 @@ def _squares(x: Array, axes: Any) -> Array:
 
 
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
-    """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
     over = norm > limit
     factor = jnp.where(over, limit / jnp.where(over, norm, jnp.ones_like(norm)), jnp.ones_like(norm))

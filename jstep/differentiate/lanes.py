@@ -70,7 +70,6 @@ class Lanes(NamedTuple):
         return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
-        """Return an array sharded like the parameters of its shape; replicated if it is small."""
         # XLA simplifies a program on one element as one on scalars, with other roundings.
         spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.specs or {}).get(x.shape)
         return x if spec is None else self._constrained(x, spec)
@@ -255,7 +254,6 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree, whole or to the device's shard."""
     n, axes = lanes.devices, lanes.axes
     sums = list(arrays)
     if n == 1:

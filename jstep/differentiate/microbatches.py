@@ -36,7 +36,6 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
 def number_of_microbatches(
     args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
 ) -> int:
-    """Return the smallest number ≥ `at_least` with at most `max_rows` rows on each device."""
     if max_rows is None:
         return at_least
     what = f"max_rows_per_device={max_rows}"
@@ -111,7 +110,6 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
-    """Return the rows of each part; errors begin with `what` and end with `advice`."""
     first, size = rows_of_batch(args, what)
     if size % n or size == 0:
         raise ValueError(f"{what} does not divide the batch: {first} has {size} rows; {advice}")

@@ -160,7 +160,6 @@ def batch_shardings(batch_sharding: object, state: Tree) -> Any:
 
 
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of each batch, placed; rows that do not divide over the devices are replicated."""
     arguments = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
     is_single = processes.is_single_process()
     if shardings is not None and not is_single:
@@ -177,7 +176,6 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
 
 
 def num_examples(args: Any) -> int | str:
-    """Return the size of the leading axis of all arrays, or why there is none."""
     sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples"

@@ -161,7 +161,6 @@ class Evaluator:
         return totals.results()
 
     def check(self, state: TrainState) -> list[str] | None:
-        """Raise the errors of an evaluation; return the names of the metrics, if known."""
         self._check_state(state)
         raw = as_average_names(self.use_averages) is None
         params: Any = self._evaluated(state) if raw else jax.eval_shape(self._evaluated, state)

@@ -34,7 +34,6 @@ class Log(NamedTuple):
     corrupted: list[str]
 
     def add(self, lines: Iterable[bytes], where: str, after: int = -1) -> None:
-        """Add lines, which end with line breaks; those of steps up to `after` are skipped."""
         for number, raw in enumerate(lines, 1):
             begins = _STEP.match(raw)
             if begins is not None and int(begins[1]) <= after:
@@ -48,7 +47,6 @@ class Log(NamedTuple):
 
 
 def read_log(path: str) -> Log:
-    """Read a log, in all of its files; the last line of a step counts. FileNotFoundError without one."""
     log = Log({}, [])
     for part, lines in read_log_files(path):
         log.add(lines, "" if part == path else f" of {part}")

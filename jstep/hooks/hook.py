@@ -113,7 +113,6 @@ def defines(hook: object, name: str) -> bool:
 
 
 def call_named(hook: object, method: str, *args: Any) -> Any:
-    """Call a method of a hook; a note on its exception names both."""
     try:
         return getattr(hook, method)(*args)
     except BaseException as error:

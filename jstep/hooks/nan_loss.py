@@ -78,7 +78,6 @@ class NanLossHook(RunHook):
         self._reset()
 
     def _check_first(self, *, wait: bool = False) -> None:
-        """Check that the first call returned a loss; warn of NaN in the state that it got."""
         _check_loss(self.run.metrics)
         if with_nan := self.run.at_start.with_nan():
             logger.warning("NanLossHook: %s", describe_nan_at_start(with_nan, self._began))

@@ -31,8 +31,6 @@ class ShownLines(logging.Handler):
 
 
 class Below:
-    """The output below the bar: log lines, the evaluations of a run, and the curves of each `History`."""
-
     def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
         self._run = run
         self._histories = histories

@@ -29,7 +29,6 @@ class BackgroundHooks:
             call_named(hook, "flush")
 
     def saved(self, step: int, path: str) -> None:
-        """Report a checkpoint that is acknowledged and kept, without waiting."""
         with self._lock:
             if self._told and jax.process_index() == 0:
                 self._calls = {path: call for path, call in self._calls.items() if not call.done()}

@@ -145,7 +145,6 @@ class Compiler:
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
-        """Compile a program, once, before its first call; the call raises and explains the errors of its step."""
         program, stage = chunk.program, chunk.program.stage
         if program is self._compiled:
             return
@@ -173,7 +172,6 @@ class Compiler:
                 raise
 
     def log_called(self, state: Tree, chunk: Chunk) -> bool:
-        """Log a program that was compiled again; return whether it is the first of its stage."""
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size

@@ -109,7 +109,6 @@ class Dispatch:
         return result
 
     def _follow_up(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        """Check the first call of a program, and any later one that has compiled."""
         is_first = self.compiler.log_called(state, chunk)
         if is_first:
             check_result(result)

@@ -87,7 +87,6 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return self._make_first() if future is None else future.result()
 
     def wait_for_first(self) -> Task[Any] | None:
-        """Wait for the thread of the first batch; return its future, once, or None."""
         future = self._first
         if future is not None:
             wait_until_done(future)
@@ -95,7 +94,6 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return future
 
     def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
-        """Wait for the first batch or for its `shapes`; None if there is none."""
         future = self._first
         if shapes is not None:  # also read by the user's reader, which may hang
             future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
@@ -160,7 +158,6 @@ class BatchFeeder(Iterator[Chunk]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a chunk was requested."""
         return self._requests > 0 or self.iterations > 0
 
     def interrupted(self) -> BaseException | None:

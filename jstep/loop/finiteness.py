@@ -45,7 +45,6 @@ class Finiteness:
         self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
 
     def nonfinite_params(self) -> dict[str, int]:
-        """Wait for the parameters that became NaN or infinite since the run began."""
         state = self._course.position.state
         if self._known is None or self._known[0]() is not state:
             bad, _ = StateContents(state, params_only=True).worse_since(self.at_start)

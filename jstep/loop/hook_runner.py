@@ -111,7 +111,6 @@ class HookRunner:
         return is_done
 
     def after(self, first: int) -> None:
-        """Run the hooks that are due after a call that began at step `first`, except savers."""
         run, position = self._run, self._course.position
         step = position.step
         run.steps_by_rows[position.rows] += step - first
@@ -194,7 +193,6 @@ class HookRunner:
             course.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:
-        """Deliver pending results; return whether a hook of any process prevents the save."""
         self._run.transfers.deliver_all()
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         custom = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]

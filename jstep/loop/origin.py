@@ -422,7 +422,6 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 
 
 def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[Origin, TrainState]:
-    """Restore the newest checkpoint, unless a branch has read one, or start from the given state."""
     if opening.trunk is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}

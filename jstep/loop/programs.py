@@ -263,7 +263,6 @@ class ProgramTable:
         return self.stages[self.train_steps.index(step)]
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
-        """Return the program of chunks from `step`; trace the step if the shapes are new."""
         stage, max_steps = self.stage_of(step), self.max_steps
         key = stage, max_steps, shapes
         if key in self._programs:

@@ -172,7 +172,6 @@ class StopSignals:
             raise StopWaiting
 
     def wait_for(self, future: Task[Any], *, may_leave: bool = True) -> None:
-        """Wait for a background task, meanwhile for signals if the wait may be left."""
         wait_until_done(future, self.check if may_leave else None)
 
     def to_stop(self) -> bool:

@@ -216,7 +216,6 @@ def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str
 
 
 def _close_batches(run: RunContext, opened: Opened) -> None:
-    """End the thread of the batches; set an iterator back to the last step."""
     feeder, source = opened.feeder, opened.batches.source
     is_unused = feeder.close()
     steps = run.step - run.course.first

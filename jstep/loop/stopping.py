@@ -126,7 +126,6 @@ def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
 
 
 def keep_state(run: RunContext, error: BaseException) -> bool:
-    """Attach the last complete state to an exception; return whether it is lost."""
     lost = trees.is_donated(run.state)
     attach_state(error, None if lost else run.state)
     return lost

@@ -236,7 +236,6 @@ class MetricSums:
                 self.flush()
 
     def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
-        """Choose the grouping, add the metrics that the host knows, and return the others."""
         if not self._has_means:
             watched = LOSS, GRAD_NORM, skip
             metrics = {name: x for name, x in metrics.items() if name in watched or isinstance(x, MeanOf)}

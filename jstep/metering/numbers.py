@@ -18,7 +18,6 @@ from jstep.training.metrics import LOSS, Metrics
 
 
 def format_number(values: Mapping[str, Any]) -> str:
-    """Format values as `loss 0.1234  learning_rate 0.001`; waits for the device."""
     numbers = read_values(values).items()
     return "  ".join([f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers])
 
@@ -97,7 +96,6 @@ class PendingTransfer(NamedTuple):
 
 
 def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
-    """Start to copy values to the host; `read()`, called once they have arrived, returns the result."""
     start_copies(values)
     return PendingTransfer(lambda: is_ready(values), read)
 

@@ -24,7 +24,6 @@ def sum_where(condition: Array, weights: Array | None = None) -> Array:
 
 
 def in_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Convert totals to one dtype: counts become sums of weights if the other totals are."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 

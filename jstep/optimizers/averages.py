@@ -487,7 +487,6 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
 
 def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
-    """The update to slow + α·(p + u − slow) if due, else u; and the new slow weights."""
     u = u.to_dense() if is_slices(u) else u
     slow = slots[SLOW]
     dtype = slow.dtype

@@ -100,7 +100,6 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read: object) -> Any:
-    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too."""
     if of_slice == shape:
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, of_slice, strict=True)]

@@ -126,7 +126,6 @@ class _Chain:
         self._has_warned = False
 
     def parts(self, params: Params) -> list[_PartOptimizer]:
-        """The elements, each for the trained leaves, or for all if it needs them."""
         is_all = [True] * len(jax.tree.leaves(params))
         is_trained = is_all if (names := self.labels(params)) is None else [name is not None for name in names]
         return [
@@ -347,7 +346,6 @@ class _Partition:
         return names
 
     def inner_labels(self, params: Params) -> Labels:
-        """The labels of the leaves; those of an inner partition below its label."""
         with self.by_label(params) as (names, by_label):
             inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
         iterators = {label: iter(labels) for label, labels in inner.items() if labels is not None}

@@ -421,7 +421,6 @@ def _update_leaf(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Both halves of values, rounded to nearest; without a dtype, a bfloat16 and its remainder."""
     return compact_numbers.split_halves(x) if dtype is None else compact_numbers.encode(x, blocks, dtype)
 
 

@@ -94,7 +94,6 @@ def loads_slots(update: _Update) -> _Update:
 
 
 def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
-    """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
     loaded = on_devices(slots)
@@ -157,7 +156,6 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
 
 
 def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
-    """Call `per_leaf` with each `(rule, *args)`, unless None, and put new slots into the lists."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
         if call is not None:

@@ -80,7 +80,6 @@ def held_slots(hyper: Mapping[str, Any]) -> Slots:
 
 
 def display_name(slot: str) -> str | None:
-    """The name of a held hyperparameter, from the name of its slot; None for other slots."""
     parts = slot.split("/")
     if HELD_PART not in parts[:-1]:
         return None

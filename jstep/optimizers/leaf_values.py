@@ -85,7 +85,6 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
-    """The leaves of params and their paths, in the shapes and dtypes of the state."""
     return on_whole(params, trees.leaves_with_paths)
 
 

@@ -254,8 +254,6 @@ NamedOptimizers = Mapping[str, Optimizer]
 
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge dicts with names for errors; raise if an entry occurs twice."""
-
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
 

@@ -247,7 +247,6 @@ _MAX_LISTED = 64
 
 
 def call_steps(hook: Any, start: int, last_step: int) -> Any:
-    """Return the steps after which a hook is called; None if it is due only by time, or never."""
     if hasattr(type(hook), "steps_between"):  # its steps differ from the steps of its calls
         return hook.steps_between(start, last_step)
     cadence = hook_cadence(hook)

@@ -88,7 +88,6 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def target_config(name: str) -> str:
-    """Return XLA's specification of a GPU, a `GpuTargetConfigProto` in text format."""
     return importlib.resources.files("jstep.planning").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
@@ -228,7 +227,6 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
 
 
 def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return shapes of the state, replicated on a topology, and of the batch, split over it."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
             f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"

@@ -46,7 +46,6 @@ class Widths:
 
 
 def find_widths(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
-    """Return the widths of all trainable leaves by path; see `mup` for `delta` and `axes`."""
     leaves = trees.leaves_with_paths(target)
     bases = _like(target, base, "base")
     # Without delta, an axis is a width if it differs between base and target.

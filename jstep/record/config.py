@@ -74,7 +74,6 @@ def as_text(text: str, name: str = "") -> str:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Return a value as JSON, or the name of its type."""
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
@@ -101,7 +100,6 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
-    """Return the record of a config: name → JSON value, the names of nested options joined by `/`."""
     if config is None:
         return None
     entries = None if _is_list(config) and not hasattr(config, "_fields") else _entries(config)

@@ -49,7 +49,6 @@ _ABSENT = object()
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the values of a start and its card that are compared: name → section and value."""
     card = start.get("card") or {}
     commit = start.get("commit")
     edits = start.get("edits")

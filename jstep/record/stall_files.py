@@ -50,7 +50,6 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
-    """Name the threads that most processes have, and the processes that lack them."""
     names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
     often = Counter(itertools.chain.from_iterable(names.values()))
     most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]

@@ -210,7 +210,6 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    """Return valid content, without old stalls if there are many."""
     start = {name: value for name, value in valid_fields(fields, Start).items() if name not in ("card", "problem")}
     checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):

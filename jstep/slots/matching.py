@@ -26,7 +26,6 @@ class NoGradientsError(ValueError):
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:
-    """Check gradients, and return them in the order of the leaves of params."""
     matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     gradients = [
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
@@ -76,7 +75,6 @@ def require_slots(names: Collection[str], slots: Slots) -> Slots:
 
 
 def describe_difference(new: object, old: object) -> str:
-    """Describe the difference in paths, shapes and dtypes; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
     sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in sides if paths]:

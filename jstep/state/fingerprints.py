@@ -237,7 +237,6 @@ def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
 
 
 def combine_sums(sums: Any, key: Any) -> Any:
-    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`."""
     a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
     a = a + finalize(b + key[..., 2])
     b = b + finalize(a + key[..., 3])
@@ -315,7 +314,6 @@ def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> 
 
 
 def _words(array: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of 32-bit words; two pairs for 128-bit elements."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
@@ -363,7 +361,6 @@ def _split(rows: Tree) -> list[Any]:
 
 
 def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
-    """Return the fingerprints `[n, 2]` from sums, in the order of `rows` if given."""
     return jnp.stack(combine_sums(sums if rows is None else sums[rows], keys), axis=-1)
 
 

@@ -134,7 +134,6 @@ def global_step(state: Tree) -> int:
 
 
 def require_alive(state: Tree, cause: BaseException | None = None) -> None:
-    """Reject a state that was donated; `cause` is JAX's own exception."""
     path = trees.find_donated(state)
     if path is not None:
         message = (

@@ -68,7 +68,6 @@ class StateContents:
 
 
 def describe_contents(worse: Mapping[str, int]) -> str:
-    """Format `params/w and 2 more contain NaN`; empty without leaves."""
     what = "NaN" if NAN in worse.values() else "infinity"
     return f"{format_list([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 

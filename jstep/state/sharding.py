@@ -220,7 +220,6 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
-    """Place a copy; a shape becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

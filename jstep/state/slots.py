@@ -128,7 +128,6 @@ def owners(name: str, tree: trees.Tree, params: trees.Params, roles: Roles) -> l
 
 
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:
-    """Return the slots of averages that an argument `use_averages` selects; None for False."""
     if isinstance(use_averages, bool | np.bool_):
         return (AVERAGE_SLOT,) if use_averages else None
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)

@@ -31,7 +31,6 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
 
 
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """Return the serialized events of a summary, and the errors; leading axes are steps up to `last_step`."""
     if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
         for part in summary.parts:

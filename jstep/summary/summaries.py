@@ -123,7 +123,6 @@ _copy = jax.jit(jnp.copy)
 
 
 def is_here(x: jax.Array) -> bool:
-    """Whether x can be read on the host without waiting or copying."""
     is_ready = getattr(x, "is_ready", None)
     return is_ready is not None and x.is_fully_addressable and bool(is_ready()) and is_on_cpus(x)
 

@@ -74,7 +74,6 @@ class Worker:
         return self._sink.path
 
     def check(self) -> None:
-        """Raise errors of the thread, for a failed file at every call."""
         if (error := self.take_error()) is not None:
             raise error
         if self._broken is not None:  # raised once already
@@ -108,7 +107,6 @@ class Worker:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all queued jobs are in the file or have failed; `sync` flushes the file to disk."""
         done = threading.Event()
 
         def flush_buffer() -> None:

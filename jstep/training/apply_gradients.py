@@ -191,7 +191,6 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
 
 
 def skip_metrics(result: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall."""
     by_guard = {_metric_name(name): value for name, value in result.skipped_by.items()}
     if guards.current_loss_scale(result.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)

@@ -36,7 +36,6 @@ _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state"
 
 
 def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True) -> None:
-    """Add a note if a function of the batch takes other arguments than it got."""
     if not isinstance(error, TypeError | AttributeError):
         return
     match, is_one = _OTHER_ARGUMENTS.search(str(error)), len(args) == 1
@@ -106,7 +105,6 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Seque
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:
-    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`."""
     if not isinstance(error, RuntimeError | ValueError):
         if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)

@@ -75,7 +75,6 @@ class StepMetrics(NamedTuple):
 
 
 def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
-    """Split metrics into computed ones and plain numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}

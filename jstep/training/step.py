@@ -118,7 +118,6 @@ def remember_call(step: Any, call: RecordedCall) -> Any:
 
 
 def step_function(step: object) -> PureStep | None:
-    """Return the pure function of a step of `minimize`, or of its loop."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
@@ -275,7 +274,6 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    """Return `(state, StepMetrics)`, or `(state, StepMetrics, sums)` for a `LoopedStep`."""
     layout = getattr(state, "_layout", None)  # as `returned_layout`, without a call at each step
     is_known = layout is not None
     if layout is None:

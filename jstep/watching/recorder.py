@@ -277,7 +277,6 @@ class Recorder(Observer):
                 self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self) -> None:
-        """Compare a start that takes no step with the start that made its checkpoint."""
         self._tasks.add(functools.partial(self._compare, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
@@ -297,7 +296,6 @@ class Recorder(Observer):
     # What a restart says.
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
         extra, file = self.run.origin.extra, self.run.file
         if file is not None:
             self._read_latest_numbers()

@@ -134,7 +134,6 @@ class TensorSource:
     is_checkpoint: bool
 
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
-        """Read leaves that have no transform, in order: each device its own part."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in in_groups(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})

@@ -98,7 +98,6 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
 def match_tensors(
     target: Tree, tensors: Mapping[str, Any], rules: Sequence[Rule], float_dtype: DTypeLike, *, is_checkpoint: bool
 ) -> WeightsMatch:
-    """Find the tensor of each leaf of a target; `rules` has one for each leaf."""
     wanted = []
     full_rules = _with_full_names(rules, tensors) if is_checkpoint else rules
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), full_rules, strict=True):

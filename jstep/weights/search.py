@@ -27,7 +27,6 @@ def local_path(path: object) -> str:
 
 
 def weights_file(path: str) -> str | None:
-    """Return the file or index at a path, or the only one in a directory, or None."""
     if os.path.isdir(path):
         names = _files_in(path)
         if len(names) > 1:
