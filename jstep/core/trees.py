@@ -74,7 +74,7 @@ class Context(NamedTuple):
     Attributes:
         loss: The loss of this step, a scalar; not multiplied by a loss scale.
         value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
-            PRNG key, at other parameters. A leaf of the gradients may be None or an `IndexedSlices`.
+            PRNG key, at other parameters.
         key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
         noise: The gradient noise of this step, for `with_noise_scale`; only with `metrics=("noise_scale",)`.
 

@@ -70,8 +70,8 @@ def batches(
         process_count: The number of processes; by default `jax.process_count()`.
 
     Returns:
-        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The leaves of a batch are
-        new NumPy arrays with a leading axis of size batch_size.
+        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The leaves are new NumPy
+        arrays.
 
     Raises:
         ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers

@@ -17,10 +17,10 @@ def from_loop(**kept: Any) -> "LoopBatches":
     is entered, on every process.
 
     Args:
-        kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
-            `get_state` and `set_state`; or it is a random generator of NumPy or Python, a dict, or an object whose
-            attributes are its state. The states hold numbers, strings, bytes, None, lists, tuples, dicts, arrays and
-            random generators. Attributes and items are replaced, generators are set in place.
+        kept: Objects by name. Each has `state_dict` and `load_state_dict`, or `get_state` and `set_state`; or it is a
+            random generator of NumPy or Python, a dict, or an object whose attributes are its state. The states hold
+            numbers, strings, bytes, None, lists, tuples, dicts, arrays and random generators. Attributes and items are
+            replaced, generators are set in place.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.

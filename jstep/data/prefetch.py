@@ -34,8 +34,8 @@ def prefetch_to_device(
     transfer.
 
     Args:
-        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
-            a pytree of numbers and arrays, also of other libraries.
+        iterator: Any iterable, such as a loader of another library. An item is a pytree of numbers and arrays, also of
+            other libraries.
         size: The maximum number of items ahead of the loop, in device memory; at least 1.
         sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
             that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans

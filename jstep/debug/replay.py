@@ -73,7 +73,7 @@ def replay(
 
     The newest intact checkpoint up to that step, or up to `start`, is restored, or else `state` is taken, and the steps
     after it are run again. Nothing is written. States are compared with the run's fingerprints (`FingerprintHook`), or
-    else losses with those that it recorded; a difference, such as from another loader or step, is an error.
+    else losses with those that it recorded; a difference is an error.
 
     If the loss was NaN at step 7310, replay 7309, and `find_nonfinite(train_step, state, *args)` finds the operation.
 
@@ -84,7 +84,7 @@ def replay(
         train_step: As given to `train`.
         state: As given to `train`. It is donated.
         batches: As given to `train`: an object with `batches[N]`, a function of the step, or a loader whose position is
-            saved: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
+            saved.
         checkpoint_dir: As given to `train`.
         step: The number of updates before the one to replay, ≥ 0.
         prefix: The prefix of the checkpoints.

@@ -49,8 +49,8 @@ class FingerprintHook(RunHook):
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
-        path: The log, a file or a URL; for a directory (one that exists, or a path that ends with a slash),
-            `fingerprints.jsonl` in it; None for the one in the logdir of `train`.
+        path: The log, a file or a URL; for a directory, `fingerprints.jsonl` in it; None for the one in the logdir of
+            `train`.
         per_leaf: Whether lines include the fingerprint of each leaf.
         on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and before a checkpoint
             of such a state is saved.

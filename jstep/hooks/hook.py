@@ -28,8 +28,8 @@ class Hook(ShownAsTyped):
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
     batch N − 1, or the state after it: in log lines, rows, checkpoints, fingerprints and exceptions. What starts from a
-    step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the first step of
-    a stage, and lines about stalls or compilations.
+    state has its number, N → N + 1: `before_step`, `replay(step=N)`, the first step of a stage, and lines about stalls
+    or compilations.
 
     Reading values of `state` or `metrics` waits for the device: do it only when due. The state is donated to the next
     step, which deletes its arrays: copy what the hook needs later.

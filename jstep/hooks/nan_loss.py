@@ -35,7 +35,7 @@ class NanLossHook(RunHook):
         fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
             without a checkpoint.
         max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops the run with the
-            same error; None for no limit. The state is valid in that case, and is saved.
+            same error; the state is saved.
 
     Source: `tf.train.NanTensorHook`.
     """

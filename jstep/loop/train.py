@@ -46,8 +46,8 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
-            advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages: step_a before step
-            1000, step_b from there on. All stages share one structure of the state.
+            advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages, which share one
+            structure of the state.
         state: The initial state. If a checkpoint is restored, it is only a template, and may be abstract. It is donated
             to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)`, or any
@@ -56,8 +56,8 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
             anything else, including a list or a NamedTuple, is one argument; for a step without a batch, pass `lambda
             step: ()`. Each batch is copied before the next one is fetched. If the batches end before last_step, the run
             ends with a warning.
-        last_step: The global step at which the run ends. It is absolute: a run restored at last_step takes no step.
-            None if the batches, a hook or a signal end the run.
+        last_step: The global step at which the run ends: a run restored at last_step takes no step. None if the
+            batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
             built-in hooks. A `StepCounterHook` among them replaces the built-in one.
         checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
@@ -72,9 +72,9 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         save_summaries_steps: Interval between summaries, in steps; None for never. A `SummarySaverHook` made without a
             writer, passed in hooks, replaces the built-in one and has its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
-        steps_per_call: The maximum number of steps of a call, K. One compiled program loops over the stacked batches of
-            a call, until a hook is due or the shapes of the batches change; no bit of the results depends on it. "auto"
-            chooses K so that a call takes about 5 ms: at most 64, or 1 for longer steps.
+        steps_per_call: The maximum number of steps of a call, K. A call ends where a hook is due or the shapes of the
+            batches change; no bit of the results depends on K. "auto" chooses K so that a call takes about 5 ms: at
+            most 64, or 1 for longer steps.
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
         batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of one

@@ -322,7 +322,7 @@ def auc(
     by less than 1e-4 and the average precision by less than 1e-3.
 
     Args:
-        scores: Scores of any shape, such as probabilities or logits; larger scores mean that label 1 is more likely.
+        scores: Scores of any shape, such as probabilities or logits.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
         num_thresholds: The number of thresholds, from 2 to 16384.

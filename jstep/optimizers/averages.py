@@ -46,18 +46,18 @@ class ExponentialMovingAverage:
     """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
 
     Attributes:
-        decay: The decay in [0, 1], usually close to 1, such as 0.999; a schedule, read at the step before the update;
-            or `held`, for `with_moving_average` only. None if `rate` is given.
+        decay: The decay in [0, 1], such as 0.999; a schedule, read at the step before the update; or `held`, for
+            `with_moving_average` only. None if `rate` is given.
         num_updates: Whether the decay grows with the number n of updates.
-        zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
-            (1 − d) / (1 − dⁿ), where n is their age, so that the first average equals the first value.
+        zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes (1 − d) / (1 − dⁿ),
+            where n is their age.
         name: The name of the slot, and the last part of `average_name`.
         start_step: The averages equal the parameters up to and including this step.
         every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
-        rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
-            `held`. A decay that is a schedule or `held` is a float32: at 0.999999 its rate is off by 1.3 %.
+        rate: The rate 1 − d in place of the decay, in [0, 1], such as 0.001; also a schedule, or `held`. A decay that
+            is a schedule or `held` is a float32: at 0.999999 its rate is off by 1.3 %.
         model_state: Whether `with_moving_average` averages the floating leaves of the model state, too:
             `averaged_model_state`.
         per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves have a gradient. By
@@ -502,8 +502,7 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
 
     Args:
         state: A state whose optimizer is `lookahead`.
-        name: The slot of the slow weights: its name with the prefixes of scopes and labels, or only the last part if
-            there is one such slot.
+        name: The slot of the slow weights, named as in `averaged_params`.
 
     Raises:
         ValueError: The state has no such slot, or several; the error lists their names.

@@ -265,7 +265,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         optimizers: Label → optimizer.
         labels: `labels(path, leaf) -> label`, from the leaf's shape and dtype, not its values; or a tree of labels, a
             prefix of the parameters. The label None freezes a leaf: it has no slots and no gradient, and no norm,
-            clipping, weight decay, noise scale or guard includes it.
+            clipping, decay or guard includes it.
 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other

@@ -380,7 +380,7 @@ def ftrl(
 
     Returns:
         An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
-        The parameters are computed from the slots, as in TensorFlow: the first update forgets their initial values, and
+        The parameters are computed from the slots: the first update forgets their initial values, and
         `state.with_params` is an error.
 
     Example:

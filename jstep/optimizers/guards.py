@@ -243,12 +243,11 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
     Returns:
         An `Optimizer` with three more scalar slots, `noise/gradient_noise`, `noise/gradient_square` and `noise/weight`,
-        which corrects the bias of the averages. A step that does not request `noise_scale`, that a guard skipped, or
-        that has fewer than two microbatches of positive weight, changes no slot.
+        which corrects the bias of the averages. A step that does not request `noise_scale`, or that a guard skipped,
+        changes no slot.
 
         A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
-        or in the unit of `weight_fn`. They are NaN before the first measurement, and `noise_scale` is NaN until the
-        averaged |G|² is positive.
+        or in the unit of `weight_fn`; NaN until they are known.
 
     Raises:
         ValueError: The optimizer already has slots of these names.

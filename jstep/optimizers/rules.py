@@ -91,10 +91,9 @@ class Slot:
         keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, if that is ambiguous, as
             for a square matrix.
         holds: The kind of the values, for `compact`: `"mean"` for an average of signed values with a decay of at most
-            0.99, `"slow"` for a slower one, a sum, or values whose rounding errors would be amplified, `"square"` for a
-            divisor that is never negative, `"weight"` for values like the parameter's. None stores them as they are.
-        in_order: Whether anything besides the slot's new value, such as Lion's update, is computed from its old value:
-            the parameter is then computed first, and the slots in their order.
+            0.99, `"slow"` for a slower one or a sum, `"square"` for a divisor that is never negative, `"weight"` for
+            values like the parameter's. None stores them as they are.
+        in_order: Whether anything besides the slot's new value, such as Lion's update, is computed from its old value.
         computes_params: Whether the rule computes the parameters from the slot, as FTRL does: `with_params` is an
             error.
 

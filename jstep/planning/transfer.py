@@ -276,7 +276,7 @@ class CoordCheck:
         sizes: Name of an activation → width → its mean absolute value before training.
         changes: Name → width → its mean absolute change by training.
         growth: Name → the slope of log change over log width: about 0 if the rate transfers, 1 if the change grows like
-            the width; NaN if an activation does not change at some width, or is not finite.
+            the width; NaN if an activation does not change, or is not finite.
         steps: The number of steps after which changes are measured.
     """
 
@@ -340,8 +340,8 @@ def coord_check(
     a growth within ±0.1 or so. The size of the output before training shrinks like 1/√width.
 
     Args:
-        make: `make(width) -> (train_step, state, batch)`: a training step, as from `minimize`, a new state, and a
-            batch: a tuple is passed as several arguments, anything else as one. Return the same batch at each width.
+        make: `make(width) -> (train_step, state, batch)`: a training step, a new state, and the same batch at each
+            width: a tuple is passed as several arguments.
         widths: Two widths or more, such as (64, 128, 256, 512).
         activations: `activations(params, *batch) -> {name: array}`, of any shapes; the same names at each width.
         steps: The number of training steps, each on the same batch, ≥ 1.

@@ -19,8 +19,8 @@ _collections_lock = threading.Lock()
 class QueueRunner:
     """Threads that feed a queue, one for each enqueue op.
 
-    An op is called repeatedly until it raises OutOfRangeError (the queue it reads from has ended) or StopIteration (its
-    iterator has ended). The queue is closed when all ops have ended, also by an error.
+    An op is called repeatedly until it raises OutOfRangeError or StopIteration. The queue is closed when all ops have
+    ended, also by an error.
 
     With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when the coordinator
     stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in

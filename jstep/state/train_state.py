@@ -487,12 +487,12 @@ def shard_state(
             shapes with shardings: a target for `Saver.restore`.
         mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
         param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
-            `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`. Other
-            parameters are replicated.
+            `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`; otherwise
+            replicated.
         slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
             sharded like their parameters; scalars and model_state are replicated.
-        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, which each
-            step reads and writes; None or `"device"` for device memory.
+        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, None or
+            `"device"` for device memory.
 
     Raises:
         ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the

@@ -252,8 +252,7 @@ _READ_AT_ONCE = 2**16
 def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of the distribution of the values of an array.
 
-    Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both sides of zero;
-    only the counts, 6 kB, are transferred to the host.
+    Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both sides of zero.
 
     Args:
         tag: The tag.

@@ -31,7 +31,7 @@ def scan_steps(
         train_step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
         length: K, required if train_step takes no args.
         unroll: Number of steps per iteration of the compiled loop, as in `jax.lax.scan`; True to unroll it entirely.
-            None means 1, or K if XLA runs an operation on a slow path inside a loop, as with convolutions on a CPU.
+            None means 1, or K if an operation is slow inside a loop, as convolutions on a CPU.
 
     Returns:
         A function whose args and metrics are stacked on a leading axis of size K. It is compiled, and donates the

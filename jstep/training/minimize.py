@@ -110,14 +110,13 @@ def minimize(
             are computed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes,
             weighted by `weight_fn`; integers and bools of aux are sums. Lane i gets `fold_in(key, i)` of the key of its
             loss, and microbatch j `fold_in(key, j)` of its lane's. `num_microbatches` and `max_rows_per_device` divide
-            each lane. The page "What the bits depend on" has the conditions, the merging of model_state, and the
-            limits.
+            each lane. The page "What the bits depend on" has the conditions and limits.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
-            `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
-            microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
-            `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics. They get the raw gradients,
-            None for parameters that are not trained; the updates as added, zero if the update is skipped; and the new
-            parameters. A leaf may be an `IndexedSlices`.
+            `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"`
+            (requires microbatches or lanes, and `with_noise_scale`). Also functions `fn(gradients, updates, params) ->
+            {name: scalar}`, whose values become metrics. They get the raw gradients, None for parameters that are not
+            trained; the updates as added, zero if the update is skipped; and the new parameters. A leaf may be an
+            `IndexedSlices`.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
@@ -127,9 +126,8 @@ def minimize(
         update (including those stored in the state), the requested norms, and the entries of aux if that is a mapping,
         else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and their sum as `loss`.
         Metrics are scalars on the device; hyperparameters that are plain numbers are NumPy scalars. Summaries that the
-        loss creates but does not return are in `summaries`. If the optimizer has guards (`skip_nonfinite`,
-        `dynamic_loss_scale`), `skipped` is 1.0 if one of them skipped the update and no non-finite value was applied
-        anywhere, else 0.0.
+        loss creates but does not return are in `summaries`. With a guard (`skip_nonfinite`, `dynamic_loss_scale`),
+        `skipped` is 1.0 if it skipped the update and nothing non-finite was applied, else 0.0.
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in

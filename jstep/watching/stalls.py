@@ -44,9 +44,8 @@ _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if
 class StallHook(RunHook):
     """A hook that reports what a stalled run waits for, and that can end it.
 
-    `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait for a batch, a call of
-    the step, a compilation, a restore, a save, an evaluation, a hook, or a wait for other processes that has lasted
-    longer than
+    `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait, such as for a batch,
+    a compilation, a save or other processes, that has lasted longer than
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
@@ -55,8 +54,8 @@ class StallHook(RunHook):
     that has not been seen before, such as the first compilation, may take 10 · warn_secs, and time in which the process
     computes counts for a tenth.
 
-    Each stall is a warning, repeated at twice, four times, eight times … its age, and if the run has a directory, a
-    file there, which `python -m jstep stalls` reads; see [When a run hangs](../help/stalls.md).
+    Each stall is a warning, and if the run has a directory, a file there, which `python -m jstep stalls` reads; see
+    [When a run hangs](../help/stalls.md).
 
     Args:
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.

@@ -51,8 +51,7 @@ def load_weights(
             shardings. A NumPy array is loaded as one.
         names: Path in target (`"layers/0/wq"`) → the name of its tensor, None to keep the leaf, or a pair `(name,
             transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array (`numpy.transpose`).
-            A mapping, in which missing paths are the names, or a function of the path. Two leaves may share one tensor
-            (tied weights).
+            A mapping, in which missing paths are the names, or a function of the path.
         dtype: The dtype to cast floating tensors to; None to require the dtypes of target. Integers and booleans are
             never cast.
         partial: Whether to keep the leaves of target that do not fit, which then must have values, and log everything
