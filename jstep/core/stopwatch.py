@@ -22,7 +22,6 @@ class Stopwatch:
     """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
 
     Args:
-        before: Seconds of the phase `before`.
         since: The time of the clock at which `starting` began; None for now.
 
     Attributes:

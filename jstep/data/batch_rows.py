@@ -129,7 +129,6 @@ class SourceRows(NamedTuple):
 
     Attributes:
         indices: Their indices in this process's share of the batch.
-        rows: The row numbers in the source.
     """
 
     source: int

@@ -43,13 +43,10 @@ class Source(NamedTuple):
     """An iterator over batches.
 
     Attributes:
-        position: Returns the current position.
         begin: Returns the position before the first batch; None if `position` does.
         by_step: The batches, if each can be fetched by its step.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
-        is_of_loop: Whether the body of the loop makes them.
-        given: The user's batches.
     """
 
     items: Iterator[Any]

@@ -34,7 +34,6 @@ class Lanes(NamedTuple):
     """L lanes and the mesh that they are spread over.
 
     Attributes:
-        mesh: A mesh with Auto axes, or None.
         axes: The mesh axes of the rows of the batch.
         others: The other mesh axes (tensor parallelism), which are left to XLA.
         specs: Shape → the finer spec of the parameters and slots of this shape.

@@ -146,7 +146,6 @@ class LossInputs(NamedTuple):
 
     Attributes:
         key: A PRNG key, passed to the loss as `rng`.
-        batch_specs: Shardings or specs, if known.
         scale: The factor of the loss and the gradients.
         lanes: The lanes of the batch, on Auto axes, or None.
     """

@@ -100,8 +100,6 @@ class Collector:
     """The summaries that a function creates, which `jstep.summary` adds.
 
     Attributes:
-        trace: The trace in which the function is called.
-        parts: Summaries created in this trace.
         nested: Tags → source line of summaries created inside a transformation.
         unreturned: `unreturned(collector, result)`: the created summaries that are not in the result, or None.
     """

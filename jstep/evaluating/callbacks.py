@@ -87,7 +87,6 @@ class CallbackState(NamedTuple):
     """The state of a callback between evaluations.
 
     Attributes:
-        bad: The number of evaluations in a row without an improvement.
         stopped_at: The step at which `EarlyStopping` stopped the run.
         cooling: The evaluations until `ReduceOnPlateau` counts bad ones again.
     """

@@ -59,8 +59,6 @@ class RunInfo(abc.ABC):
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
         in_flight: The calls that the device has not finished, and the step that it has.
-        pending: The polls of hooks.
-        failures: The errors of logs, added by any thread.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
     """
 

@@ -65,15 +65,13 @@ class Course:
 
     Args:
         position: The state that was passed, at an assumed step.
-        stop_step: The step at which the run ends.
         has_body: Whether a body of the user runs between two calls.
 
     Attributes:
         calling: The call of a hook, or the `BODY`, that is in progress or raised.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
-        first: The step at which the loop begins, an assumption unless `is_first_known`.
-        restoring: The step of the checkpoint that is being restored.
+        first: The step at which the loop begins, assumed unless `is_first_known`.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:

@@ -132,9 +132,7 @@ class BatchFeeder(Iterator[Chunk]):
     never reads batches made with the state.
 
     Attributes:
-        waiting: Whether the loop waits for a chunk.
         may_stop: Whether that wait may be left: no batch is lost.
-        is_exhausted: Whether the batches have ended.
         got: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
         iterations: The iterations that have begun, of a loop that makes its batches.

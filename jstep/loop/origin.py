@@ -81,7 +81,6 @@ class Lineage(NamedTuple):
     """Where a run comes from.
 
     Attributes:
-        name: The name that an earlier start gave the run.
         parent: The path and step of the checkpoint that it branched from.
         parent_run: The name of the run that saved that checkpoint, if this is the first start.
         is_copy: Whether this is the first start in a copy of another run's directory.
@@ -102,8 +101,6 @@ class Opening:
 
     Attributes:
         latest: The step of the checkpoint to restore; None to begin with the state passed.
-        extra: The data beside the state of that checkpoint.
-        trunk: That checkpoint, if it is another run's.
         is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
     """
 

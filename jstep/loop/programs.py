@@ -136,8 +136,6 @@ class Program:
 
     Attributes:
         step_args: For a loop, the shapes of the arguments of one step.
-        rows: The number of rows of a batch, if known.
-        constants: The constant metrics of the latest call.
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
         is_ahead: Whether it was compiled before its first call.
     """
@@ -316,8 +314,6 @@ class Chunk:
 
     Attributes:
         args: For one step, or stacked for `program.max_steps` steps and padded at the end.
-        first: The step before its first update.
-        position: The position of the batches after it.
         must_run: Whether its batches cannot be made again, so no signal may prevent it.
     """
 

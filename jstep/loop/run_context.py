@@ -55,8 +55,6 @@ class RunContext(RunInfo):
 
     Attributes:
         observers: They are entered before anything is opened.
-        opening: What is known before the state is restored.
-        origin: What the run begins from, once that is restored.
         closing: Closes what the run has opened.
         file: The record of this start, while it is open; any thread writes it.
         new_name: Its name if no earlier start gave it one.

@@ -18,7 +18,6 @@ class Compiled:
 
     Attributes:
         programs: The number compiled or found in the persistent cache.
-        hits: The number of those found in the cache.
         unfinished: The time at which it last traced a program that is not compiled yet; 0 if there is none.
     """
 

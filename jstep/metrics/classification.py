@@ -85,9 +85,7 @@ class F1(_Totals):
     """Result of `f1`: totals of one batch or several merged batches.
 
     Attributes:
-        both: The number, or weight, of true positives.
-        predicted: The number, or weight, of predicted positives.
-        true: The number, or weight, of positive labels.
+        both, predicted, true: The number, or weight, of true positives, predicted positives, positive labels.
         unknown: The number of examples of weight above 0 whose score is NaN.
     """
 

@@ -185,7 +185,6 @@ class StoredState(NamedTuple):
 
     Attributes:
         halves: As in `Roles`.
-        inside: The slots of the inner optimizer, without scales and remainders.
         blocks: The blocks of each parameter's slots; None for others.
     """
 

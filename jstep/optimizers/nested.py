@@ -63,7 +63,7 @@ class WrapperSlots:
             `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
-        per_step: Whether the slots change once a step, at the update that increments the global step.
+        per_step: Whether the slots change once a step.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)

@@ -78,7 +78,6 @@ class StartFile:
     A write that fails is logged once, and tried again at the next one; it never ends the run.
 
     Args:
-        earlier: The earlier starts of the run.
         fields: What the file holds from its beginning, besides its name.
 
     Attributes:

@@ -69,8 +69,7 @@ class Roles(Mapping[str, Role | None]):
         formats: The wrappers and arguments that decide how numbers are stored.
         misplaced: Slots of wrappers that must be outermost, but are not.
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
-        computing: As in `Slot(computes_params=True)`.
-        in_order: As in `Slot(in_order=True)`.
+        computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
@@ -176,7 +175,6 @@ class Init:
     Attributes:
         roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
-        call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, None if it is never updated; or None without labels.
         needs_all: Whether it must get all parameters, also frozen ones.
     """

@@ -377,7 +377,6 @@ class _DeviceGroup(NamedTuple):
     """Leaves on one device or one mesh; one program for each shape and dtype handles several small leaves.
 
     Attributes:
-        rows: The array of rows, with zeros.
         calls: For each call, its first row and the indices of its leaves.
         in_flight: The number of calls that may be in flight; None for any.
     """

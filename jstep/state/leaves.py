@@ -59,12 +59,7 @@ _structure_of = functools.lru_cache(maxsize=8)(_Structure)
 
 
 class StateLeaves:
-    """The leaves of a tree, flattened once, and their positions in the states of the tree.
-
-    Attributes:
-        keys: The keys of each leaf's path.
-        paths: Keys joined by slashes.
-    """
+    """The leaves of a tree, flattened once, and their positions in the states of the tree."""
 
     def __init__(self, tree: trees.Tree) -> None:
         self.values, treedef = trees.flatten(tree)

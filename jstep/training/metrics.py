@@ -37,7 +37,6 @@ class Constants:
         all: Name → NumPy scalar or read-only array; the same objects at each call.
         values: Those that are hyperparameters, which hooks show once.
         skipped: The name of the metric that reports skipped updates; None without a guard.
-        has_ratios: Whether a computed metric is a `mean_of`.
     """
 
     def __init__(

@@ -91,12 +91,10 @@ class Wait(NamedTuple):
 
     Attributes:
         timing_key: The key of its recorded durations, if not the stopwatch's.
-        steps: The first and the last step of a call.
         taken: What it has done, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
         due: The age at which the next line is due.
-        part: The category when a line was written.
     """
 
     kind: str

@@ -120,12 +120,7 @@ def load_weights(
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Opened weights.
-
-    Attributes:
-        path: The file, index or directory.
-        tensors: Name → description of a tensor.
-    """
+    """Opened weights; `tensors` describes them by name."""
 
     path: str
     tensors: Mapping[str, Tensor]
