@@ -55,7 +55,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
 
 
 def from_host(tree: trees.Tree, argument: str) -> Any:
-    """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
+    """Convert host arrays to native byte order; reject what does not fit a device."""
     if are_plain(jax.tree.leaves(tree)):
         return tree
     tree = trees.all_native(tree, argument)
@@ -126,7 +126,7 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 def as_scalar(
     value: Any, argument: str, *, integer: bool = False, expected: str = "", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> Any:
-    """Check a number or scalar array, and its range if it is concrete; one on a mesh becomes a float or int."""
+    """Check a number or scalar array, and its range if it is concrete."""
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
@@ -159,7 +159,7 @@ def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
 
 
 def as_key(value: Any, argument: str) -> Any:
-    """Validate one PRNG key, typed or raw, traced or not; one on a mesh is copied off it."""
+    """Validate one PRNG key, typed or raw; one on a mesh is copied off it."""
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):

@@ -36,7 +36,7 @@ def note_other(error: BaseException, other: BaseException) -> None:
 
 
 def noting(close: Callable[[], object]) -> Callable[[object, BaseException | None, object], None]:
-    """Return an `__exit__` that calls `close`, whose error becomes a note on the error that ended the context."""
+    """Return an `__exit__` that calls `close`, whose error becomes a note on the other."""
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         try:

@@ -100,7 +100,7 @@ class Operation:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return two counts of arguments: a scan's constants and carry; a while's constants of condition and body."""
+        """Two counts of arguments: a scan's constants and carry; a while's constants of both bodies."""
         params = self.eqn.params
         if self.kind == "while":
             return params["cond_nconsts"], params["body_nconsts"]

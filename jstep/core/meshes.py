@@ -89,7 +89,7 @@ def mesh_of(tree: Tree) -> Mesh | None:
 
 
 def sharding_on_mesh(leaf: object) -> NamedSharding | None:
-    """Return the sharding of an array, shape, or tracer with Explicit axes; None if not on a mesh."""
+    """The sharding of an array, shape, or tracer with Explicit axes; None if not on a mesh."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
     sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
@@ -176,7 +176,7 @@ def reduce_unreduced(total: object) -> Any:
 
 
 def shard_like(*trees: Any) -> Callable[[Any], Any]:
-    """Return a function from a result to specs: those of the equal path and shape in the last of `trees` with it."""
+    """Return a function from a result to specs: those of the equal path and shape in `trees`."""
 
     def specs(result: object) -> Any:
         spec_at = {}

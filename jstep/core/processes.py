@@ -112,7 +112,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
-    """Return `fn()`, which must not communicate; an error on one process is raised on all, on others as `kind`."""
+    """Return `fn()`, which must not communicate; an error on one process is raised on all."""
     error: Exception | None = None
     try:
         result = fn()
@@ -153,7 +153,7 @@ def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()
 def first_ints_on_all(
     fn: Callable[[], tuple[int, ...]], count: int, problem: str, kind: type[Exception] = RuntimeError
 ) -> list[int]:
-    """Return the `count` integers (below 2**62) that `fn` returns on process 0; an error is raised on all processes."""
+    """Return the `count` integers that `fn` returns on process 0; an error is raised on all processes."""
     error: Exception | None = None
     numbers: tuple[int, ...] = (0,) * count
     try:

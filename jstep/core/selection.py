@@ -15,7 +15,7 @@ _BOXED = GetAttrKey("value")
 
 
 def leaf_names(tree: trees.Tree) -> list[tuple[str, ...]]:
-    """Return the path of each leaf, and for a boxed variable (Flax NNX) also the path of the box."""
+    """The path of each leaf, and of a boxed variable (Flax NNX) also that of the box."""
     names: list[tuple[str, ...]] = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         boxed = len(keys) > 1 and keys[-1] == _BOXED

@@ -96,7 +96,7 @@ _trained: set[int] = set()
 
 
 def seconds_before_training() -> float:
-    """The seconds since the start of this process on the first call, and 0 on later ones or if unknown."""
+    """The seconds since the start of this process on the first call, else 0."""
     if os.getpid() in _trained or is_interactive():
         return 0.0
     _trained.add(os.getpid())

@@ -136,7 +136,6 @@ def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
 
 
 def _with_own_generators(path: str, current: Any, saved: Any) -> Any:
-    """Return a saved value with the loop's own generators in their places, set to the saved states."""
     if isinstance(current, RandomGenerator) and isinstance(saved, RandomGenerator):
         _set_generator(path, current, saved)
         return current

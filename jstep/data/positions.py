@@ -15,7 +15,7 @@ from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
-"""Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
+"""Keys of a checkpoint's `extra`: the position of process 0, and of all processes."""
 _PROCESSES = "processes"
 
 

@@ -122,8 +122,6 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 
 
 class ReaderThread:
-    """A thread that calls a function once for each request and returns the results in order."""
-
     def __init__(self, read: Callable[[], Any]) -> None:
         self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
         self._thread = Thread(target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)

@@ -108,7 +108,7 @@ class Rows:
 
 
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
-    """Open the rows of a tree of sources, in which a list is one source; `name` begins its paths."""
+    """Open the rows of a tree of sources, in which a list is one source."""
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
     leaves, whole = jax.tree_util.tree_flatten_with_path(

@@ -160,7 +160,6 @@ def _is_finite(metrics: Any) -> bool:
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:
-    """Return the rows that alone make the update not finite; None if the step does not accept a batch of one row."""
     leaves = [leaf for leaf in jax.tree.leaves(found.args) if np.ndim(leaf)]
     sizes = {np.shape(leaf)[0] for leaf in leaves}
     if len(sizes) != 1 or (count := sizes.pop()) > _MAX_ROWS:

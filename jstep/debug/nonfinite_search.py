@@ -35,7 +35,7 @@ def _flags(value: Any) -> Any:
 
 
 class Place(NamedTuple):
-    """An operation that ran, and those that enclose it, outermost first, with their programs and "scan iteration 3"."""
+    """An operation that ran, and those that enclose it, with their programs and "scan iteration 3"."""
 
     chain: tuple[tuple[Subprogram, Operation, str], ...]
     inputs: tuple[Range, ...]
@@ -200,7 +200,6 @@ def _stacked(parts: list[Value], aval: Any, depends: bool) -> Value:
 
 
 def _first_origin(values: Iterable[Value]) -> Origin | None:
-    """Return the origin that counts: that of a NaN, or else of an infinity that was not only moved."""
     known = [(not value.has_nan, value.origin) for value in values if value.origin is not None]
     return min(known, key=lambda pair: (pair[0], pair[1].is_mask, pair[1].order), default=(True, None))[1]
 

@@ -123,8 +123,6 @@ def replay(
 
 
 class ReplayedCall(NamedTuple):
-    """The state after a repeated call, or before the first; the last one has the arguments of the next step."""
-
     step: int
     state: TrainState
     metrics: Any = None

@@ -150,7 +150,7 @@ def _cause(before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits]
 
 
 def _bits_of(state: TrainState) -> Bits:
-    """The dtype, shape and bytes of each leaf: copies, since the leaves are donated to the next step."""
+    """Copies of each leaf: dtype, shape and bytes."""
     arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
     return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 

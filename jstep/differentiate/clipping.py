@@ -303,7 +303,7 @@ def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
 
 
 def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
-    """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept); its derivative is zero at zero."""
+    """√(Σ |x|²) over the arrays (over `axes` of a single array, kept); its derivative is zero at zero."""
     parts = [_squares(x, axes) for x in arrays]
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
     squares = sum((part.astype(dtype) for part in parts), jnp.zeros((), dtype))

@@ -152,7 +152,6 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
 
 @meshes.exempts_transfers
 def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
-    """Return gradients as slices on the union of their rows if all are slices, else as arrays."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
         zeros = jnp.zeros_like(next(g for g in whole if g is not None))

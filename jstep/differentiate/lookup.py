@@ -16,7 +16,7 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Tables:
-    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows."""
+    """The tables for lookups while the gradient of a loss is traced, and the gradients of their rows."""
 
     def __init__(self, leaves: list[Array]) -> None:
         self._shapes = [leaf.shape for leaf in leaves]
@@ -101,7 +101,7 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 
 def _rows_at(table: Array, ids: Array) -> Array:
-    """Return `table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
+    """`table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
     outside: dict[str, Any] = {}
     if jnp.issubdtype(table.dtype, jnp.inexact):
         outside = {"mode": "fill", "fill_value": jnp.nan}

@@ -54,7 +54,7 @@ GATE_GRAPH = Gate.GATE_GRAPH
 """All gradients are complete before any update begins."""
 
 UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
-"""The paths of differentiated parameters on which the loss does not depend; None if nobody asks."""
+"""The paths of parameters on which the loss does not depend; None if nobody asks."""
 
 
 @shortens_tracebacks

@@ -136,7 +136,7 @@ class AggregationMethod(enum.Enum):
 
 
 class Squares(NamedTuple):
-    """Squared norms of the gradients of parts (n,) and of their mean, with the weights or numbers of examples."""
+    """Squared norms of the gradients of parts (n,) and of their mean, and their weights."""
 
     weights: Any
     parts: Array
@@ -275,7 +275,7 @@ def weigh(value: Array, weight: Array | None) -> Array:
 def reduce_once(
     fn: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
-    """Return `fn(params, parts)`, with the gradients of parameters reduced once if their uses in `loss` allow it."""
+    """Return `fn(params, parts)`, with gradients reduced once if the uses of the parameters in `loss` allow it."""
     axes: set[str] = set()  # the axes over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
         if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):

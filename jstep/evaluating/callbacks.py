@@ -75,7 +75,6 @@ class MetricReader(ShownAsTyped):
 
 
 def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better than the best by more than a margin; NaN never is."""
     if math.isnan(value):
         return False
     if best is None:

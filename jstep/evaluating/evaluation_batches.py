@@ -191,7 +191,7 @@ def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings:
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield global arrays of the rows of all processes until all batches have ended; numbers of rows may differ."""
+    """Yield global arrays of the rows of all processes, whose numbers may differ, until all batches have ended."""
     last: tuple[Any, ...] | None = None
     while True:
         failure: Exception | None = None

@@ -58,8 +58,6 @@ class Below:
 
 
 class NotebookBar:
-    """An HTML bar in the output of a cell, with the methods of tqdm that `ProgressHook` calls."""
-
     def __init__(
         self,
         *,

@@ -210,7 +210,6 @@ class MetricsHook(ReportingHook):
         return super().begin(state)
 
     def _report_first_row(self, restored: int) -> None:
-        """Log which steps the first row after a restart is a mean of, if it lacks steps of its interval."""
         assert self.cadence is not None
         row = min(self.cadence.next_multiple(restored), math.inf if self.run.last_step is None else self.run.last_step)
         if not self.cadence.has_multiple(restored) and row > restored:

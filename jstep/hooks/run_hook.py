@@ -24,7 +24,7 @@ from jstep.summary.writer import SummaryWriter
 from jstep.training.metrics import Metrics
 
 Poll = Callable[..., bool | None]
-"""`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
+"""`poll()` is called after each call while it returns True, and `poll(wait=True)` after the last step."""
 
 # The run.
 

@@ -50,7 +50,7 @@ def build_hooks(run: RunContext) -> BuiltHooks:
 
 
 _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
-"""The seconds after which a background thread writes events: a SIGKILL loses later ones; each upload has a price."""
+"""The seconds after which a background thread writes events: each upload has a price."""
 
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:
@@ -80,7 +80,6 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
 
 
 def _is_another_run(run: RunContext) -> bool:
-    """Whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
     earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False

@@ -127,7 +127,6 @@ class Compiler:
         self.begin(job, shapes_of(args) if job.args is None else job.args)
 
     def wait(self, step: int, *, may_leave: bool) -> None:
-        """Wait for the programs that are due at this step, unless the run stops and may leave the call."""
         while self.begun and step >= self.begun[0][0].first:
             with self._watch.phase(STARTING), self.table.compiling(self.begun[0][0].name):
                 self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
@@ -244,7 +243,6 @@ def _say_at_end(future: Task[Any]) -> None:
 
 
 def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
-    """Return the shapes of the arguments of a step; None if its batch cannot be made apart from the others."""
     fetch = getattr(source.by_step, "__getitem__", source.by_step)
     if fetch is None:
         return None

@@ -30,8 +30,6 @@ ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
 
 
 class HookCall(NamedTuple):
-    """A call of a hook, or code of the user's own loop, which is handled in the same way."""
-
     hook: Any
     method: str
 

@@ -23,7 +23,7 @@ from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
-"""The interval between two checks of the waits, in seconds, and the share of it above which a thread starts."""
+"""The interval between two checks of the waits, in seconds, and the share above which a thread starts."""
 _HAND_OVER = 1e-4
 """The wait for each call, in seconds, below which no thread starts."""
 _CALLS_AHEAD = 2

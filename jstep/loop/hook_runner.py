@@ -25,7 +25,7 @@ from jstep.loop.programs import Boundaries, Chunk, TrainSteps
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 RunChunk = Callable[[Any, Chunk], Any]
-"""`run_chunk(state, chunk)` runs the steps of a chunk; it returns the new state and the last metrics."""
+"""`run_chunk(state, chunk)` returns the new state and the last metrics."""
 
 
 class ScheduleGroup:
@@ -148,7 +148,7 @@ class HookRunner:
         self._next_check = NEVER if edge is None else edge
 
     def _call_due(self, group: ScheduleGroup, *, with_failures: bool = False) -> None:
-        """Call all due hooks, even if one raises, so that no output is missing after a restart."""
+        """Call all due hooks, even if one raises, so that no output is missing."""
         run, course, errors = self._run, self._course, HookErrors(self._course)
         watch, step = run.watch, course.position.step
         if run.pending:
@@ -228,7 +228,6 @@ class HookRunner:
         errors.end(failed)
 
     def end(self) -> None:
-        """Call `end` of the hooks; a start that takes no step only repeats the last evaluations."""
         course, errors = self._course, HookErrors(self._course)
         before, hooks = course.position.state, self._hooks
         if not course.has_stepped and (self._run.restored is None or self.ended_at == course.position.step):

@@ -222,7 +222,6 @@ def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[O
 
 
 def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
-    """The lineage of a run in a copy of another run's directory: its parent is the original's checkpoint."""
     directory, step, lineage = options.where, opening.latest, opening.lineage
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     if directory is None or is_url(directory):
@@ -377,7 +376,7 @@ def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
 
 
 def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
-    """Find a checkpoint, or the newest one of a directory, even if it is corrupted, and whether the path names it."""
+    """Find a checkpoint, or the newest one of a directory, and whether the path names it."""
     above, name = split_path(path)
     if match := _NAME.fullmatch(name):
         store, step = open_store(above), int(match[2])

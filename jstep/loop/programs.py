@@ -406,7 +406,7 @@ def _stacked(batches: list[Any], max_steps: int) -> Any:
 _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
 
 _MAX_CHANGES = 64
-"""The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
+"""The maximum number of changes of batch shapes to compile ahead."""
 
 
 class Boundaries(NamedTuple):

@@ -378,7 +378,7 @@ class Run(Generic[P]):
             self._finish()
 
     def _owes_body(self) -> bool:
-        """Return whether the batches, also of an earlier start, have ended before a multiple of the body's interval."""
+        """Whether the batches, also of an earlier start, have ended before a multiple of the body's interval."""
         course = self._context.course
         interval = course.body_interval
         is_between = interval is not None and course.position.step % interval > 0

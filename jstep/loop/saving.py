@@ -78,9 +78,9 @@ def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
 # The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two, and in a bucket; `SaveInterval` lengthens them."""
+"""The seconds until the first save and between two, and in a bucket."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
-"""The share of the time for which saves may block the loop, and for which a writer may be busy."""
+"""The share of the time for which saves may block the loop, and a writer may be busy."""
 _EARLY = 0.1
 """The tolerance for early saves, in seconds."""
 
@@ -214,7 +214,6 @@ class RunSaverHook(CheckpointSaverHook):
         return CheckpointExtra(*gather_positions(feeder.position_after(run.step - run.course.first)))
 
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
-        """Return the `extra` of a save; `states` replaces the hooks' if their `get_state` must not be called."""
         run = self.run
         step = run.step
         # A run that resumes from a checkpoint does not write earlier summaries again.

@@ -29,7 +29,7 @@ from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
 
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
-"""Signals that schedulers and terminals send; they stop a run only if they have their default action."""
+"""Signals that schedulers and terminals send; obeyed only if they have their default action."""
 
 
 class Preempted(SystemExit):
@@ -212,7 +212,7 @@ class StopSignals:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Return whether a signal has its default action. Python does not see handlers set in C (faulthandler)."""
+    """Whether a signal has its default action; Python does not see handlers set in C (faulthandler)."""
     if signal.getsignal(number) != signal.SIG_DFL:
         return False
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler

@@ -22,7 +22,6 @@ class _RunWithoutBody(Run[P]):
 def _with_arguments_of(
     make_run: Callable[_Arguments, Run[P]],
 ) -> Callable[[Callable[..., TrainState[Any]]], Callable[_Arguments, TrainState[P]]]:
-    """Decorator of a function that has the arguments of a `Run`, and returns its last state."""
     signature = inspect.signature(make_run)
 
     def decorate(fn: Callable[..., TrainState[Any]]) -> Callable[_Arguments, TrainState[P]]:

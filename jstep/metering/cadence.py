@@ -88,7 +88,6 @@ def hook_cadence(hook: object) -> Cadence | None:
 
 
 def next_call(hook: object, step: int) -> tuple[int, int]:
-    """Return when a hook is due next, and the step at which a call of several steps must end for it."""
     cadence, named = hook_cadence(hook), None
     if hasattr(hook, "next_due") and (answer := hook.next_due(step)) is not None:
         try:
@@ -130,7 +129,6 @@ class HookSchedule:
         return step >= self.next or (self.deadline != math.inf and self.cadence.clock() >= self.deadline)
 
     def at_last(self, step: int) -> bool:
-        """Whether the hook is due at the last step, where it may already have been called."""
         cadence = self.cadence
         has_acted = self.called == step and (cadence.secs is not None or cadence.has_multiple(step))
         return cadence.at_last and (cadence.again_at_last or not has_acted)

@@ -71,8 +71,6 @@ def _line(step: int, row: Row) -> bytes:
 
 
 class HistoryFile:
-    """A file of rows that a run writes; a row that changes is written again, with those after it."""
-
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:
         self._path = check_path(path)
         self._claim = claim_file(path)

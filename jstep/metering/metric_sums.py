@@ -31,7 +31,7 @@ _CALLS, _VALUES = 25, 128
 """The most calls, and values, that are added in one dispatch."""
 
 Pairs = dict[str, tuple[float, float]]
-"""Name of a metric → sum and number of the steps that have it; of a `mean_of`, the sum of its counts unless it is 0."""
+"""Name of a metric → sum and number of the steps that have it; of a `mean_of`, its counts."""
 
 
 def _add_pair(sums: Pairs, name: str, total: float, count: float) -> None:
@@ -220,7 +220,7 @@ class MetricSums:
     def add(
         self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NO_CONSTANTS
     ) -> None:
-        """Add the metrics of the step after `first`; `skip` is the metric that is 1 if the whole update was skipped."""
+        """Add the metrics of the step after `first`; `skip` names the one that is 1 if the update was skipped."""
         # A compiled program is recognized by the identity of its constant metrics.
         if first == self._stop and constants is self._traced:
             self._stop += 1
@@ -349,7 +349,7 @@ class MetricSums:
 
 
 def _sharding_of(value: Any) -> Any:
-    """The sharding of sums that belong to an array or its shape; None for the default device."""
+    """The sharding of sums of an array or its shape; None for the default device."""
     is_placed = value is not None and (not isinstance(value, jax.Array) or value.committed)
     sharding = value.sharding if is_placed else None
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
@@ -475,7 +475,7 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | No
 
 @functools.cache
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, count) -> sums` for calls of one step; those after the first `count` are padding."""
+    """Compile `add(sums, calls, count) -> sums` for calls of one step, padded after `count`."""
 
     def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:
         rows = [columns.row(dict(zip(names, values, strict=True))) for values in calls]

@@ -34,7 +34,6 @@ class Work(NamedTuple):
         return Work._make(map(operator.add, self, other))
 
     def times(self, once: int, total: int) -> "Work":
-        """Return the work of a loop whose program contains this body `once` times and runs it `total` times."""
         products = Counter({product: total * flops for product, flops in self.products.items()})
         return Work(
             once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products

@@ -439,7 +439,7 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
 
 
 def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
-    """Return flattened weights, a mask or floats of float32 or wider; an invalid weight becomes NaN."""
+    """Return flattened weights of float32 or wider, or a mask; an invalid weight becomes NaN."""
     if weights is None:
         return None
     array = _numbers(weights, "weights")

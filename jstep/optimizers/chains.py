@@ -29,7 +29,7 @@ from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, needs_all_
 
 
 class _PartOptimizer:
-    """An optimizer of some leaves, such as those of a label, and `params` with None for the others."""
+    """An optimizer of some leaves, and `params` with None for the others."""
 
     def __init__(self, params: Params, is_own: Sequence[bool], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -60,7 +60,6 @@ class _PartOptimizer:
         return self.call(updates, slots, at)
 
     def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
-        """The new values of the slots that change once a step, without a gradient of this label."""
         if not (roles.per_step and nested.INCREMENTS.get()):
             return {}
         with setting(IS_IDLE, True):

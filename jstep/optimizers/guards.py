@@ -29,7 +29,7 @@ from jstep.slots.roles import AGES, Role, Roles, roles_of
 
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
-"""The value that a step writes to `last_finite_step` before an update; it stays if the guard is not reached."""
+"""What a step writes to `last_finite_step` before an update; it stays if the guard is not reached."""
 SKIPPED_MARK = -2
 """The value that a guard writes there if it skips the update."""
 

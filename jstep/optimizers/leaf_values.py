@@ -20,7 +20,7 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 
 
 def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
-    """The flag for whether a `var_list` selects each leaf; None selects all, and an entry must match some leaf."""
+    """The flag for whether a `var_list` selects each leaf; an entry must match some leaf."""
     check_form(var_list, argument)
     warned: set[str] = set()
 
@@ -65,7 +65,6 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
-    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf."""
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
@@ -93,7 +92,7 @@ def leaf_numbers(params: Params) -> list[int]:
 
 
 def on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
-    """Apply `fn` to all parameters, even inside `partition`; return its values for the leaves of params."""
+    """Apply `fn` to all parameters, even inside `partition`; return its values for these."""
     whole = _WHOLE.get()
     all_leaves, whole_structure = trees.flatten(whole, is_leaf=trees.is_none)
     leaves, structure = trees.flatten(params, is_leaf=trees.is_none)

@@ -57,7 +57,7 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
 
 
 def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]) -> list[Array]:
-    """Apply `fn` to stacked matrices of one shape, each on one device, or on as few as possible."""
+    """Apply `fn` to stacked matrices of one shape, each on one device, if possible."""
     shape = members[0].shape[-2:]
     # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
     parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
@@ -119,7 +119,7 @@ Triple: TypeAlias = tuple[float, float, float]
 
 
 class Preset(NamedTuple):
-    """Coefficients (a, b, c) by step, the default number of steps, a factor on the norm; the last may repeat."""
+    """Coefficients (a, b, c) by step, the default number of steps, a factor on the norm."""
 
     triples: tuple[Triple, ...]
     steps: int = 5
@@ -180,7 +180,7 @@ class Iteration(NamedTuple):
 def orthogonalize_matrices(
     matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[MatrixLayout | None]
 ) -> list[Array]:
-    """Orthogonalize matrices [..., rows, columns] approximately, all of one shape at once; a zero matrix stays zero."""
+    """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
         shape = matrix.shape if layout is None else matrix.shape[-2:]

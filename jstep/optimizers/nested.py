@@ -49,7 +49,7 @@ def with_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: b
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, outer, at) -> (updates, inner, outer)`, with separate slots of optimizer and wrapper."""
+"""`update(updates, inner, outer, at) -> (updates, inner, outer)`; inner and outer are slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ def inner_context(
 def update_masters(
     optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
 ) -> tuple[Updates, Slots]:
-    """Call an optimizer's update on the masters of the parameters; labels, masks and the loss see the parameters."""
+    """Call an optimizer's update on the masters; labels, masks and the loss see the parameters."""
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
     with partial_params(at.params):
         inside = StepInputs(masters, at.step, context)

@@ -72,7 +72,7 @@ class Values(dict[str, Any]):
 
 LeafSlots: TypeAlias = dict[str, Any]
 Result: TypeAlias = tuple[Array, dict[str, Any]]
-"""A direction or an update, and the new slots; slots that are not returned stay unchanged."""
+"""A direction or an update, and the new slots; others stay unchanged."""
 Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
 Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
@@ -509,7 +509,7 @@ def _static(values: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
 
 
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
-    """The rule with dtypes and sparse rows handled, traced once for all leaves of equal shape and flags."""
+    """The rule, traced once for all leaves of equal shape and flags."""
 
     def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
         dtype = trees.compute_dtype(leaf.dtype)

@@ -215,7 +215,6 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 def in_loops(
     turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
 ) -> list[EigenbasisUpdate]:
-    """Update the bases, with one loop over all matrices of a size; FIRST applies `first` before QR."""
     sizes: dict[Any, list[tuple[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         for axis, gram in leaf.grams.items():

@@ -21,7 +21,7 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A leaf of updates that replaces the parameter by `value`, because the difference might be rounded."""
+    """A leaf of updates that replaces the parameter by `value`: the difference might be rounded."""
 
     value: Any
 

@@ -237,7 +237,7 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """XLA's figure for a device, which counts the body of a loop once, corrected by the traced program."""
+    """XLA's figure for a device, corrected for loops, whose bodies it counts once."""
     if not measured or measured < 0.2 * once / devices:
         # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
         return total / devices
@@ -285,7 +285,7 @@ def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
 
 
 def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
-    """The bytes per device of the leaves of a tree: of all, or of those in host or in device memory."""
+    """The bytes per device of the leaves of a tree, perhaps only in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape = np.shape(leaf)

@@ -59,7 +59,6 @@ def _returned(place: str, name: str) -> Any:
 
 
 def _loaded(place: str) -> ModuleType:
-    """Import a file or a module, with the import path of `python FILE` or `python -m NAME`."""
     is_file = os.path.isfile(place)
     sys.path.insert(0, os.path.dirname(os.path.abspath(place)) if is_file else os.getcwd())
     name = os.path.splitext(os.path.basename(place))[0] if is_file else place

@@ -243,7 +243,7 @@ def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
 # The steps at which hooks are due, derived from their cadence.
 
 _MAX_LISTED = 64
-"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
+"""The most due steps that are listed, or inspected for even spacing."""
 
 
 def call_steps(hook: Any, start: int, last_step: int) -> Any:

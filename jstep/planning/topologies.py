@@ -57,7 +57,7 @@ TPUS: Mapping[str, Tpu] = {
     "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB)),
     "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB), devices_per_chip=2),
 }
-"""Name → generation. Memory is what the compiler reports when a program does not fit (libtpu 0.0.42 and 0.0.50)."""
+"""Name → generation. Memory is what the compiler reports (libtpu 0.0.42 and 0.0.50)."""
 
 LARGEST_SLICES = 64
 """The compiler accepts more, but takes minutes to create their devices."""

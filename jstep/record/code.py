@@ -24,7 +24,7 @@ _PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_
 
 
 def code_version() -> dict[str, Any] | None:
-    """Return the `commit` of the program's repository, and `edits`, a hash of what is not committed; or None."""
+    """Return the `commit` of the program's repository, and `edits`, a hash of uncommitted edits; or None."""
     deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     try:

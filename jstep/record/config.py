@@ -20,7 +20,7 @@ from jstep.core.secret_text import NOT_RECORDED, hide
 MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH = 10_000, 1000, 100, 20
 """The maximum numbers of options, of characters of a value, of words of a command line, and of levels."""
 _MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
-"""The maximum numbers of bytes of a config and of a command line, as they are written."""
+"""The maximum numbers of bytes of a config and of a command line."""
 
 
 def command_line() -> list[str]:
@@ -134,7 +134,6 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a mapping, an object with named fields, or a list of such; else None."""
     with contextlib.suppress(Exception):
         if isinstance(value, type | str):
             return None

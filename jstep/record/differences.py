@@ -117,7 +117,6 @@ def changes(
     words: tuple[str, str] = BEFORE_AND_NOW,
     leave_out: Collection[str] = (),
 ) -> Changes:
-    """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections."""
     a, b = values_of(before), values_of(after)
     found = Changes([], [], [])
     sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
@@ -169,7 +168,6 @@ def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: 
 
 
 def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether two optimizers differ in nothing but the values of hyperparameters, which have lines of their own."""
     old, new = (program.get("hyperparameters") or {} for program in (before, after))
     text = before.get("optimizer") or ""
     for name in old.keys() & new.keys():

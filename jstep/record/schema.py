@@ -35,7 +35,7 @@ PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
 
 
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
-"""Step → hashes of the layout and content of the next batch, and of the config and definition of batches."""
+"""Step → hashes of the layout and content of the next batch, of the config, and of the definition."""
 
 
 class Process(TypedDict):

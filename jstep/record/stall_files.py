@@ -58,7 +58,6 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
 
 
 def _thread_names(stall: Fields) -> set[str]:
-    """Return the names of the user's threads of a process, without the numbers of those of a pool."""
     names = (str(name) for name in stall["threads"])
     return {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")} - {""}
 

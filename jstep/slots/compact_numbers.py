@@ -131,7 +131,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 
 
 def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
-    """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place, rounded half up."""
+    """A float32 as a bfloat16 and the next 8 bits of its last place, rounded half up."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)
     dropped = jnp.asarray(fractions * np.float32(256)).astype(jnp.int32)

@@ -123,7 +123,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 @exempts_transfers
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:
-    """Convert a result of `combine_rows` to valid slices: unused entries become zero rows at its first index."""
+    """Convert a result of `combine_rows` to valid slices, with zero rows for unused entries."""
     if not rows.indices.shape[0]:
         return rows
     if isinstance(rows, RowsInOrder):

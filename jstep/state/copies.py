@@ -23,7 +23,7 @@ _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
 def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
-    """Return new parameters, placed like the old ones, and the slots, whose copies of the parameters are updated."""
+    """Return new parameters, placed like the old ones, and the slots, with their copies updated."""
     roles, treedef = roles_in(state), trees.structure(state.params)
     placement.refuse_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:

@@ -213,7 +213,7 @@ def finalize(x: Any) -> Any:
 
 
 def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
-    """Compute the two lanes from low and high words; `high` is None if all are 0. Keys are multiples of `STRIDE`."""
+    """The two lanes from low and high words; `high` is None if all are 0. Keys are multiples of `STRIDE`."""
     first = finalize(low ^ key)
     second = key ^ U(SECOND)
     second += first

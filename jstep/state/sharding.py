@@ -186,7 +186,6 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
 def slot_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
-    """Return the parameter's sharding without the dimensions that the slot lacks; the role decides for a square one."""
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:

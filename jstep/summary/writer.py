@@ -38,7 +38,7 @@ _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
 _Job: TypeAlias = tuple[Any, Any, float, int]
-"""The data to write, or a function, its step, its time, and its approximate bytes."""
+"""The data to write, or a function, its step, its time, its bytes."""
 
 
 class Worker:
@@ -403,7 +403,6 @@ class SummaryWriter:
             self._worker.check()
 
     def request_flush(self) -> None:
-        """Flush everything added to the disk in the background, as soon as its arrays are ready."""
         if self._worker is not None and not self._closed:
             self._worker.request_flush()
 

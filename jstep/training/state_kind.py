@@ -13,7 +13,6 @@ from jstep.state.train_state import TrainState
 
 
 def keep_kind(name: str, old: Tree, new: Tree) -> Any:
-    """Return the state of a step, with the old roles and strong types; reject one of another kind."""
     if not (isinstance(old, TrainState) and isinstance(new, TrainState)):
         return new
     if roles_in(new) is not roles_in(old):
@@ -32,7 +31,6 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
 
 
 def _as_strong(new: Any, old: Any) -> Any:
-    """Return a leaf of weak type in the dtype of the old one, if JAX would promote it so."""
     if not trees.is_weak(new):
         return new
     dtype = jax.typeof(old).dtype

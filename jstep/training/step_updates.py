@@ -18,7 +18,7 @@ from jstep.slots.roles import AGES, Labels, Roles, init_labels
 
 
 class Update(NamedTuple):
-    """An update of a step: its leaves with a gradient, those without one whose ages count it, its averages."""
+    """An update of a step: its leaves with a gradient, those whose ages only count it, its averages."""
 
     updated: set[str]
     aged: set[str]
@@ -28,8 +28,6 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass
 class _StepUpdates:
-    """The updates of a step, and the leaves on which a differentiated loss does not depend."""
-
     updates: list[Update] = dataclasses.field(default_factory=list)
     unused: set[str] = dataclasses.field(default_factory=set)
 

@@ -408,7 +408,6 @@ def _not_recorded(error: Exception) -> None:
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
-    """Return the status, the reason and, unless it is a signal, the exception class of the end of a run."""
     signals = run.signals
     is_done = run.course.is_first_known and run.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))

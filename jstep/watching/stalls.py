@@ -372,5 +372,5 @@ def _log_in_time(text: str) -> None:
 
 
 def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Call a function, but wait only so long: it may need a lock that the stalled code holds."""
+    """Call a function, but wait only so long for a lock of the stalled code."""
     return bool(futures.wait([threads.in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)

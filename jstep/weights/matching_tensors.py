@@ -26,7 +26,7 @@ _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
 class Rule(NamedTuple):
-    """The name of a leaf's tensor, or None; and a function from tensor to leaf (when saving, from leaf to tensor)."""
+    """The name of a leaf's tensor, or None; and a function between the two."""
 
     name: str | None
     transform: Transform | None = None
@@ -51,7 +51,6 @@ def _rule(path: str, entry: object) -> Rule:
 
 
 def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
-    """Return the result of a user's transform on the host; it gets a view that it cannot modify."""
     array = array.view()
     array.flags.writeable = False  # it may alias the user's array
     try:
@@ -89,8 +88,6 @@ class WantedTensor(targets.TargetLeaf[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsMatch(targets.TargetMatch[WantedTensor]):
-    """The leaves of a target and the tensors that fill them, with what is missing or left over."""
-
     TITLES = "missing", "unused", "mismatched"
     MAX_SHOWN = 200  # enough to show the names of a model's layers
 

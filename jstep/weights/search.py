@@ -112,7 +112,6 @@ _DEFAULT = "default"  # the name of the only item of a CheckpointManager
 
 
 def arrays_directory(path: str) -> str:
-    """Return the directory with the arrays of a checkpoint: itself, or an item of a step of a CheckpointManager."""
     if TEMPORARY in os.path.basename(os.path.abspath(path)):
         raise ValueError(f"path={path!r}: this checkpoint is incomplete: its save was interrupted, or still runs")
     entries = list_names(path)

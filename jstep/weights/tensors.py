@@ -73,7 +73,7 @@ class Tensor(NamedTuple):
 
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Reads tensors: name → sharding → an array with it; None → the parts of this process, or a NumPy array."""
+"""Reads tensors: name → sharding, or None for NumPy arrays."""
 
 
 def read_header(path: str) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def read_header(path: str) -> dict[str, Tensor]:
 
 
 def check_file(path: str) -> None:
-    """Let the package check the header of a file: its JSON, and the dtype, shape and bytes of each tensor."""
+    """Let the package check the header of a file."""
     safetensors = package()
     try:
         with safetensors.safe_open(path, framework="numpy"):
@@ -124,7 +124,7 @@ def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds
 
 
 def in_groups(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterator[dict[str, _Item]]:
-    """Divide (name, bytes, item) into groups of at most `max_bytes` bytes, or of one item, with unique names."""
+    """Divide (name, bytes, item) into groups of at most `max_bytes` bytes, with unique names."""
     group: dict[str, _Item] = {}
     left = max_bytes
     for name, nbytes, item in items:
