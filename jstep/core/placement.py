@@ -269,7 +269,6 @@ def target_sharding(leaf: Any, path: str) -> Any:
 
 
 def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
-    """Replace the abstract mesh of a sharding, from `jax.eval_shape`, by the current mesh."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(

@@ -75,7 +75,7 @@ def replay(
     after it are run again. Nothing is written. States are compared with the run's fingerprints (`FingerprintHook`), or
     else losses with those that it recorded; a difference is an error.
 
-    If the loss was NaN at step 7310, replay 7309, and `find_nonfinite(train_step, state, *args)` finds the operation.
+    For a loss that is NaN at step 7310, replay 7309; `find_nonfinite(train_step, state, *args)` finds the operation.
 
     Changes that hooks such as `ReduceOnPlateau` made to the state after that checkpoint are not replayed. The position
     of a loader is changed; reset the loader before another use.

@@ -252,8 +252,8 @@ class ReduceOnPlateau(MetricCallback):
     """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
     An evaluation is good if the metric is better than the best by more than threshold·|best|, and bad otherwise. The
-    value is reduced after more than `patience` bad evaluations in a row, unless it would change by at most 1e-8. For
-    `cooldown` evaluations after a reduction, none counts as bad. The counters are saved in checkpoints.
+    value is reduced after more than `patience` bad evaluations in a row, unless it would change by at most 1e-8. The
+    counters are saved in checkpoints.
 
     Args:
         metric: As in `EarlyStopping`.
@@ -262,7 +262,7 @@ class ReduceOnPlateau(MetricCallback):
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
         mode: As in `EarlyStopping`.
         threshold: The required relative improvement over the best value, ≥ 0.
-        cooldown: Number of evaluations, ≥ 0.
+        cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
         min_value: Lower bound of the hyperparameter, ≥ 0.
         key: As in `EarlyStopping`; None for its class, metric and hyperparameter.
 
@@ -370,8 +370,7 @@ class KeepBest(MetricReader):
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was
     measured with averages of the parameters. Every run competes with the checkpoints in that directory; a warning is
     logged if the best value was measured with another config, or on other data. On a tie the earlier checkpoint is
-    kept. A nonfinite value is never kept, nor are parameters with NaN. `jstep.Saver(directory,
-    prefix="best").restore(state)` restores the newest one.
+    kept. A nonfinite value is never kept, nor are parameters with NaN.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.

@@ -32,7 +32,7 @@ class Hook(ShownAsTyped):
     or compilations.
 
     Reading values of `state` or `metrics` waits for the device: do it only when due. The state is donated to the next
-    step, which deletes its arrays: copy what the hook needs later.
+    step: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
     strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once after

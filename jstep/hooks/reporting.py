@@ -166,9 +166,8 @@ class LoggingHook(ReportingHook):
 class MetricsHook(ReportingHook):
     """A hook that passes scalar metrics to a function, such as a logger of W&B or MLflow, or a writer of JSON lines.
 
-    Rows are passed as `ReportingHook` says, the last step always. On several processes, only the first one writes.
-    Metrics that are arrays are omitted, and named once in the log. Hyperparameters that never change are not in the
-    rows but in `constants`.
+    Rows are passed as `ReportingHook` says. On several processes, only the first one writes. Metrics that are arrays
+    are omitted. Hyperparameters that never change are not in the rows but in `constants`.
 
     Args:
         write: `write(step, values)`, where values is a dict of floats, those of float32 with its own digits. If it

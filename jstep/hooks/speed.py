@@ -35,12 +35,11 @@ class StepCounterHook(RunHook):
 
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
-    which is shown in log lines, the progress line and TensorBoard. The operations are those of `jstep.cost`; a Pallas
-    kernel counts by its `cost_estimate`. The name is `hfu` (hardware FLOP/s utilization) for a step that recomputes
-    (`jax.checkpoint`). The peak is the dense peak for the formats of the step's matrix products: float32 means TF32 on
-    an A100 and bfloat16 on a TPU, unless their `precision` is set. For devices other than TPUs v2 to tpu7x and NVIDIA's
-    data-center GPUs from V100 to GB200, and for a step that is not compiled, nothing is shown unless `peak_flops` and
-    `flops_per_step` are given.
+    The operations are those of `jstep.cost`; a Pallas kernel counts by its `cost_estimate`. The name is `hfu` (hardware
+    FLOP/s utilization) for a step that recomputes (`jax.checkpoint`). The peak is the dense peak for the formats of the
+    step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless their `precision` is set. For
+    devices other than TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200, and for a step that is not
+    compiled, nothing is shown unless `peak_flops` and `flops_per_step` are given.
 
     Args:
         every_n_steps: Interval in steps.

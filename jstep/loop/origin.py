@@ -269,7 +269,6 @@ def _step_of_values(state: TrainState) -> int | None:
 
 
 def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:
-    """Find the checkpoint to begin from; None if there is none, or the run has its own."""
     path = options.trunk_path
     if path is None:
         return None

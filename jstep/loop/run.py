@@ -91,7 +91,7 @@ class Run(Generic[P]):
     saves and closes. Each iteration is one call of the step, of up to `steps_per_call` steps, followed by the hooks
     that are due. `next(run)` works as `for` does.
 
-    A restart resumes only between two iterations: due savers, signals, stops and `last_step` take effect there. An
+    A restart resumes only between two iterations: savers, signals, stops and `last_step` take effect there. An
     exception in the body, or in a hook, saves nothing of its iteration: the state is in the exception's `state`, and a
     note names the checkpoint that the next start resumes from.
 
@@ -460,7 +460,6 @@ class Run(Generic[P]):
     # The end.
 
     def _end(self) -> None:
-        """End a run whose block is left early, such as by `break`."""
         run = self._context
         if run.is_over:
             return

@@ -35,8 +35,8 @@ def _with_arguments_of(
 def train(*args: Any, **options: Any) -> TrainState[Any]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
-    A run that was stopped resumes when it is started again: the step, and with it schedules, averages, random numbers
-    and batches, is restored from the checkpoint.
+    A run that was stopped resumes when it is started again: the state and the positions of the batches are restored
+    from the checkpoint.
 
     After an exception, the last complete state is in its `state` attribute. If there is a checkpoint_dir, it is also
     saved, unless its loss or a parameter is not finite, or there are several processes (these save only after a

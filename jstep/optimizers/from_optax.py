@@ -20,9 +20,8 @@ def from_optax(
     """An optimizer from an Optax transformation, by its `init` and `update`; Optax itself is not imported.
 
     Wherever jstep accepts an optimizer, it accepts a transformation; call the function to report hyperparameters or to
-    name the slots. The state becomes slots, sharded like the parameters. The transformation works in at least float32
-    and sees trainable leaves only; a leaf whose gradient is None is a constant for it. `IndexedSlices` become dense
-    arrays.
+    name the slots. The state becomes slots. The transformation works in at least float32 and sees trainable leaves
+    only; a leaf whose gradient is None is a constant for it. `IndexedSlices` become dense arrays.
 
     A training step of `minimize` passes the extra arguments `value`, `grad` and `value_fn` (the loss on the batch of
     the step), as for `optax.lbfgs()`. With `apply_gradients` they come from `context=jstep.Context(...)`.

@@ -289,7 +289,6 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
 
 def noise_slots(roles: Roles) -> list[str]:
-    """The slots of the averages; raise if they are not outermost."""
     return _outermost("with_noise_scale", roles, *NOISE_SLOTS.values())
 
 

@@ -337,7 +337,7 @@ def coord_check(
     """Measure how much activations change in a few training steps on one batch, at several widths.
 
     With rates and initial values that transfer (`mup`), the change of each activation is about the same at all widths:
-    a growth within ±0.1 or so. The size of the output before training shrinks like 1/√width.
+    a growth within ±0.1 or so.
 
     Args:
         make: `make(width) -> (train_step, state, batch)`: a training step, a new state, and the same batch at each

@@ -392,7 +392,6 @@ def host_memory() -> dict[str, int | None]:
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first values, of bounded size, and the number of others."""
     sizes = itertools.accumulate([len(encoded({name: value})) for name, value in values.items()])
     count = min(_MAX_VALUES, len([size for size in sizes if size <= _MAX_BYTES]))
     return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
