@@ -15,7 +15,6 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
-    """Align the cells of rows, as `printable` text; rows wider than `max_width` take several lines."""
     rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if max_width is None or breadth(rows) <= max_width:

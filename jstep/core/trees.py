@@ -291,7 +291,6 @@ def require_arrays(tree: Tree, what: str, remedy: str = "") -> None:
 
 
 def keep_arrays(argument: str) -> str:
-    """Return a remedy for leaves that are not arrays, such as the functions of an Equinox module."""
     return f"; keep only arrays in {argument}, by equinox.partition or flax.nnx.split"
 
 

@@ -25,7 +25,12 @@ class BatchHash(NamedTuple):
 
 
 def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
-    """Hash all bytes of a batch that this process holds, or of the first one of a stack."""
+    """Hash all bytes of a batch that this process holds, or of the first one of a stack.
+
+    Example:
+        >>> hash_batch({"x": np.ones(2)}) == hash_batch({"x": np.ones((3, 2))}, is_stacked=True)
+        True
+    """
     layout, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     with internal_transfers():
         for path, leaf in trees.leaves_with_paths(batch):

@@ -99,7 +99,6 @@ def _accessors(name: str, value: Any) -> _Accessors:
 
 
 def _has_only_attributes(value: object) -> bool:
-    """Whether attributes are the whole state of an object, unlike a file."""
     kind = type(value)
     if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
         return False

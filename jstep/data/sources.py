@@ -18,8 +18,6 @@ _ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
 
 
 class ArraySource:
-    """Rows of an array in memory, or memory-mapped; PRNG keys stay on their device."""
-
     def __init__(self, array: Any, path: str) -> None:
         self.path = path
         self._is_of_keys = isinstance(array, jax.Array) and is_key(array)
@@ -45,8 +43,6 @@ class ArraySource:
 
 
 class ItemSource:
-    """Stacked items `items[i]` of an object with `__len__` and `__getitem__`."""
-
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path

@@ -73,8 +73,6 @@ def clamp_range(numbers: range, low: int, high: int) -> range:
 
 
 class StepStage(NamedTuple, Generic[T]):
-    """A range of steps with the same value; the last one has no `stop`."""
-
     first: int
     stop: int | None
     value: T

@@ -48,7 +48,6 @@ def merge_equal(closed: Any) -> Any:
         return results
 
     def divide(eqn: Any) -> list[Any]:
-        """Return x · (1 / y) for a division by fewer values than the result has, else the division."""
         x, y = eqn.invars
         widening = broadcast.get(y) if isinstance(y, core.Var) else None
         divisor = y if widening is None else widening.invars[0]

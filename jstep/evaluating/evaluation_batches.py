@@ -75,7 +75,6 @@ class EvaluationBatches:
             raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        """Return the shapes of the first batch; None if reading it would change an evaluation."""
         batches = self.source
         try:
             if isinstance(batches, BatchSequence):

@@ -82,7 +82,6 @@ class MetricTotals:
         self._pending: deque[Sequence[Metric]] = deque()
 
     def add(self, metrics: Sequence[Metric]) -> None:
-        """Add the metrics of a batch; wait for the metrics of an earlier one."""
         objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
         before = {name: self._totals[name] for name in objects if name in self._totals}
         for metric in metrics:

@@ -28,8 +28,6 @@ class Entry(NamedTuple):
 
 
 class Log(NamedTuple):
-    """A log: step → its last entry, and a description of each invalid line."""
-
     entries: dict[int, Entry]
     corrupted: list[str]
 

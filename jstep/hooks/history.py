@@ -181,7 +181,6 @@ class History(ReportingHook):
                 self._write()
 
     def _merge(self, after: int, every: int, step: int, _: None) -> None:
-        """Merge the rows after a step into one for each interval that ends before `step`."""
         with self._lock:
             rows: Rows = {at: row for at, row in self._rows.items() if at <= after}
             later = [pair for pair in self._rows.items() if pair[0] > after]

@@ -173,8 +173,6 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StopWith:
-    """Result of several callbacks: stop after this step, and replace the state."""
-
     state: TrainState
 
 

@@ -121,12 +121,8 @@ class LoggingHook(ReportingHook):
     0.412)`. The last step is always logged. On several processes, only the first one logs.
 
     Args:
-        every_n_steps: Interval in steps.
-        every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        leave_out: A function without arguments that returns names to omit.
         level: The level of the log lines.
-        mean: Whether to log means over the steps since the last line.
-        clock: Returns seconds; replaced in tests.
+        every_n_steps, every_n_secs, mean, leave_out, clock: As in `ReportingHook`.
 
     Source: `tf.train.LoggingTensorHook`.
     """
@@ -249,13 +245,10 @@ class SummarySaverHook(ReportingHook):
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in its
             `logdir`; the hook then replaces the built-in one.
         save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
-        save_secs: Interval in seconds. If both are given, whichever comes first.
+        save_secs: Interval in seconds; whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
             (`"slots/m/*"`); a string or several.
-        leave_out: A function without arguments that returns names of metrics to omit.
-        mean: Whether to write means over the steps since the last summary. Summaries among the metrics always describe
-            the step.
-        clock: Returns seconds; replaced in tests.
+        leave_out, mean, clock: As in `ReportingHook`. Summaries among the metrics always describe the step.
 
     Raises:
         ValueError: A glob matches nothing (at the first step).

@@ -209,7 +209,6 @@ class BatchFeeder(Iterator[Chunk]):
         return self.position.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
-        """Return the position after all fetched steps, or before the latest chunk's."""
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> bool:

@@ -101,7 +101,6 @@ class HookRunner:
         return is_done
 
     def evaluate(self, method: str) -> bool:
-        """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
         course, is_done = self._course, False
         for hook in self.evaluations:
             result = self._call(hook, method, course.position.step, course.position.state)
@@ -200,7 +199,6 @@ class HookRunner:
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
     def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Run hooks after the last call; `failed` receives their exceptions."""
         run, course, errors = self._run, self._course, HookErrors(self._course)
         if not course.has_stepped or self._was_last:
             return

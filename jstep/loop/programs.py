@@ -427,7 +427,6 @@ class Boundaries(NamedTuple):
             yield step
 
     def starts(self, start: int, last_step: int) -> Iterator[int]:
-        """Yield the first step of each program of a run, only the first ones of each stage."""
         for stage in self.stages.stages():
             first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
             for _ in range(1 + _MAX_CHANGES):

@@ -159,7 +159,6 @@ class StopSignals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A context that a signal interrupts, also one that was received before."""
         before, self.interrupts = self.interrupts, StopWaiting
         try:
             self.check()

@@ -119,7 +119,6 @@ def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 
 
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
-    """Attach the last state to an error of a run that had ended."""
     attach_state(error, state)
     step = run.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
@@ -137,7 +136,6 @@ def attach_state(error: BaseException, state: TrainState | None) -> None:
 
 
 def rescue(run: RunContext, error: BaseException) -> None:
-    """Keep the last complete state, save it if possible, and note where the run failed."""
     where, signals, runner = f"jstep: {_doing(run)}", run.signals, run.opened.runner
     said = {str(error)}
 

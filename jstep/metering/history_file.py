@@ -56,7 +56,6 @@ def read_rows(path: str) -> Rows:
 
 
 def _parse(line: bytes) -> tuple[int, Row]:
-    """Return the step and the row of a line; step −1 if no History wrote the line."""
     try:
         found = json.loads(line)
         step = found.pop("step")

@@ -109,7 +109,6 @@ class Interval:
         self.names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:
-        """Add the next steps; merge pieces that have arrived, because a long interval may have many."""
         columns = piece.columns
         if self.of_ratios and not columns.ratios:
             return
@@ -190,7 +189,6 @@ class MetricSums:
             self._skips = jnp.asarray(np.int32(steps))
 
     def skipped_in_a_row(self) -> int:
-        """Return how many steps in a row were skipped up to the last cut; waits for the device."""
         with internal_transfers():
             return 0 if self._skips is None else int(read_value(self._skips))
 

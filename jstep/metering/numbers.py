@@ -82,7 +82,6 @@ def local_copy(value: Any) -> Any:
 
 
 def read_value(value: object) -> np.ndarray[Any, Any]:
-    """Copy a value to the host; of a replicated array, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
     return np.asarray(value)

@@ -111,7 +111,7 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
         scores: Probabilities or other scores, of any shape.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         threshold: Scores above it are predicted positive.
-        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
+        weights: As in `accuracy`.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -166,7 +166,7 @@ def confusion_matrix(
         predictions: The indices of the predicted classes, of any shape.
         labels: The indices of the true classes, of the same shape.
         num_classes: The number of classes.
-        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
+        weights: As in `accuracy`.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
@@ -212,8 +212,7 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
     Args:
         logits: `[..., classes]`.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, weights ≥ 0, by default 1, or a mask, such as `labels != padding`. A label of weight 0 is
-            ignored, whatever it is.
+        weights: `[...]`, as in `accuracy`, such as `labels != padding`.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -324,7 +323,7 @@ def auc(
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
         num_thresholds: The number of thresholds, from 2 to 16384.
-        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
+        weights: As in `accuracy`.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN

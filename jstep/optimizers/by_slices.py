@@ -49,7 +49,6 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
-    """The last operations that compute `results`, as a program of the variables that they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):

@@ -416,7 +416,6 @@ def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
 
 
 def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
-    """A tree like params, with None for the leaves that a `partition` freezes."""
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients

@@ -227,10 +227,7 @@ def schedule_free_sgd(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The weight of x in y, in (0, 1), a constant.
-        weight_lr_power: The power of the highest rate in the weight of a step, ≥ 0.
-        r: The power of the age in the weight of a step.
-        weight_decay: Decoupled weight decay of y, multiplied by lr; ≥ 0.
-        weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
+        weight_lr_power, r, weight_decay, weight_decay_mask: As in `schedule_free_adamw`.
 
     Returns:
         An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,

@@ -65,7 +65,6 @@ def _digest(text: str) -> str:
 
 
 def as_text(text: str, name: str = "") -> str:
-    """Return the text of an option without secrets; one that is cut has a hash."""
     shown = hide(name, text[: 2 * MAX_TEXT])
     if len(text) > MAX_TEXT and shown != NOT_RECORDED:
         whole = _digest(shown + text[2 * MAX_TEXT :])

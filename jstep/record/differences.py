@@ -100,8 +100,6 @@ def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class Changes(NamedTuple):
-    """Differences that change the bits, and differences of versions, devices and layout."""
-
     bits: list[str]
     place: list[str]
     others: list[str]
@@ -199,7 +197,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Return a value as text, in the fewest digits that tell it from the other."""
     if value is _ABSENT:
         return "absent"
     if isinstance(value, float) and isinstance(other, float) and in_own_digits(value) != in_own_digits(other):

@@ -63,7 +63,6 @@ def _thread_names(stall: Fields) -> set[str]:
 
 
 def exit_reason(where: str, prefix: str, since: float) -> str:
-    """Return why the `StallHook` of a start that began at `since` ended it; "" if it did not."""
     ended: list[Fields] = []
     with contextlib.suppress(OSError):
         ended = [stall for _, stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since]
@@ -182,7 +181,6 @@ class StallFiles:
             self._job = in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
-        """Write or remove the file now, but do not wait long for a disk."""
         self._wait()
         self.exchange(fields, at_once=True)
         self._wait()

@@ -29,7 +29,6 @@ def require_optimizer(name: str, value: object) -> Optimizer:
 
 
 def is_transformation(value: object) -> bool:
-    """Whether a value has `init` and `update`, and nothing more."""
     # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
 
@@ -144,7 +143,6 @@ class _StateSlots:
         self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
-        """The values at the trained leaves, if a node has the structure of params."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -180,7 +178,6 @@ def _trained_only(params: Params) -> Params:
 
 
 def seen(params: Params) -> Params:
-    """The parameters as Optax sees them: trainable leaves, in at least float32."""
     return jax.tree.map(trees.widen, _trained_only(params))
 
 

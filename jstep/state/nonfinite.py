@@ -60,7 +60,6 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Return the leaves that became worse, and separately slots with infinity."""
         earlier = {} if before is None else before.contents()
         worse = {path: kind for path, kind in self.contents().items() if kind > earlier.get(path, FINITE)}
         infinite_slots = [path for path, kind in worse.items() if kind == INFINITE and path.startswith(f"{SLOTS}/")]

@@ -86,7 +86,6 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters in the precision of their masters, or the remainders of `compact`."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), placement.on_devices(jax.tree.leaves(state.params))
     for name in roles.of(Role.MASTER, Role.REMAINDER):
@@ -103,7 +102,6 @@ def _value(stored: object, half: object) -> Any:
 
 
 def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
-    """Whether a slot is one value for all parameters, such as `embed/start_step`."""
     if name in roles:
         return roles.has_one_value(name)
     if not jax.tree_util.all_leaves([tree]):

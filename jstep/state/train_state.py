@@ -179,10 +179,8 @@ class TrainState(Generic[P]):
             global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state. If False, the first compiled step deletes the caller's arrays.
-            mesh: A `jax.sharding.Mesh` to shard the state over; see `shard_state` for this and the next arguments.
-            param_specs: Sharding of the parameters.
-            slot_axis: The mesh axis over which slots of replicated parameters are split.
-            slots_memory: The memory kind of the slots, such as `"pinned_host"`.
+            mesh: A `jax.sharding.Mesh` to shard the state over.
+            param_specs, slot_axis, slots_memory: As in `shard_state`.
 
         Raises:
             TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.

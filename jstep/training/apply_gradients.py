@@ -167,7 +167,6 @@ def _check_slots(old: Slots, new: Slots) -> None:
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:
-    """Map the path of each parameter on a mesh to its sharding, or the finest one of its slots."""
     # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
     # `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:

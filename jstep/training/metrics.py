@@ -154,7 +154,6 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
-    """Validate `metrics` of `minimize`; `argument=number` divides a batch into parts."""
     names = (*NORMS, NOISE_SCALE)
     is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
     entries = tuple(metrics) if is_several else (metrics,)

@@ -91,9 +91,7 @@ def minimize(
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
             the number of devices that the rows are sharded over, and is logged. Rows of unknown sharding count as being
             on one device.
-        weight_fn: The weight of a microbatch, as in `compute_gradients`.
-        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
-        aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
+        weight_fn, gate_gradients, aggregation_method, adaptive: As in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They are
             updated once per microbatch, and keep their dtypes.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn; they
@@ -103,7 +101,6 @@ def minimize(
             loss.
         pass_step: Whether loss_fn gets `step`, the global step before the update.
         sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it.
-        adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
         lanes: Makes the results bitwise identical on any number of devices that divides L, this power of two. The batch
             is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device, and sums over elements

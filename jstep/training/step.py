@@ -312,13 +312,11 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
 
 
 def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
-    """Return the trace of the program that `call_step` calls, for arrays or shapes."""
     with meshes.using_mesh(meshes.mesh_of((state, args))):
         return jitted_program(step, state, args, kind).trace(state, *args)
 
 
 def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
-    """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
     return step._program(returned_layout(state) or inspect_layout(state), args, kind, donates=_donates(step))
 
 

@@ -69,7 +69,6 @@ class NewFiles:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open the temporary file of a name, with the mode of the file that it will replace."""
         make_directories(self._directory)
         with new_file(self._temporary(name)) as file:
             with contextlib.suppress(OSError):  # it is new, or the file system has no modes
@@ -130,7 +129,6 @@ class NewFiles:
             os.remove(self._at(name))
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
-        """Replace the index with one of these files, which are flushed to disk first."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self.writing(self._base + INDEX) as file:
