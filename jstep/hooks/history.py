@@ -259,7 +259,6 @@ class History(ReportingHook):
         return PendingTransfer(interval.is_ready, means)
 
     def _carry(self) -> None:
-        """Read the evaluations and the sums of the unfinished row; waits for the device."""
         self.run.transfers.deliver_all()
         self._pull()
         if self._mean:

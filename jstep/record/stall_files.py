@@ -147,6 +147,9 @@ def _as_bytes(fields: Fields) -> bytes:
 class StallFiles:
     """The files of this process and the others, which a thread keeps up to date; `where` may be None.
 
+    Raises:
+        ForeignFileError: The directory of the files is a link, behind which may be files of others.
+
     Attributes:
         others: What the other processes wait for, if this one has read their files.
         is_told: Whether this process reports no others, because one with a lower index does so.
@@ -192,7 +195,7 @@ class StallFiles:
             futures.wait([self._job], timeout=5.0)
 
     def _check(self) -> None:
-        """Raise an error if the directory of the run was moved, or that of the files is a link."""
+        """Raise an error if the directory of the run was moved."""
         if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
             self._run_directory = OpenDirectory(self._where)
         if self._run_directory is not None:

@@ -51,7 +51,7 @@ def program_path(where: str, start: Mapping[str, Any]) -> str:
 
 
 class OpenDirectory:
-    """A directory that is kept open, so that `check` notices a replacement at its path."""
+    """A directory that is kept open, so that `check` raises a FileNotFoundError if another is at its path."""
 
     def __init__(self, path: str) -> None:
         self._path, self._handle = path, -1

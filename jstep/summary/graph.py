@@ -43,7 +43,6 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _graph_of_traced(traced: Any) -> Any:
-    """One node for each argument, equation and result of a traced function."""
     graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
     arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
