@@ -70,8 +70,8 @@ class StepCounterHook(RunHook):
         >>> counter.mfu > 0
         True
 
-    Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022),
-    appendix B. If passed to `train` in hooks, it replaces the built-in one.
+    Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022), appendix B. If passed to `train`
+    in hooks, it replaces the built-in one.
     """
 
     instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"

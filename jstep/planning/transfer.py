@@ -230,8 +230,8 @@ def mup(
         ... )
         >>> state = jstep.TrainState.create(factors.initial(init(jax.random.key(0), 256)), optimizer)
 
-    Source: Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"
-    (2022), table 3.
+    Source: Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer" (2022),
+    table 3.
     """
     check_choice(init, "init", INITS)
     check_choice(optimizer, "optimizer", OPTIMIZERS)
