@@ -34,7 +34,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _untrained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators with batches that no step was trained on, and their numbers."""
+"""Iterators with batches that no step was trained on, and their numbers; 0 if one was only begun."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
@@ -182,8 +182,8 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
     name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
-            what = f"The run resumes at step {start}, but the checkpoint has no position for the {name}"
-            logger.warning("%s: it starts where it is now.", what)
+            what = f"The run begins at step {start}, and there is no checkpoint with a position of the {name}"
+            logger.warning("%s: it starts where it is now, perhaps after a batch that was not trained on.", what)
         return read, None
     if start < last_step:
         if kept.error:
@@ -251,18 +251,18 @@ def set_back(batches: Tree, position: Any, untrained: int) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    count = 0
+    count, name = None, type(batches).__name__
     with contextlib.suppress(TypeError):
-        count = _untrained.pop(batches, 0)
-    if count:
-        logger.warning(
-            "batches: %d of this %s were fetched by an earlier run without being trained on, and are lost: this run "
-            "begins after them. Use jstep.batches, a function of the step, or, with a checkpoint_dir, an iterator that "
-            "has get_state and set_state.",
-            count,
-            type(batches).__name__,
-        )
-    return count > 0
+        count = _untrained.pop(batches, None)
+    if count is None:
+        return False
+    what = f"{count} of this {name} were fetched by an earlier run without being trained on, and are lost"
+    logger.warning(
+        "batches: %s: this run begins where it is now. Use jstep.batches, a function of the step, or, with a "
+        "checkpoint_dir, an iterator that has get_state and set_state.",
+        what if count else f"an earlier run ended while this {name} fetched one, which may be lost",
+    )
+    return True
 
 
 def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

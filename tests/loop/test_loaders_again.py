@@ -160,6 +160,48 @@ def test_the_batches_of_a_failed_call_of_an_iterator_are_lost(caplog):
     assert message.startswith("batches: 2 of this Unpositioned were fetched by an earlier run without being trained on")
 
 
+fail = doubles.raising(OSError("no shard"))
+
+
+class Shards(Positioned):
+    """An iterator that has advanced when it fails."""
+
+    def __init__(self):
+        super().__init__(lambda number: np.float32(2.0**number) if number != 2 else fail())
+
+
+class Iterable:
+    """The same without `__next__`."""
+
+    def __init__(self):
+        self.shards = Shards()
+
+    def __iter__(self):
+        return (next(self.shards) for _ in range(100))
+
+    def state_dict(self):
+        return self.shards.get_state()
+
+    def load_state_dict(self, state):
+        self.shards.set_state(state)
+
+
+FETCHED = "batches: an earlier run ended while this {} fetched one, which may be lost: this run begins where it is now"
+WITHOUT = "The run begins at step 2, and there is no checkpoint with a position of the {}: it starts where it is now"
+
+
+@pytest.mark.parametrize(("make", "line"), [(Shards, FETCHED), (Iterable, WITHOUT)])
+@pytest.mark.parametrize("run", [by_train, by_loop], ids=["train", "loop"])
+def test_a_batch_that_could_not_be_fetched_is_a_warning(run, make, line, caplog):
+    """Without a checkpoint_dir it is lost, and the next run speaks of no checkpoint."""
+    batches = make()
+    with pytest.raises(OSError, match="no shard") as caught:
+        total(batches, run=run)
+    caplog.clear()
+    assert total(batches, state=caught.value.state, run=run) == ALL + 2.0**LAST - 2.0**2
+    assert caplog.messages[0].startswith(line.format(make.__name__))
+
+
 def test_a_run_fetches_no_batch_after_its_last_step(is_ahead, caplog):
     for batches in (generated(), Loader(), Unpositioned()):
         total(batches, 6)

@@ -76,6 +76,6 @@ def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
 def test_one_process_without_a_position(process, caplog):
     process(1, 2)
     open_source(Stateful(), 4, 9, restore_position(positions_of(A, None)))
-    assert "the checkpoint has no position for the Stateful" in caplog.text
+    assert "there is no checkpoint with a position of the Stateful: it starts where it is now, perhaps" in caplog.text
     assert restore_position({}) is None
     assert restore_position({"hooks": {}}) is None
