@@ -15,7 +15,7 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
 from jstep.look import cli
-from jstep.look.ranges import array_range, is_inexact
+from jstep.look.ranges import array_range, is_inexact, norm
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
@@ -171,7 +171,7 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     fields = {**about, "extra": manifest.extra, "leaves": rows}
     fields |= ({"left_out": absent} if absent else {}) | ({"sound": True} if arguments.verify else {})
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
-    figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
+    figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "norm": "norm", "non-finite": "nonfinite"}
     lines = [
         checkpoint.path,
         f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
@@ -203,12 +203,12 @@ def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     numbers = None if leaf.key_impl is not None else array_range(array)
     nonfinite = None if numbers is None else numbers.nans + numbers.infinities
     if numbers is None or numbers.low is None:
-        return {"min": None, "max": None, "mean": None, "nonfinite": nonfinite}
+        return {"min": None, "max": None, "mean": None, "norm": None, "nonfinite": nonfinite}
     values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
     mean = float(np.mean(values, where=np.isfinite(values)))
     is_whole = not is_inexact(array.dtype)
     low, high = (int(array.min()), int(array.max())) if is_whole else (numbers.low, numbers.high)
-    return {"min": low, "max": high, "mean": mean, "nonfinite": nonfinite}
+    return {"min": low, "max": high, "mean": mean, "norm": norm(array), "nonfinite": nonfinite}
 
 
 def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str]:

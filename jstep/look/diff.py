@@ -13,9 +13,9 @@ from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.checkpoints import Checkpoint, at, below
 from jstep.look.divergence import divergence
-from jstep.look.ranges import is_inexact
-from jstep.look.run_folder import find_run_folders, run_folders
-from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes
+from jstep.look.ranges import is_inexact, norm
+from jstep.look.run_folder import RunFolder, find_run_folders, run_folders
+from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes, state_change_lines
 from jstep.record.differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
@@ -26,7 +26,7 @@ from jstep.stores.urls import is_url, join_path, location, split_path
 class LeafDifference(NamedTuple):
     """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
 
-    `max_abs` and `max_ulps` are the largest differences of two finite numbers.
+    `max_abs` and `max_ulps` are the largest differences of two finite numbers; `norms` are those of both arrays.
     """
 
     path: str
@@ -36,6 +36,7 @@ class LeafDifference(NamedTuple):
     size: int | None = None
     max_abs: float | None = None
     max_ulps: int | None = None
+    norms: tuple[float, float] | None = None
 
 
 def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
@@ -54,7 +55,10 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
     words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
     if is_inexact(a.dtype) and (bad := int(np.sum(~(np.isfinite(of_a) & np.isfinite(of_b))))):
         words.append(f"with {bad} not finite")
-    return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps)
+    norms = (norm(a), norm(b)) if a.size > 1 and is_inexact(a.dtype) else None
+    if norms is not None:
+        words[-1] += f", norm {norms[0]:.6g} in A, {norms[1]:.6g} in B"
+    return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps, norms)
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -114,6 +118,17 @@ def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, M
                 found[folder.prefix] = folder.trained_with_card
     # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
     return {prefix: found[prefix]} if prefix in found else found
+
+
+def state_changes(places: Iterable[tuple[str, str | None]]) -> list[list[str]]:
+    """Return the lines on what replaced the states of two runs, without those that both have."""
+    found = list[list[str]]()
+    for where, prefix in places:
+        folders = list[RunFolder]()
+        with contextlib.suppress(OSError):
+            folders = [folder for folder in run_folders(where) if prefix in (None, folder.prefix)]
+        found.append([line for x in folders for start in x.valid_starts for line in state_change_lines(start)])
+    return [[line for line in lines if not all(line in both for both in found)] for lines in found]
 
 
 def changes_text(lines: list[str] | None) -> list[str]:
@@ -178,7 +193,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     problems: list[str] = []
-    of_starts = start_differences([(x.folder, x.prefix) for x in (a, b)], problems)
+    places = [(x.folder, x.prefix) for x in (a, b)]
+    of_starts, of_states = start_differences(places, problems), state_changes(places)
     if a.kind == _CHECKPOINT:
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -186,15 +202,16 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    lines = [*problems, *changes_text(of_starts), *_differences_text(result)]
+    changed = [f"in {x}, the state was {line}" for x, lines in zip("AB", of_states, strict=True) for line in lines]
+    lines = [*problems, *changes_text(of_starts), *first_lines(changed, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
         first = result.get("step")
         same = {step: step != first for step in result["common"] if first is None or step <= first}
-        runs = [(side.folder, side.prefix) for side in (a, b)]
-        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
+        found = divergence(places, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()
-        lines += filter(None, [found.text(runs)])
+        lines += filter(None, [found.text(places)])
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
+    result |= {"state_changes": changed} if changed else {}
     code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
 

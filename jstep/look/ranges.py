@@ -56,3 +56,11 @@ def array_range(array: np.ndarray[Any, Any]) -> Range:
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     nans = int(np.isnan(host).sum())
     return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
+
+
+def norm(array: np.ndarray[Any, Any]) -> float:
+    """Return the Euclidean norm of the finite numbers in an array."""
+    magnitudes = np.abs(array if array.dtype.kind == "c" else array.astype(np.float64)).astype(np.float64)
+    finite = magnitudes[np.isfinite(magnitudes)]
+    largest = float(finite.max(initial=0.0))
+    return largest * float(np.linalg.norm(finite / largest)) if largest else 0.0

@@ -13,6 +13,7 @@ from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
 from jstep.look.run_folder import RunFolder, run_folder
 from jstep.look.run_summary import RunSummary
+from jstep.look.starts import state_change_lines
 from jstep.record.stall_files import missing_threads, read_stalls
 from jstep.stores.event_files import Series
 from jstep.stores.urls import is_url
@@ -121,6 +122,8 @@ def _oddities(run: RunSummary, folder: RunFolder) -> Iterator[str]:
             yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
     yield from part_changes(folder.valid_starts)
     for start in folder.facts_with_changes:
+        for line in state_change_lines(start):
+            yield f"its state was {truncate(line, 300)} (start {start['number']})"
         for change in start["changes"] or ():
             yield f"changed before the start of {utc_text(start['began'])}: {truncate(change, 300)}"
 

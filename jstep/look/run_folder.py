@@ -34,7 +34,7 @@ RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
 MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
 _SILENT = 120.0
 """Seconds after which a run on another host, whose file does not change, counts as dead."""
-_AS_RECORDED = ("exception", "config", "argv", "commit", "edits", "devices", "directory", *MEMORY)
+_AS_RECORDED = ("exception", "config", "argv", "commit", "edits", "devices", "directory", "state_changes", *MEMORY)
 """The facts about a start that are fields of its file."""
 _FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", "saved", "milliseconds", *_AS_RECORDED)
 

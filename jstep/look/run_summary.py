@@ -62,8 +62,10 @@ class RunSummary:
         starts: The starts, oldest first, at most the last 100, each with `number` (in the name of its file), `began`,
             `ended`, `first` and `last` (the steps before its first and after its last update), `status`, `reason`,
             `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid`, `devices`, `saved` (the step of its newest
-            checkpoint), `directory`, `milliseconds` a step of each phase, `host_bytes`, `host_peak_bytes` and
-            `peak_bytes`; of one that cannot be read the `status` is `"unreadable"`, and `problem` says why.
+            checkpoint), `directory`, `milliseconds` a step of each phase, `host_bytes`, `host_peak_bytes`,
+            `peak_bytes`, and `state_changes` (the `count` and some of the `steps` at which a hook or the body of the
+            loop replaced which `leaves` of the state); of one that cannot be read the `status` is `"unreadable"`, and
+            `problem` says why.
         starts_count: The number of all starts.
         newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
         best_notes: Name → that the best value was measured with another config or on other data, or that a better one

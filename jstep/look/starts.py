@@ -10,6 +10,8 @@ from jstep.record.starts import KILLED
 
 SHOWN = 40
 """How many changes of a start are shown."""
+_SHOWN_STEPS = 10
+"""Up to how many steps of a change of the state are all listed."""
 NOT_COMPARED = "not compared: files, and data except the first batch of a restart"
 
 
@@ -25,8 +27,22 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         where = "without a step" if start["first"] is None else f"from step {start['first']}"
         yield f"{begin}{local_text(start['began'])}, {where}: {what}"
         yield from first_lines(lines or [])
+        yield from (f"  its state was {line}" for line in state_change_lines(start))
     if any(start["changes"] == [] for start in starts):
         yield NOT_COMPARED
+
+
+def state_change_lines(start: Mapping[str, Any]) -> list[str]:
+    """Describe when the body of the loop, or a hook, replaced which leaves of the state."""
+    lines = list[str]()
+    for change in start["state_changes"] or ():
+        count, steps = change["count"], change["steps"] or [0]
+        when = f"{count} steps from {steps[0]} to {steps[-1]}"
+        if count == len(steps) <= _SHOWN_STEPS:
+            when = f"step{'s' * (count > 1)} {format_list([str(step) for step in steps], count)}"
+        others = f" and {change['leaves_left_out']} more" if change["leaves_left_out"] else ""
+        lines.append(f"changed by {change['by']} at {when}: {', '.join(change['leaves'])}{others}")
+    return lines
 
 
 def last_step_text(start: Mapping[str, Any]) -> str | None:
@@ -36,10 +52,10 @@ def last_step_text(start: Mapping[str, Any]) -> str | None:
     return f"{'at least ' if start['status'] == KILLED else ''}{start['last']}"
 
 
-def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
+def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  ") -> list[str]:
     others = len(lines) - SHOWN
     ending = [f"and {others} more (--json lists all)"] if others > 0 else []
-    return [f"  {line}" for line in (*(shown or lines[:SHOWN]), *ending)]
+    return [f"{indent}{line}" for line in (*(shown or lines[:SHOWN]), *ending)]
 
 
 def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -56,6 +72,7 @@ def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:
             notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
+        notes += [f"start {start['number']}, its state was {line}" for line in state_change_lines(start)]
     places = dict.fromkeys(start["directory"] for start in starts if start["directory"])
     if len(places) > 1:
         notes.append(f"it was in {format_list(list(places), SHOWN, ', then in ')}")

@@ -17,6 +17,7 @@
 - `signals`: early stops: signals, a time limit, and processes that stop together.
 - `start`: a run is opened, while its first batch and program are made.
 - `start_times`: what a start does, in seconds.
+- `state_changes`: what code of the user replaced in the state, and when.
 - `stopping`: how a run ends in each phase, what it saves, its exit code.
 - `train`: `train`: a `Run` whose body is empty.
 """

@@ -22,6 +22,7 @@ from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING
 from jstep.core.trees import Tree
 from jstep.hooks.hook import check_hook_result
 from jstep.hooks.run_hook import LoopState, RunHook
+from jstep.loop.state_changes import StateChanges
 
 _T = TypeVar("_T")
 
@@ -70,6 +71,7 @@ class Course:
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins, assumed unless `is_first_known`.
+        state_changes: When the body or a hook replaced the state.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
@@ -81,6 +83,7 @@ class Course:
         self.body_interval: int | None = None
         self.first, self.is_first_known = 0, False
         self.restoring: int | None = None
+        self.state_changes = StateChanges()
 
     @property
     def is_over(self) -> bool:
@@ -123,10 +126,14 @@ class Course:
         """Continue with the state that a hook returned, if any; return whether it ends the run."""
         stop, state = check_hook_result(result, self.position.state, self.position.step, call.name)
         if state is not self.position.state:
-            self.replace_state(state)
+            self.replace_state(state, call)
         return stop
 
-    def replace_state(self, state: Tree) -> None:
+    def replace_state(self, state: Tree, call: HookCall | None) -> None:
+        """Continue with another state; `call` is what made it, None if it is an earlier one."""
+        if call is not None:
+            by = "the body" if call is BODY else call.name
+            self.state_changes.add(self.position.step, by, self.position.state, state)
         self.position = self.position._replace(state=state)
 
     def begin_iteration(self) -> None:

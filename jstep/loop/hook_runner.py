@@ -245,7 +245,7 @@ class HookRunner:
                     errors.add(error, course.calling)
                     continue
                 if not trees.is_donated(before):
-                    course.replace_state(before)  # the next start calls all of them again
+                    course.replace_state(before, None)  # the next start calls all of them again
                 raise
         errors.end()
 

@@ -176,7 +176,7 @@ class Run(Generic[P]):
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
         step, before, _, _ = course.position
-        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"))
+        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), BODY)
 
     @property
     def metrics(self) -> Any:

@@ -64,6 +64,16 @@ class KeepBestRecord(TypedDict):
     data: str | None  # a hash of the data of the evaluation
 
 
+class StateChange(TypedDict):
+    """When code of the user replaced some leaves of the state."""
+
+    by: str  # "the body" of the loop, or a method of a hook
+    leaves: list[str]  # their paths, or those of subtrees of which each leaf changed
+    leaves_left_out: Step | None  # the number of further paths
+    count: Step
+    steps: list[Step]  # the first and the newest ten
+
+
 class Start(TypedDict):
     """A start of a run; a start that cannot be read has only `prefix`, `number` and `problem`."""
 
@@ -102,6 +112,7 @@ class Start(TypedDict):
     saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
     stalls: list[Stall]
     batches: BatchEntries  # those after its latest checkpoints
+    state_changes: list[StateChange]
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class

@@ -199,6 +199,7 @@ class Recorder(Observer):
             **host_memory(),
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": self._examples(),
+            "state_changes": run.course.state_changes.as_record(),
             **_bounded(self._numbers["values"]),
             "best": dict(self._numbers["best"]),
             "kept": {

@@ -52,13 +52,13 @@ def test_inspect_a_checkpoint(save, cli):
     assert "step 7" in out
     assert 'extra {"epoch": 3, "loss": null}' in out
     (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
-    assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "2"]
+    assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "1", "2"]
     result = strict(cli("inspect", path, "--json", "--verify").out)
     assert (result["step"], result["extra"]["epoch"], result["sound"]) == (7, 3, True)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert leaves["params/w"] == {
         "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
-        "nonfinite": 0,
+        "norm": pytest.approx(55**0.5), "nonfinite": 0,
     }  # fmt: skip
     assert leaves["params/bad"]["nonfinite"] == 2
     assert leaves["params/key"]["dtype"].startswith("key")
