@@ -144,7 +144,8 @@ def _cause(before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits]
     if _differing(reference, whole()):
         return (
             "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
-            "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
+            "arguments (a random generator without a fixed seed, a loader that resumes beside its position, or an "
+            "operation that is not deterministic)"
         )
     return ""
 

@@ -38,6 +38,16 @@ def test_identical_runs(batches):
     assert "both runs end in the same state, bit for bit" in str(report)
 
 
+def test_a_loader_that_resumes_one_batch_off():
+    class Misaligned(Positioned):
+        def set_state(self, state):
+            super().set_state(state + 1)
+
+    report = verify(Misaligned(DATA.__getitem__, int))
+    assert not report
+    assert "a loader that resumes beside its position" in report.cause
+
+
 def test_too_few_batches():
     with pytest.raises(ValueError, match="batches ended after 5 steps; steps=7 of them are needed"):
         verify([DATA[n] for n in range(5)])
