@@ -22,7 +22,7 @@ from jstep.look.cli import DIFFERENT, OK, Command, as_strict_json, choose, compl
 from jstep.look.run_folder import run_folder, run_folders
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.look.starts import table_of_starts
-from jstep.record.differences import values_of
+from jstep.record.differences import is_setting, values_of
 from jstep.record.starts import FOLDER
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
@@ -58,6 +58,7 @@ def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     every = [values_of(start) if start else {} for start in starts]
     present = [named for named in every if named]
     names = {name: section for named in present for name, (section, _) in named.items()}
+    names = {name: section for name, section in names.items() if not is_setting(name, section, names)}
     values = {name: [named[name][1] if name in named else None for named in every] for name in names}
     known = [i for i, named in enumerate(every) if named]
     differ = [name for name, row in values.items() if len({json.dumps(row[i], sort_keys=True) for i in known}) > 1]

@@ -16,6 +16,7 @@ SETTINGS = (
     "jax_disable_most_optimizations", "jax_optimization_level", "jax_exec_time_optimization_effort",
 )  # fmt: skip
 """Settings of JAX that change numerical results, wherever they were set."""
+_PRNG = "jax_default_prng_impl"
 SECTIONS = {
     "versions": "", "settings": "", "environment": "", "devices": "devices: ", "state": "state: ",
     "batches": "batches: ", "stages": "the stage from step ", "arguments": "train: ", "lanes": "", "programs": "",
@@ -123,6 +124,7 @@ def changes(
         section = (a.get(name) or b[name])[0]
         old, new = (values.get(name, ("", _ABSENT))[1] for values in (a, b))
         is_known = _ABSENT not in (old, new) or section not in ("settings", "programs")
+        is_known = is_known and not is_setting(name, section, a)  # which has a line of its own
         if section in sections and is_known and not same(old, new) and NOT_RECORDED not in (old, new):
             differ[name] = (section, old, new)
     # The sections and the values that are named as different; a hash names none.
@@ -147,6 +149,11 @@ def changes(
     return found
 
 
+def is_setting(name: str, section: str, values: Collection[str]) -> bool:
+    """Whether an environment variable sets one of the values."""
+    return section == "environment" and name.startswith("JAX_") and name.lower() in values
+
+
 def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
     stage = name.partition("[")[2].rstrip("]") or "0"
     pair = [_program_at(stage, start) for start in starts]
@@ -161,18 +168,20 @@ def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: 
     if are_named and differ == ["update"]:  # its lines would only repeat them
         return f" ({clauses[0]})"
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
-    clauses += differing_lines(*texts) if all(texts) else []
+    impls = {str(((start.get("card") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
+    clauses += differing_lines(*texts, any_keys=len(impls) > 1) if all(texts) else []
     return f" ({'; '.join(clauses)})" if clauses else ""
 
 
 def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     old, new = (program.get("hyperparameters") or {} for program in (before, after))
-    text = before.get("optimizer") or ""
+    texts = [program.get("optimizer") or "" for program in (before, after)]
     for name in old.keys() & new.keys():
         values = [in_own_digits(value) if isinstance(value, float) else value for value in (old[name], new[name])]
-        key = name.rpartition("/")[2]
-        text = text.replace(f"{key}={values[0]}", f"{key}={values[1]}")
-    return old != new and text == after.get("optimizer")
+        key = name.rpartition("/")[2]  # of several parts, perhaps with equal values
+        pattern = rf"\b{re.escape(key)}=({'|'.join(re.escape(str(value)) for value in values)})(?=[,)])"
+        texts = [re.sub(pattern, f"{key}=", text) for text in texts]
+    return old != new and texts[0] == texts[1]
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,8 +13,9 @@ from jstep.stores.files import read_small
 _MAX_BYTES, _MAX_CHARACTERS = 2**16, 2**20
 """The maximum size of the file, and of what is compressed."""
 _MAX_LINES, _COMPARED, _MAX_SHOWN = 5, 400, 60
-_BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*\[)")
-_WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=\[])(:)?")
+_BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*(?:<\w+>)?\[)")
+_WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=<\[])(:)?")
+_KEY = re.compile(r"\bkey<\w+>")
 
 
 def compressed(programs: Mapping[str, str]) -> bytes:
@@ -33,9 +34,12 @@ def read_programs(path: str) -> dict[str, str]:
     return {}
 
 
-def differing_lines(before: str, after: str) -> list[str]:
-    """Return the first lines in which two programs differ, without the names of their variables."""
-    old, new = _without_names(before), _without_names(after)
+def differing_lines(before: str, after: str, *, any_keys: bool = False) -> list[str]:
+    """Return the first lines in which two programs differ, without the names of their variables.
+
+    With `any_keys`, PRNG keys of all implementations are equal.
+    """
+    old, new = (_without_names(_KEY.sub("key", text) if any_keys else text) for text in (before, after))
     same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new)))
     old, new = old[same : same + _COMPARED], new[same : same + _COMPARED]
     return list(dict.fromkeys(_replaced(old, new)))[:_MAX_LINES]

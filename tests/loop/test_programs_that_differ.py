@@ -33,6 +33,11 @@ def decaying(steps):
     return jstep.adam(jstep.exponential_decay(0.1, steps, 0.5))
 
 
+def two_parts(rate):
+    """Return an optimizer of two parts, whose rates may be equal."""
+    return jstep.partition({"a": jstep.adam(0.1), "b": jstep.gradient_descent(rate)}, lambda path, leaf: "b")
+
+
 CASES = {
     "activation": (
         {}, {"activation": jax.nn.relu}, ["in its loss and gradients;", "name=silu → name=relu"], ["update"],
@@ -48,6 +53,10 @@ CASES = {
     "rate of the second stage": (
         {"rates": (0.1, 0.3)}, {"rates": (0.1, 0.4)},
         ["learning_rate[2]: 0.3 before, 0.4 now", "the traced step differs (in its update)"], ["adam", "at step"],
+    ),
+    "rate of a part": (
+        {"optimizer": two_parts(0.1)}, {"optimizer": two_parts(0.2)},
+        ["b/learning_rate: 0.1 before, 0.2 now", "the traced step differs (in its update)"], ["partition", "a/"],
     ),
     "decay and activation": (
         {"optimizer": jstep.adamw(0.1, weight_decay=0.1)},
@@ -102,6 +111,10 @@ def test_bombs_and_other_files_are_no_programs(tmp_path):
 def test_names_of_variables_do_not_count():
     before = "a:f32[] = sin b\nc:bool[] = ge a 0.0\nd:f32[] = neg a"
     assert differing_lines(before, before.replace("a", "xa").replace("d:", "ge:").replace("necg", "neg")) == []
+    keys = "ab:key<fry>[] = random_fold_in c 1", "b:key<rbg>[] = random_fold_in cd 1"
+    assert differing_lines(keys[0], keys[0].replace("ab", "b")) == []
+    assert differing_lines(*keys) == ["key<fry>[] = random_fold_in c 1 → key<rbg>[] = random_fold_in cd 1"]
+    assert differing_lines(keys[0], keys[1].replace("cd", "c"), any_keys=True) == []
     assert differing_lines("a:bool[] = ge a 0.0", "a:bool[] = gt a 0.0") == ["bool[] = ge 0.0 → bool[] = gt 0.0"]
     assert differing_lines("a:f32[] = sin 1.0", "a:f32[] = sin 1.0\nb:f32[] = neg a") == ["nothing → f32[] = neg"]
     assert len(differing_lines("\n".join(map(str, range(99))), "\n".join(map(str, range(100, 199))))) == 5

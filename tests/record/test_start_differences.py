@@ -52,6 +52,10 @@ CASES = [
     (of("versions", jax="0.11"), [], ["jax: 0.10 before, 0.11 now"], []),
     (of("settings", jax_new=1), [], [], []),  # of another version
     (of("environment", JAX_A="4", JAX_DIR="/b"), [], [], ["JAX_A: 3 before, 4 now"]),
+    (of("environment", JAX_ENABLE_X64="0"), [], [], []),  # the setting is the same
+    (changed("card", to=CARD | {"environment": CARD["environment"] | {"JAX_ENABLE_X64": "1"},
+                                "settings": {"jax_enable_x64": True}}),
+     ["jax_enable_x64: false before, true now"], [], []),
     (of("environment", XLA_FLAGS="--xla_b --xla_a=1"), [], [], []),
     (
         of("environment", XLA_FLAGS="--xla_a=2 --xla_b --xla_dump_to=d"),
