@@ -196,7 +196,9 @@ def _extra_lines(extra: Any) -> list[str]:
     own_keys = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
     shown = {key: value for key, value in extra.items() if key not in own_keys} if own_keys else extra
     lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own_keys or extra is None) else []
-    return [*lines, *[f"entries of jstep in extra, which --json shows: {', '.join(own_keys)}"] * bool(own_keys)]
+    if own_keys:
+        lines.append(f"entries of jstep in extra, which --json shows: {', '.join(own_keys)}")
+    return lines
 
 
 def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
     pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]
-    found = [f"{name * (len(pairs) > 1)}{line}" for name, a, b in pairs for line in changes(a, b, IN_A_AND_B).lines]
+    if len(pairs) == 1:
+        pairs = [("", *pairs[0][1:])]
+    found = [f"{name}{line}" for name, a, b in pairs for line in changes(a, b, IN_A_AND_B).lines]
     return found if pairs else None
 
 

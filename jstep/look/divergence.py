@@ -47,7 +47,8 @@ def divergence(places: Sequence[Place], source: str = "", compared: Mapping[int,
     }
     for name, (of_a, of_b) in logs.items():
         common = of_a.keys() & of_b.keys()
-        sources += [name] * (bool(common) and name not in sources)
+        if common and name not in sources:
+            sources.append(name)
         for key in common:  # equal numbers do not prove equal states, but different ones prove different states
             same[key[0]] = same.get(key[0], True) and of_a[key] == of_b[key]
     differ = min((step for step, is_same in same.items() if not is_same), default=None)

@@ -48,8 +48,7 @@ def _print_scalars(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = [
         {"run": run, "name": name, "step": point.step, "value": point.value}
         for run, series in of_runs.items()
-        for name in chosen
-        if name in series
+        for name in filter(series.__contains__, chosen)
         for point in series[name].points()
         if first <= point.step <= last
     ]

@@ -260,12 +260,9 @@ def _print_one(path: str, arguments: argparse.Namespace) -> int:
     starts = _starts_of(path, arguments.prefix)
     result = goodput_of_starts(starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
-    rows = [
-        {"start": start["number"], "from": start["step"][0], **by_part}
-        for start in valid(starts)
-        if start["step"] and (by_part := milliseconds(start))
-    ]
-    lines = [*[f"{path}:"] * (len(arguments.paths) > 1), str(result)]
+    times = [(start["number"], start["step"][0], milliseconds(start)) for start in valid(starts) if start["step"]]
+    rows = [{"start": number, "from": first, **by_part} for number, first, by_part in times if by_part]
+    lines = [f"{path}:", str(result)] if len(arguments.paths) > 1 else [str(result)]
     if part_changes(valid(starts)):
         fields["by_start"] = rows
         lines += ["milliseconds a step:", *table({name: name for name in rows[0]}, rows, left=1)]

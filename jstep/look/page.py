@@ -83,7 +83,7 @@ def _odd(sweep: Sweep) -> list[str]:
     items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
     several = len(sweep.rows) > 1
     for row in sweep.rows:
-        not_shown = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
+        not_shown = [f"and {len(row.odd) - _MAX_ODD} more"] if len(row.odd) > _MAX_ODD else []
         lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *not_shown)]
         together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
         items += together if several else lines
@@ -111,7 +111,7 @@ def _facts(row: RunFiles) -> list[str]:
         "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
         "mfu": run.mfu and f"{run.mfu:.3g}",
         "goodput": run.goodput is not None and f"{run.goodput:.1%}",
-        "commit": run.commit and run.commit + f", with edits ({run.edits})" * bool(run.edits),
+        "commit": run.commit and (f"{run.commit}, with edits ({run.edits})" if run.edits else run.commit),
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         **{name: f"{value:.4g}{at}" for name, (value, at) in numbers.items()},
         "directory": run.path,
@@ -187,7 +187,7 @@ def _best_words(sweep: Sweep) -> str:
     varied = [(option.short, option.values[i]) for option in sweep.options if option.values[i] is not None]
     options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
     name = truncate(sweep.rows[i].name, _MAX_NAME)
-    return f"Best: {name}, {best[0]:.4g} at step {best[1]}{' with ' * bool(options)}{options}. "
+    return f"Best: {name}, {best[0]:.4g} at step {best[1]}{options and f' with {options}'}. "
 
 
 def _row_data(sweep: Sweep, i: int) -> str:
@@ -253,10 +253,12 @@ def _curves(sweep: Sweep) -> list[str]:
 def _legend(sweep: Sweep) -> str:
     if len(sweep.rows) == 1:
         words = "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best value (dot)"
-        return f"<p>{words}{', steps that were made again (pale)' * any(sweep.rows[0].rewound.values())}.</p>"
+        again = ", steps that were made again (pale)" if any(sweep.rows[0].rewound.values()) else ""
+        return f"<p>{words}{again}.</p>"
     ranked = sweep.ranked()
     keys = [legend_key(truncate(sweep.rows[i].name, _MAX_NAME), sweep.colors[i], sweep.colors[i], i) for i in ranked]
-    keys += [legend_key("all others", NEUTRAL, 0)] * (len(sweep.rows) > len(ranked))
+    if len(sweep.rows) > len(ranked):
+        keys.append(legend_key("all others", NEUTRAL, 0))
     words = f"The best {len(ranked)} are in color, from the first on; dots are their best values."
     return f'<div id="drawing"></div><p id="legend">{"".join(keys)}</p><p>{html_text(words)}</p>'
 
@@ -297,7 +299,7 @@ def _differences(sweep: Sweep) -> list[str]:
         return table
     pair = [(row.run.path, row.run.prefix) for row in sweep.rows]
     text = divergence(pair).text(pair)
-    return [f"<p>{html_text(text)}</p>" * bool(text), *table]
+    return [f"<p>{html_text(text)}</p>", *table] if text else table
 
 
 def _times(sweep: Sweep) -> list[str]:

@@ -43,7 +43,7 @@ class Range:
             finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
         else:
             finite = f"from {self.low:.6g} to {self.high:.6g}"
-        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
+        bad = [f"{count} {what}" for count, what in ((self.nans, "NaN"), (self.infinities, "infinite")) if count]
         return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
 
 

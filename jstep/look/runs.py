@@ -37,7 +37,7 @@ class RunList(list[RunSummary]):
     def _repr_html_(self) -> str:
         listed = tree(self)
         head, *rows = _cells(listed, main_metrics(self, None), {})
-        return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head, messages(listed))
+        return html_table(f"{len(self)} run{'' if len(self) == 1 else 's'}", rows, head, messages(listed))
 
     def differences(self) -> dict[str, list[Any]]:
         """Return what differs between the runs, by the names that `python -m jstep diff` shows, options first.
@@ -308,7 +308,7 @@ def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
         former = [split_path(path)[1] for path in run.former_paths if split_path(path)[1] != split_path(run.path)[1]]
-        name = branch + names[i] + f" (was {', '.join(former)})" * bool(former)
+        name = branch + names[i] + (f" (was {', '.join(former)})" if former else "")
         name += f" @{run.parent[1]}" if run.parent is not None else ""
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
@@ -394,7 +394,7 @@ def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
         starts = run_folder(row.run.path, row.run.prefix).facts_with_changes
         found += [{"run": name, **start} for start in starts]
         if not arguments.json and starts:
-            print("\n".join([*[f"{name}:"] * (len(rows) > 1), *table_of_starts(starts)]))
+            print("\n".join([*([f"{name}:"] if len(rows) > 1 else []), *table_of_starts(starts)]))
     if arguments.json:
         print(as_strict_json(found))
     return DIFFERENT if any(row.run.error for row in rows) else OK

@@ -40,7 +40,7 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
     trouble, lines = complain("stalls", *unreadable), _lines(groups, len(places) > 1)
     complain("stalls", *problems)
     for group in ended:
-        named = f" of {group['run']}" * (len(places) > 1)
+        named = f" of {group['run']}" if len(places) > 1 else ""
         lines += ["", f"before the processes{named} ended, at {local_text(group['at'])} ({local_zone()}):"]
         lines += [*_lines([group], False), *group["missing_threads"]]
     of_all = {key: [item for group in groups for item in group[key]] for key in ("stalls", "silent")}
@@ -64,7 +64,7 @@ def _lines(groups: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
         ]
         told += [{"process": some, "what": "no sign of life", "": "*"} for some in in_ranges(missing)]
         rows += [{"run": group["run"], **row} for row in told]
-    names = ["", *["run"] * are_named, "process", "host", "pid", "for", "what", "line"]
+    names = ["", *(["run"] if are_named else []), "process", "host", "pid", "for", "what", "line"]
     keys = dict(zip(names, names, strict=True))
     return table(keys, rows, left=len(names)) if rows else ["no process hangs now"]
 

@@ -39,7 +39,7 @@ def state_change_lines(start: Mapping[str, Any]) -> list[str]:
         count, steps = change["count"], change["steps"] or [0]
         when = f"{count} steps from {steps[0]} to {steps[-1]}"
         if count == len(steps) <= _SHOWN_STEPS:
-            when = f"step{'s' * (count > 1)} {format_list([str(step) for step in steps], count)}"
+            when = f"{'steps' if count > 1 else 'step'} {', '.join(map(str, steps))}"
         others = f" and {change['leaves_left_out']} more" if change["leaves_left_out"] else ""
         lines.append(f"changed by {change['by']} at {when}: {', '.join(change['leaves'])}{others}")
     return lines
