@@ -3,12 +3,12 @@
 from typing import Any
 
 from jstep.core import trees
-from jstep.core.checks import truncate
+from jstep.core.checks import truncate, truncate_path
 from jstep.core.trees import Tree
 
-_MAX_KINDS, _MAX_LEAVES, _MAX_STEPS = 8, 8, 10
-"""The maximum number of kinds of changes, of paths of one, and of its first and of its newest steps."""
-_MAX_PATH = 100
+_MAX_KINDS, _MAX_LEAVES, _MAX_STEPS, _MAX_TEXT = 6, 4, 10, 80
+"""The maximum number of kinds of changes, of paths of one, of its first and of its newest steps, and of characters: the
+file of a start is written each second."""
 _OTHERS = "the body or a hook", ("other leaves",)
 
 
@@ -32,8 +32,8 @@ class StateChanges:
         kind = self._kinds.get(key)
         if kind is None:
             paths = _subtrees(trees.leaf_paths(after), changed) if key is not _OTHERS else [*_OTHERS[1]]
-            shown = [truncate(path, _MAX_PATH) for path in paths[:_MAX_LEAVES]]
-            by = truncate(key[0], _MAX_PATH)
+            shown = [truncate_path(path, _MAX_TEXT) for path in paths[:_MAX_LEAVES]]
+            by = truncate(key[0], _MAX_TEXT)
             kind = {"by": by, "leaves": shown, "leaves_left_out": len(paths) - len(shown), "count": 0, "steps": []}
         steps = kind["steps"]
         if step not in steps[-1:]:  # replaced twice at one step
