@@ -1,7 +1,6 @@
 """Names of values are nouns: a reader can search for `own_shards`, but not for `own`. Conditions are an `if`."""
 
 import ast
-import collections
 import functools
 from collections.abc import Iterable, Set
 
