@@ -37,22 +37,18 @@ from jstep.state.train_state import TrainState
 class Saver:
     """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
 
-    The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
-    the state as it was passed. Until the arrays are copied to the host (on a CPU, until they are written), their memory
-    is not reused, so that steps in the meantime need memory for one more state. A checkpoint is atomic: it gets its
-    name when all of it is on disk. Arrays have checksums, which `restore` verifies. Orbax opens it.
+    The arrays are written in the background, and a step may donate the state right after `save`: steps in the meantime
+    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays have
+    checksums, which `restore` verifies. Orbax opens it.
 
     The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
-    ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
-    for a save in progress, and raises its error if it failed. If the process is killed, or the machine loses power, a
-    save in progress is lost, so that up to two intervals of work may be lost; what `wait`, or the next call, has
-    acknowledged is not.
+    ones. Saving a step again replaces its checkpoint. Every call first waits for a save in progress, and raises its
+    error if it failed. What `wait`, or the next call, has acknowledged survives SIGKILL and a power cut; a save in
+    progress may be lost.
 
-    One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close`, the end of its
-    process, or the end of the last reference to it. Another one, in this process or elsewhere, is rejected with
-    an error that names the host and process of the writer. Any number of Savers may restore meanwhile. With several
-    processes, all of them call `save` and `restore`, each one writes and reads its shards, and the first one manages
-    the directory.
+    One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close` or the end of its
+    process; another one is rejected. Any number of Savers may restore meanwhile. With several processes, all of them
+    call `save` and `restore`.
 
     Args:
         directory: The directory of the checkpoints: a path on a file system that all processes share, created by the
@@ -66,13 +62,11 @@ class Saver:
         clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or
-            `"frozen"` for those that the optimizer trains under no label of a `partition`. The
-            checkpoint lists them with their fingerprints; `restore`, with any Saver, takes them from its target and
-            warns if their values differ from those at the time of the save.
-        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, such as in a population with a
-            diverged member. By default, it ends there with a `NanLossDuringTrainingError`. A manual `save` saves any
-            values. The newest checkpoint whose parameters are finite is never deleted by `max_to_keep`, which may
-            therefore be exceeded by one.
+            `"frozen"` for those that the optimizer trains under no label of a `partition`. `restore`, with any Saver,
+            takes them from its target and warns if their values differ from those at the time of the save.
+        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, instead of ending there with a
+            `NanLossDuringTrainingError`. A manual `save` saves any values. `max_to_keep` never deletes the newest
+            checkpoint whose parameters are finite, and may therefore be exceeded by one.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -217,10 +211,9 @@ class Saver:
                 nested dict of NumPy arrays, for inspection (PRNG keys as their data).
             step: The step to restore; None for the newest.
             partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
-                kept. A slot that begins as a copy of the parameters (`master_weights`, `lookahead`, averages, ...)
-                begins as a copy of the restored ones if the checkpoint lacks it; `target` must be a `TrainState`, which
-                knows these slots. A warning lists leaves that were copied or kept, and
-                unused arrays.
+                kept. In a `TrainState`, a slot that begins as a copy of the parameters (`master_weights`, `lookahead`,
+                averages, ...) begins as a copy of the restored ones if the checkpoint lacks it. A warning lists leaves
+                that were copied or kept, and unused arrays.
             use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
                 evaluation, and those of the model state if it has any. A string names their slot; a list names slots
                 with averages of different leaves.
@@ -232,10 +225,9 @@ class Saver:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is corrupted: names the file, what can still be read, the newest intact
-                checkpoint (one of more than 256 MB is only checked for completeness), and the command that moves the
-                corrupted one aside to resume from it. Or the step in its name differs from the step in its content, or
-                a save failed in the background.
+            CheckpointError: The checkpoint is corrupted: names the leaf or file, the newest intact checkpoint, and the
+                command that moves the corrupted one aside to resume from it. Or the step in its name differs from the
+                step in its content, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
             ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
