@@ -14,6 +14,7 @@ from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.metering.numbers import is_number, is_numeric, local_copy, read_value
+from jstep.metrics.ratios import MeanOf
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (
@@ -51,7 +52,8 @@ def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     for name in returned:
         if not isinstance(name, str):
             raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
-    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in returned.items()]
+    pairs = {name: (x.total, x.count) if isinstance(x, MeanOf) else x for name, x in returned.items()}
+    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in pairs.items()]
 
 
 def _kind(name: str, value: Any, rows: int | str) -> str:

@@ -399,8 +399,8 @@ class Columns(NamedTuple):
             loss = jnp.where(jnp.isfinite(loss), jnp.zeros_like(loss), loss).sum()
         values = [metrics[name] for name in self.names]
         counts = [values[i].count for i in self.ratios]
-        for i, count in zip(self.ratios, counts, strict=True):
-            values[i] = jnp.where(count == 0, jnp.zeros_like(values[i].total), values[i].total)
+        for i in self.ratios:
+            values[i] = values[i].total
         return jnp.stack([x.astype(self.dtype) for x in (*values, *counts, loss)])
 
     def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
@@ -464,9 +464,8 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | No
     index = {name: i for i, name in enumerate([name for name, value in totals.items() if is_number(value)])}
     ratios = tuple(i for name, i in index.items() if isinstance(metrics[name], MeanOf))
     has_loss = LOSS in metrics and is_numeric(metrics[LOSS])
-    wide = any(
-        value.dtype.itemsize > 4 for name, value in totals.items() if name in index or (name == LOSS and has_loss)
-    )
+    added = [value for name, value in metrics.items() if name in index or (name == LOSS and has_loss)]
+    wide = any(value.dtype.itemsize > 4 for value in jax.tree.leaves(added))
     dtype = "float64" if wide else "float32"
     return Columns(tuple(index), ratios, has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
 

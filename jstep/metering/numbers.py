@@ -12,6 +12,7 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
+from jstep.metrics.ratios import MeanOf
 from jstep.training.metrics import LOSS, Metrics
 
 # Which values are numbers, their order, and their text.
@@ -40,8 +41,9 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of_arrays(metrics: Metrics) -> list[str]:
+    totals = {name: value.total if isinstance(value, MeanOf) else value for name, value in metrics.items()}
     arrays = jax.Array | np.ndarray
-    return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
+    return [name for name, value in totals.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
 
 
 def is_number(value: object) -> bool:

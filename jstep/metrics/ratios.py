@@ -1,7 +1,6 @@
 """Ratios of sums: metrics that only some steps or microbatches have, or that weigh them differently."""
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +9,30 @@ from jax.typing import ArrayLike
 
 from jstep.core.checks import describe_type
 from jstep.core.trees import Array, is_array_or_number, is_key
-from jstep.metrics.totals import read_total
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MeanOf:
-    """Result of `mean_of`: the totals of one step or batch, or of several merged ones."""
+    """Result of `mean_of`: the sums of one step or batch, or of several."""
 
     total: Array
     count: Array
-
-    def merge(self, other: Self) -> Self:
-        return jax.tree.map(jnp.add, self, other)
-
-    def compute(self) -> float:
-        """Return total / count; NaN if the count is 0."""
-        count = read_total(self.count).item()
-        return read_total(self.total).item() / count if count else float("nan")
 
 
 def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
     """A metric of a training step, shown as the sum of totals over the sum of counts since the last row.
 
     Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the steps since their
-    last row, with and without `mean=True`, and omit it if Σ count is 0.
+    last row, with and without `mean=True`, and omit it if Σ count is 0. The bar of a notebook and the record of a run
+    keep the newest value.
 
     Args:
         total: A scalar, such as a sum of errors. It is ignored if the count is 0.
         count: A scalar, such as the number of tokens; 0 in a step that does not have the metric.
 
     Returns:
-        A pytree of two floating-point scalars, also for `jstep.evaluator`. It cannot be the metric `loss`.
+        A pytree of two floating-point scalars, `total` and `count`. It cannot be the metric `loss`.
 
     Raises:
         TypeError: `total` or `count` is not a real scalar.
@@ -59,9 +50,10 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
         >>> history["penalty"]  # of the steps 0 and 16
         (array([20]), array([128.]))
 
-    Source: `keras.metrics.Mean`.
+    Source: `keras.metrics.Mean`, which is 0 if Σ count is 0.
     """
-    return MeanOf(_scalar(total, "total"), _scalar(count, "count"))
+    numerator, denominator = _scalar(total, "total"), _scalar(count, "count")
+    return MeanOf(jnp.where(denominator == 0, jnp.zeros_like(numerator), numerator), denominator)
 
 
 def _scalar(value: ArrayLike, name: str) -> Array:

@@ -183,7 +183,7 @@ def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any
             raise
         for key, value in result.items() if isinstance(result, Mapping) else [(None, result)]:
             is_number = trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0
-            if not (is_number and isinstance(key, str)):
+            if not ((is_number or isinstance(value, MeanOf)) and isinstance(key, str)):
                 got = describe_type(value) + ("" if key is None else f" for {key!r}")
                 raise TypeError(f"{name}: must return a mapping of names to scalars, got {got}")
         return device_values.from_host(dict(result), name)

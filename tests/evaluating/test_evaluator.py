@@ -141,6 +141,15 @@ def test_zero_counts_nan_and_infinity():
     assert found["inf"] == np.inf
 
 
+def test_a_mean_of_is_exact_and_ignores_the_total_of_an_empty_batch():
+    def metric_fn(params, x):
+        count = jnp.sum(x > 0)
+        return {"mean": jstep.metrics.mean_of(jnp.where(count > 0, jnp.sum(x), jnp.nan), count)}
+
+    batches = [np.float32([value, 0.0]) for value in (1e8, 0, *[1] * 50)]
+    assert jstep.evaluator(metric_fn, batches)(make_state()) == {"mean": (1e8 + 50) / 51}
+
+
 def test_has_model_state():
     def metric_fn(params, model_state, x):
         return {"mean": x[:, 0] - model_state["mean"]}

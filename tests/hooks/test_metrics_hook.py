@@ -95,7 +95,8 @@ def test_a_mean_of_is_over_the_steps_that_have_it(steps_per_call, mean, wrap, tm
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"lanes": 4}], ids=["microbatches", "lanes"])
 def test_parts_of_a_batch_add_up_a_mean_of(options):
     def loss_fn(params, x):
-        return params["w"] * x.mean(), {"m": jstep.metrics.mean_of(x.sum(), (x > 0).sum())}
+        count = (x > 0).sum()
+        return params["w"] * x.mean(), {"m": jstep.metrics.mean_of(jnp.where(count > 0, x.sum(), jnp.nan), count)}
 
     optimizer = jstep.gradient_descent(0.5)
     x = np.float32([1, 2, 3, 4, 5, 0, 0, 0])

@@ -137,6 +137,15 @@ def constants_of(step, *args):
     return set(call_step(step, args[0], args[1:])[1].constants.all)
 
 
+def test_a_function_may_return_a_mean_of():
+    def ratio(gradients, updates, params):
+        return {"ratio": jstep.metrics.mean_of(jnp.sum(gradients["a"]["b"]), 8)}
+
+    _, metrics = run(jstep.adam(0.1), 1, metrics=ratio)
+    assert metrics["ratio"] == jax.tree.map(jnp.float32, jstep.metrics.mean_of(metrics["ratio"].total, 8))
+    assert metrics["ratio"].total > 0
+
+
 def test_constants_belong_to_the_program_that_ran():
     step = jstep.TrainStep(by_shape, donate=False)
     state = fresh(jstep.gradient_descent(0.1))
