@@ -83,6 +83,7 @@ class History(ReportingHook):
         self._lock = threading.RLock()
         self._file: HistoryFile | None = None
         self._rows: Rows = {}
+        self._counts: Rows = {}  # of the numbers that these rows are means of; without a path
         self._since = math.inf  # the first step whose row is not in the file
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
         self._first = 0  # the step at which the rows begin
@@ -106,7 +107,8 @@ class History(ReportingHook):
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             rows = {step: dict(row) for step, row in self._rows.items()}
-            return {**vars(self), "_rows": rows, "_lock": None, "_file": None, "_run": None}
+            counts = dict(self._counts)
+            return {**vars(self), "_rows": rows, "_counts": counts, "_lock": None, "_file": None, "_run": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
@@ -121,7 +123,7 @@ class History(ReportingHook):
         step, self._pulled = self.run.step, {}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
         if not self._rows:
-            self._first = step
+            self._first, self._counts = step, {}
         if self._path is not None:
             processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
             if self._file is None:
@@ -186,9 +188,29 @@ class History(ReportingHook):
             later = [pair for pair in self._rows.items() if pair[0] > after]
             for end, group in itertools.groupby(later, lambda pair: -(-pair[0] // every) * every):
                 of_interval = dict(group)
-                begin = max(end - every, self._first)
-                rows |= of_interval if end >= step else _merged(of_interval, begin, self._evaluated, self._mean)
+                rows |= of_interval if end >= step else self._merged(of_interval, max(end - every, self._first))
             self._rows = rows
+
+    def _merged(self, rows: Rows, begin: int) -> Rows:
+        last_steps = {name: step for step, row in rows.items() for name in row}
+        end = max(rows)
+        sums: dict[str, tuple[float, float]] = {}
+        merged: Rows = {}
+        for step, row in rows.items():
+            merged[step] = {name: row[name] for name in row if name in self._evaluated and last_steps[name] == step}
+            metrics = {name: value for name, value in row.items() if name not in self._evaluated}
+            counts = self._counts.pop(step, {})
+            for name, value in metrics.items():
+                if self._mean or name in counts:
+                    count = counts.get(name, step - begin)  # older checkpoints have no counts
+                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})
+                elif step == end:
+                    merged[end][name] = value
+            if metrics:
+                begin = step
+        self._counts[end] = {name: count for name, (_, count) in sums.items()}
+        merged[end] = {name: _mean(*pair) for name, pair in sums.items()} | merged[end]
+        return {step: row for step, row in merged.items() if row}
 
     def get_state(self) -> dict[str, Any]:
         """Return the sums of the unfinished row, and the rows that are not in the file."""
@@ -205,6 +227,7 @@ class History(ReportingHook):
                 "evaluated": sorted(self._evaluated),
                 "sums": {name: list(pair) for name, pair in self._sums.items()},
                 "rows": _columns(rows),
+                "counts": _columns(self._counts),
             }
 
     def set_state(self, value: Any) -> None:
@@ -215,6 +238,9 @@ class History(ReportingHook):
             rows = _from_columns(value["rows"])
             if self._path is None:
                 self._rows = {}
+                self._counts = _from_columns(value["counts"]) if "counts" in value else {}
+            if self._sums:
+                self.run.sums.has_ratios = True
             for step, row in rows.items():
                 self._put(step, row)
             self._set_interval(self.run.step)
@@ -246,23 +272,24 @@ class History(ReportingHook):
             self._since = math.inf
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
-        left_out = {*leave_out, *self.run.constant_metrics()}
-        if not self._mean:
-            return super()._numbers(metrics, left_out)
-        interval, sums = self.run.sums.take(self._number), self._sums
+        return super()._numbers(metrics, {*leave_out, *self.run.constant_metrics()})
+
+    def _means(self, leave_out: Collection[str]) -> PendingTransfer:
+        interval, step, before = self.run.sums.take(self._number), self._last_row, self._sums
         self._sums = {}
 
         def means() -> Row:
-            totals = _plus(sums, interval)
-            return {name: _mean(*totals[name]) for name in sort_metrics(totals, left_out)}
+            sums = _plus(before, interval)
+            if self._path is None:
+                self._counts[step] = {_key(name): count for name, (_, count) in sums.items()}
+            return {name: _mean(*sums[name]) for name in sort_metrics(sums, leave_out)}
 
         return PendingTransfer(interval.is_ready, means)
 
     def _carry(self) -> None:
         self.run.transfers.deliver_all()
         self._pull()
-        if self._mean:
-            self._sums = _plus(self._sums, self.run.sums.take(self._number))
+        self._sums = _plus(self._sums, self.run.sums.take(self._number))
         self._reached = self.run.step
 
     def _pull(self) -> None:
@@ -278,7 +305,7 @@ class History(ReportingHook):
         with self._lock:
             is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
-            row |= {"step_" if name == "step" else name: float(value) for name, value in values.items()}
+            row |= {_key(name): float(value) for name, value in values.items()}
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
             self._since = min(self._since, step)
@@ -346,6 +373,11 @@ def check_paths(hooks: Sequence[object]) -> None:
             raise ValueError(f"hooks: {count} of them are a History with path={path!r}; give each its own path")
 
 
+def _key(name: str) -> str:
+    """The name of a metric in rows, which also have a step."""
+    return "step_" if name == "step" else name
+
+
 # Sums.
 
 
@@ -358,24 +390,6 @@ def _mean(total: float, count: float) -> float:
     if not count:
         return math.nan
     return total if count == 1 or not math.isfinite(total) else float(f"{total / count:.{_DIGITS}g}")
-
-
-def _merged(rows: Rows, begin: int, evaluated: Collection[str], mean: bool) -> Rows:
-    last_steps = {name: step for step, row in rows.items() for name in row}
-    end = max(rows)
-    sums: dict[str, tuple[float, float]] = {}
-    merged: Rows = {}
-    for step, row in rows.items():
-        merged[step] = {name: value for name, value in row.items() if name in evaluated and last_steps[name] == step}
-        metrics = {name: value for name, value in row.items() if name not in evaluated}
-        if mean:
-            sums = merge_sums(sums, {name: (value * (step - begin), step - begin) for name, value in metrics.items()})
-        elif step == end:
-            sums = {name: (value, 1) for name, value in metrics.items()}
-        if metrics:
-            begin = step
-    merged[end] = {name: _mean(*pair) for name, pair in sums.items()} | merged[end]
-    return {step: row for step, row in merged.items() if row}
 
 
 # The state in a checkpoint: a column for each metric.

@@ -120,6 +120,8 @@ class Interval:
 
     def _merge(self) -> None:
         later = self._pieces.pop(0).totals()
+        if self.of_ratios:
+            later = later._replace(sums={name: pair for name, pair in later.sums.items() if name in self.names})
         self._merged = later if self._merged is None else self._merged.merge(later)
 
     def is_ready(self) -> bool:

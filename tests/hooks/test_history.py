@@ -18,9 +18,14 @@ import jstep
 from jstep.hooks import history as module
 
 optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 10, 0.9))
-train_step = jstep.minimize(
-    lambda params, x: ((params["w"] - x) ** 2, {"rows": jnp.int32(3)}), optimizer, has_aux=True, metrics=("grad_norm",)
-)
+
+
+def loss_fn(params, x):
+    seldom = jstep.metrics.mean_of(jnp.where(x > 0.7, x**3, jnp.nan), jnp.where(x > 0.7, x, 0.0))
+    return (params["w"] - x) ** 2, {"rows": jnp.int32(3), "seldom": seldom}
+
+
+train_step = jstep.minimize(loss_fn, optimizer, has_aux=True, metrics=("grad_norm",))
 
 
 def make_state():
@@ -70,7 +75,7 @@ def test_rows_are_means_by_hand(interval, steps_per_call):
     assert steps.tolist() == expected
     each, bounds = losses(45), [0, *expected]
     np.testing.assert_allclose(values, [each[a:b].mean() for a, b in zip(bounds, expected, strict=False)], rtol=1e-5)
-    assert history.names == ["loss", "learning_rate", "grad_norm", "rows"]
+    assert history.names == ["loss", "learning_rate", "grad_norm", "rows", "seldom"]
     assert len(history) == len(expected)
 
 
@@ -114,6 +119,9 @@ def test_without_a_last_step_and_a_path_the_interval_doubles(
     each, bounds = losses(301), [0, *steps]
     by_hand = [each[a:b].mean() if mean else each[b - 1] for a, b in itertools.pairwise(bounds)]
     np.testing.assert_allclose(values, by_hand, rtol=1e-5)
+    x = np.sin(range(301)) * (np.sin(range(301)) > 0.7)
+    seldom = [(x[a:b] ** 3).sum() / x[a:b].sum() for a, b in itertools.pairwise(bounds)]
+    np.testing.assert_allclose(whole["seldom"][1], seldom, rtol=1e-5)
     evaluated = whole["eval/w"][0]
     assert set(evaluated[evaluated <= 256]) == {step // 7 * 7 for step in range(32, 257, 32)}
     assert [record.getMessage() for record in caplog.records if "earlier ones are merged" in record.getMessage()] == [
@@ -154,26 +162,26 @@ def test_evaluations_are_in_the_rows_of_their_steps():
     assert history["eval/w"][1].tolist() == [hook.results[step]["w"] for step in (3, 6, 9, 10)]
 
 
-@pytest.mark.thorough(except_for=["20-5-10-file"])
+@pytest.mark.thorough(except_for=["20-5-True-10-file", "17-6-False-1-checkpoint"])
 @pytest.mark.parametrize("to_file", [False, True], ids=["checkpoint", "file"])
 @pytest.mark.parametrize("steps_per_call", [1, 10])
-@pytest.mark.parametrize(("stopped", "saved"), [(17, 6), (20, 5), (9, 100)])
-def test_a_resumed_run_has_the_rows_of_one_never_stopped(stopped, saved, steps_per_call, to_file, tmp_path):
+@pytest.mark.parametrize(("stopped", "saved", "mean"), [(17, 6, False), (20, 5, True), (9, 100, True), (17, 6, True)])
+def test_a_resumed_run_has_the_rows_of_one_never_stopped(stopped, saved, mean, steps_per_call, to_file, tmp_path):
     path = tmp_path / "whole.jsonl" if to_file else None
-    whole = jstep.History(path, every_n_steps=4)
+    whole = jstep.History(path, every_n_steps=4, mean=mean)
     run(30, whole, evaluation(6), steps_per_call=steps_per_call)
     path = tmp_path / "a" / "history.jsonl" if to_file else None
     options = {"checkpoint_dir": tmp_path / "run", "save_checkpoint_steps": saved, "save_checkpoint_secs": None}
     options["steps_per_call"] = steps_per_call
     with pytest.raises(StopError):
-        run(30, jstep.History(path, every_n_steps=4), evaluation(6), stop_at(stopped), **options)
-    again = jstep.History(path, every_n_steps=4)
+        run(30, jstep.History(path, every_n_steps=4, mean=mean), evaluation(6), stop_at(stopped), **options)
+    again = jstep.History(path, every_n_steps=4, mean=mean)
     run(30, again, evaluation(6), **options)
     assert again.rows == whole.rows
     if to_file:
         assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
         assert jstep.History.read(path).rows == again.rows
-    nothing = jstep.History(path, every_n_steps=4)
+    nothing = jstep.History(path, every_n_steps=4, mean=mean)
     run(30, nothing, evaluation(6), **options)  # takes no step
     assert nothing.rows == whole.rows
 
