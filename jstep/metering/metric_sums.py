@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -139,6 +141,30 @@ class Interval:
         return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
+class NewestRatios:
+    """The value of each `mean_of` in the newest piece that has it, for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: deque[Piece] = deque()
+        self._values: dict[str, float] = {}
+
+    def add(self, piece: Piece) -> None:
+        if piece.columns.ratios:
+            self._pieces.append(piece)
+            self.arrived()
+
+    def arrived(self) -> dict[str, float]:
+        """Return the values that have arrived, without waiting."""
+        with self._lock:
+            while self._pieces and is_ready([self._pieces[0].array]):
+                piece = self._pieces.popleft()
+                sums = piece.totals().sums
+                names = [piece.columns.names[i] for i in piece.columns.ratios]
+                self._values |= {name: sums[name][0] / sums[name][1] for name in names if name in sums}
+            return dict(self._values)
+
+
 class Grouping(NamedTuple):
     """The columns to which calls of one step add the metrics `names`, `room` calls in one dispatch."""
 
@@ -163,6 +189,7 @@ class MetricSums:
         self.limit = limit
         self.is_wanted = self.has_ratios = False
         self._intervals: list[Interval] = []
+        self._newest: list[NewestRatios] = []
         self._has_means = False
         self._groupings: dict[tuple[Any, ...], Grouping] = {}
         self._empty: dict[Any, DeviceSums] = {}
@@ -185,6 +212,11 @@ class MetricSums:
         self._has_means = self._has_means or (means and not ratios)
         self.is_wanted = self.is_wanted or not ratios
         return len(self._intervals) - 1
+
+    def follow_ratios(self) -> NewestRatios:
+        """Return what has the newest value of each `mean_of`, as of the latest cut."""
+        self._newest.append(newest := NewestRatios())
+        return newest
 
     def begin_skipped(self, steps: int) -> None:
         with internal_transfers():
@@ -294,6 +326,8 @@ class MetricSums:
         start_copies([piece.array])
         for interval in self._intervals:
             interval.add(piece)
+        for newest in self._newest:
+            newest.add(piece)
         self._first, self._fixed = self._stop, {}
         if self._sums is not None:
             self._skips, self._sums = self._sums.skips, None

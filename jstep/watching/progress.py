@@ -17,7 +17,7 @@ from jstep.core.logs import logger, slow
 from jstep.hooks.history import History
 from jstep.hooks.hook import state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence, Clock
@@ -171,8 +171,13 @@ class _NotebookHook(ProgressHook):
             below=Below(self.run, self._histories, self._clock, self._lines), clock=self._clock, **options
         )
 
+    def use_run(self, run: RunInfo) -> None:
+        super().use_run(run)
+        self._ratios = run.sums.follow_ratios()
+
     def _numbers(self) -> dict[str, Any]:
-        return scalars(self.run.metrics or {}, self.run.constant_metrics())
+        self.run.sums.cut()
+        return scalars({**(self.run.metrics or {}), **self._ratios.arrived()}, self.run.constant_metrics())
 
     def close(self) -> None:
         """End with the run; `finish` also shows the lines that are logged while it closes."""

@@ -56,6 +56,7 @@ class Recorder(Observer):
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._tick, name="jstep-record", daemon=True)
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
+        self._ratios = run.sums.follow_ratios()
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
         self._opening: Task[None] | None = None
         self._devices: list[Any] = []
@@ -228,6 +229,7 @@ class Recorder(Observer):
             if is_ready(self._pending.values()):
                 numbers, self._pending = self._pending, None
                 values |= read_values(numbers)
+            values |= self._ratios.arrived()
             for hook in run.evaluations:
                 values |= {} if hook.newest is None else read_values(hook.newest[1])
                 best |= {name: [kept.value, kept.step, absolute(kept.path)] for name, kept in hook.best.items()}
@@ -236,6 +238,8 @@ class Recorder(Observer):
             self._numbers = {"values": first | values, "best": best}
 
     def _read_latest_numbers(self) -> None:
+        with contextlib.suppress(Exception):  # a step that failed has no metrics
+            self.run.sums.cut()
         if self._pending is not None:  # the numbers of an earlier step, which were not ready
             self._read_numbers()
         self._read_numbers()

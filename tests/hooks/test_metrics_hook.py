@@ -14,6 +14,7 @@ import jstep
 from jstep.core.checks import in_own_digits
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums, choose_columns
+from jstep.record.starts import read_starts
 from jstep.training.metrics import Constants
 
 
@@ -90,6 +91,7 @@ def test_a_mean_of_is_over_the_steps_that_have_it(steps_per_call, mean, wrap, tm
         event.step: value.simple_value for event in events for value in event.summary.value if value.tag == "penalty"
     }
     assert shown == {step: value for step, value in PENALTIES.items() if value is not None and step % 4 == 0}
+    assert read_starts(tmp_path)["model"][-1]["values"]["penalty"] == PENALTIES[18]
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"lanes": 4}], ids=["microbatches", "lanes"])

@@ -12,7 +12,13 @@ import jstep
 from jstep.hooks.notebook import NotebookBar
 
 optimizer = jstep.gradient_descent(0.01)
-train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+
+
+def loss_fn(params, x):
+    return (params["w"] - x) ** 2, {"ratio": jstep.metrics.mean_of(3.0, 2.0)}
+
+
+train_step = jstep.minimize(loss_fn, optimizer, has_aux=True)
 
 
 class Handle:
@@ -58,7 +64,7 @@ def test_the_output_has_the_bar_the_evaluations_and_the_curves(kernel, capfd):
     last = handle.shown[-1]
     assert "step 300 of 300" in last
     assert 'value="300" max="300"' in last
-    assert re.search(r"loss \d", last)
+    assert re.search(r"loss \d.* ratio 1.5", last)
     assert last.count("<tr") == 4
     assert "<svg" in last
     assert capfd.readouterr().err == ""
