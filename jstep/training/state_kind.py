@@ -22,12 +22,26 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
         new = jax.tree.map(_as_strong, new, old)
     if has_structure and all(map(_is_alike, jax.tree.leaves(new), jax.tree.leaves(old))):
         return new
+    trees.require_arrays(new, f"train_step={name}: the state that it returns")
     different = describe_difference(jax.tree.map(jax.typeof, new), jax.tree.map(jax.typeof, old))
     raise TypeError(
         f"train_step={name}: must return a state of the kind that it was given, got one "
-        f"{different or 'with the same paths, in other containers'}; cast such a leaf, or create the state as it is "
+        f"{different or _describe_container(new, old)}; cast such a leaf, or create the state as it is "
         "returned: no run could resume from a checkpoint of another kind"
     )
+
+
+def _describe_container(new: Any, old: Any, path: tuple[Any, ...] = ()) -> str:
+    """Describe the first container of another kind in trees with the same paths."""
+    if type(new) is not type(old):
+        return f"whose {trees.path_str(path)!r} is of type {type(new).__name__} instead of {type(old).__name__}"
+    one_level = [
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree) for tree in (new, old)
+    ]
+    for (keys, child), (_, other) in zip(*one_level, strict=True):
+        if trees.structure(child) != trees.structure(other):
+            return _describe_container(child, other, (*path, *keys))
+    return f"whose {trees.path_str(path)!r} has other static fields"
 
 
 def _as_strong(new: Any, old: Any) -> Any:
@@ -40,5 +54,7 @@ def _as_strong(new: Any, old: Any) -> Any:
 
 
 def _is_alike(new: Any, old: Any) -> bool:
+    if not trees.is_array_or_number(new):
+        return False
     a, b = jax.typeof(new), jax.typeof(old)
     return (a.shape, a.dtype) == (b.shape, b.dtype)

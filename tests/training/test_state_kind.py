@@ -17,7 +17,7 @@ WRONG = {
     },
     r"with '{}/new'": lambda tree: {"new": jnp.mean(tree["w"])},
     r"without '{}/n'": lambda tree: {"n": None},
-    "with the same paths, in other containers": lambda tree: {"pair": list(tree["pair"])},
+    "whose '{}/pair' is of type list instead of tuple": lambda tree: {"pair": list(tree["pair"])},
 }  # fmt: skip
 WHERE = {
     "params": (lambda state: state.params, lambda state, new: state.replace(params=new, slots=state.slots)),
@@ -59,6 +59,12 @@ def test_a_step_returns_the_kind_of_state_that_it_was_given(said, where):
     ):
         with pytest.raises(TypeError, match=match):
             call(*arguments)
+
+
+def test_a_leaf_that_is_not_an_array_is_named():
+    step = step_of(lambda state: state.replace(model_state={**state.model_state, "n": "3"}))
+    with pytest.raises(TypeError, match="train_step=step: .* the leaf at 'slots/model_state/n' is a str, '3', which"):
+        jstep.TrainStep(step)(state_of_trees(), ROWS[0])
 
 
 RUNS = {
