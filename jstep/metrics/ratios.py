@@ -32,7 +32,7 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
         count: A scalar, such as the number of tokens; 0 in a step that does not have the metric.
 
     Returns:
-        A pytree of two floating-point scalars, `total` and `count`. It cannot be the metric `loss`.
+        A pytree of two floating-point scalars, also for `jstep.evaluator`. It cannot be the metric `loss`.
 
     Raises:
         TypeError: `total` or `count` is not a real scalar.

@@ -32,7 +32,6 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
 
 
 def _describe_container(new: Any, old: Any, path: tuple[Any, ...] = ()) -> str:
-    """Describe the first container of another kind in trees with the same paths."""
     if type(new) is not type(old):
         return f"whose {trees.path_str(path)!r} is of type {type(new).__name__} instead of {type(old).__name__}"
     one_level = [

@@ -63,7 +63,7 @@ def test_a_step_returns_the_kind_of_state_that_it_was_given(said, where):
 
 def test_a_leaf_that_is_not_an_array_is_named():
     step = step_of(lambda state: state.replace(model_state={**state.model_state, "n": "3"}))
-    with pytest.raises(TypeError, match="train_step=step: .* the leaf at 'slots/model_state/n' is a str, '3', which"):
+    with pytest.raises(TypeError, match=r"train_step=step: .* the leaf at 'slots/model_state/n' is a str, '3', which"):
         jstep.TrainStep(step)(state_of_trees(), ROWS[0])
 
 
