@@ -78,7 +78,7 @@ class ArrayReader:
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
         is_local = base["driver"] == "file"
-        # Others have no such configuration: their nodes may be much larger than the files.
+        # tensorstore rejects a database with another configuration, whose nodes may be much larger than its files.
         self._store: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "cache_pool": "cache_pool#ocdbt"}
         self._store |= {"config": CONFIG} if is_local else {"config": CONFIG, **_TOGETHER}
         self._in_flight = _IN_FLIGHT if is_local else _IN_FLIGHT_IN_BUCKETS

@@ -38,7 +38,7 @@ PEER_SECS = 120.0
 """Seconds without a new part after which the first process gives up, plus ten times those of its own part, plus those
 in which a slow process writes the average part."""
 OUTCOME_SECS = 1800.0
-"""Seconds that the others wait for the outcome, plus as many as the first process waits for a part."""
+"""Seconds that the others wait for the outcome, plus those after which they would give up waiting for a part."""
 PARTS = "parts/"
 _FAILED = ".failed"
 """The end of the name of a file in which a process reports to the first one why it has failed."""
@@ -153,7 +153,7 @@ class Attempt(abc.ABC):
 
     def __init__(self, storage: Storage, job: SaveJob, end: End) -> None:
         self.storage, self.name, self._end = storage, job.name, end
-        self.process, self.count, self._saved_at = job.process, job.count, job.saved_at
+        self.process, self.count, self.saved_at = job.process, job.count, job.saved_at
         self._arrays, self._files = job.arrays, job.files
         self._names = [array.name for array in job.arrays]
         self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
@@ -193,7 +193,7 @@ class Attempt(abc.ABC):
             self._peer_secs += 10 * (time.monotonic() - began)
             if self.process == 0:
                 self._merge()
-                for name, data in array_writer().orbax_files(self._names, self._saved_at).items():
+                for name, data in array_writer().orbax_files(self._names, self.saved_at).items():
                     self.storage.write(name, data)
                 self.commit(self.storage.finish())
         except BaseException as error:

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
@@ -29,15 +29,15 @@ class DirectoryStore(Store):
         self._failed: str | None = None
         """The directory of an attempt of several processes; some may write to it until each has called `wait`."""
 
-    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """Check only the existence of files."""
+    def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
+        """Read the manifests, and check that their files exist."""
         yielded: set[int] = set()
         for _ in range(_MAX_LISTINGS):
             for step, _, entry in listing.entries(self.directory, prefix):
                 if step in yielded:
                     continue
                 path = self.path(entry)
-                complete = path if step in trusted else listing.find_complete(path.removesuffix(listing.REPLACED))
+                complete = listing.find_complete(path.removesuffix(listing.REPLACED))
                 if complete is not None:
                     yielded.add(step)
                     yield step, complete

@@ -59,7 +59,7 @@ def _record(owner: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
 def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
-    A state whose hook is missing, or whose key another number of hooks has, is logged.
+    States whose hooks are missing, or fewer or more than the states, are dropped, with a line in the log.
     """
     if saved is None:
         return False
@@ -77,7 +77,8 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
     for owner, records in saved_records.items():
         same_key = hooks.get(owner, [])
         if len(same_key) != len(records):
-            text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
+            what = "they start fresh" if same_key else "their state is dropped"
+            text = f"%s: the checkpoint has %d state(s) of %s, and the run has %d of them: {what}"
             logger.warning(text, argument, len(records), owner.key, len(same_key))
             continue
         for hook, record in _matched(same_key, records, argument):

@@ -74,10 +74,10 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
-    """A match.
+    """A match of a target and a checkpoint.
 
     Attributes:
-        in_other_format: Whether only one of the two has slots that `compact` stores in halves, or their blocks differ.
+        in_other_format: Whether only one of them has slots that `compact` stores in halves, or their blocks differ.
     """
 
     in_other_format: bool
@@ -195,8 +195,11 @@ def check(result: CheckpointMatch, partial: bool, checkpoint: str) -> None:
     if result.in_other_format or (differences and not partial):
         advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
         raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")
-    if result.wanted and all(want.source is None for want in result.wanted):
-        raise ValueError(f"target has nothing in common with {checkpoint}{differences}")
+    if result.wanted and all(want.source is None and want.left_out is None for want in result.wanted):
+        advice = "names={…} maps leaves that have another path"
+        raise ValueError(
+            f"target has nothing in common with {checkpoint}{differences}. Nothing was restored; {advice}."
+        )
     if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
         raise ValueError(
             f"partial=True: {checkpoint} has no global_step that fits{differences}; a trained state whose step starts "

@@ -173,7 +173,7 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
     """Return the store of a path or URL from `check_directory`.
 
     Args:
-        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
+        prefix: The prefix of the checkpoints to write, None only to read.
     """
     if not is_url(directory):
         return DirectoryStore(directory, prefix)

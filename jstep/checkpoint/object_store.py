@@ -6,7 +6,7 @@ import functools
 import shlex
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jstep.checkpoint import attempts, claims, listing
@@ -50,7 +50,7 @@ class ObjectStore(Store):
         index = self.objects.index("" if prefix is None else f"{prefix}-")
         return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
 
-    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
+    def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore."""
         for _ in range(_TRIES):
             steps = self._listed(prefix).steps
@@ -104,7 +104,7 @@ class ObjectStore(Store):
         """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
         self.erase_secs = 0.0
         attempt = ObjectAttempt(self, path, job, end)
-        self._write = attempts.BackgroundWrite(attempt.key, attempt.run, f"jstep-save-{self._name(path)}")
+        self._write = attempts.BackgroundWrite(attempt.storage.path(""), attempt.run, f"jstep-save-{self._name(path)}")
 
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
@@ -225,7 +225,7 @@ class ObjectAttempt(attempts.Attempt):
     """
 
     def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
-        self.checkpoint, self.saved_at = path, job.saved_at
+        self.checkpoint = path
         self.data = f"data.{max(0, int(job.saved_at))}-{int(job.name):08x}"
         name = path.removeprefix(store.directory + "/")
         self.key, self.manifest_key = f"{name}/{self.data}", f"{name}/{MANIFEST_FILE}"

@@ -290,7 +290,12 @@ class CheckpointReader:
             if outcome == _CORRUPTED:
                 texts = [text for text in processes.gather_texts("; ".join(problems[: SHOWN + 1])) if text]
                 found = problems if processes.is_single_process() else list(dict.fromkeys(texts))
-                raise CheckpointError(processes.text_from_first(lambda: str(self.unusable(path, found, CORRUPTED))))
+
+                def text() -> str:
+                    files = self._store.describe_files(path, manifest)
+                    return str(self.unusable(path, [*files, *found], CORRUPTED))
+
+                raise CheckpointError(processes.text_from_first(text))
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         if jax.process_index() == 0:

@@ -154,15 +154,16 @@ class Retention:
             is_temporary = previous is not None and 0 <= new.saved_at - previous.saved_at < temporary_secs
         finite = next((step for step in sorted({*others, new.step}, reverse=True) if self._is_finite(step, new)), None)
         temporary = {step for step in others if step in retained.temporary and not self._is_permanent(step)}
-        replaced, left = sorted(temporary - {finite}), {step for step in others if step not in temporary - {finite}}
-        marks = (temporary & left) | ({new.step} if is_temporary else set())
+        replaced = temporary - {finite}
+        left = {*others} - replaced
+        marks = temporary - replaced | ({new.step} if is_temporary else set())
         victims: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
             left = {step for step in left if step in retained.steps or self._is_there(step)}
             times = {step: self._saved_at(step, retained) for step in left} | {new.step: new.saved_at}
             victims, retained = evictions(times, new.step, retained, self._max_to_keep, self._every_n_hours, finite)
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
-        return [paths[step] for step in [*replaced, *victims]], retained, is_temporary
+        return [paths[step] for step in [*sorted(replaced), *victims]], retained, is_temporary
 
     def _is_there(self, step: int) -> bool:
         """Return whether a checkpoint is complete, by its manifest, which is read once."""

@@ -37,14 +37,14 @@ from jstep.state.train_state import TrainState
 class Saver:
     """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
 
-    The arrays are written in the background, and a step may donate the state right after `save`: steps in the meantime
-    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays have
-    checksums, which `restore` verifies. Orbax opens it.
+    The arrays are written in the background. A step may donate the state right after `save`, but until the arrays are
+    copied, their memory is not used again. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays
+    have checksums, which `restore` verifies. Orbax can open a checkpoint.
 
     The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
-    ones. Saving a step again replaces its checkpoint. Every call first waits for a save in progress, and raises its
-    error if it failed. What `wait`, or the next call, has acknowledged survives SIGKILL and a power cut; a save in
-    progress may be lost.
+    ones. Saving a step again replaces its checkpoint. Every call except `read_file` first waits for a save in progress,
+    and raises its error if it failed. What `wait`, or the next call, has acknowledged survives SIGKILL and a power cut;
+    a save in progress may be lost.
 
     One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close` or the end of its
     process; another one is rejected. Any number of Savers may restore meanwhile. With several processes, all of them
@@ -70,6 +70,7 @@ class Saver:
 
     Raises:
         TypeError: An argument is of the wrong type.
+        ValueError: An argument has an impossible value, such as a prefix with a slash.
         NotADirectoryError: `directory` is a file.
 
     Example:
@@ -336,11 +337,12 @@ class Saver:
             CheckpointError: Another Saver writes this prefix, or a save failed in the background.
             FileNotFoundError: There is no checkpoint of this step.
             OSError: The storage rejects it.
+            TypeError: step is not an integer.
             ValueError: The Saver is closed.
         """
         with self._lock:
-            self.claim()
             step = as_int(step, "step", 0)
+            self.claim()
             path = self._store.at(self.prefix, step)
             if processes.any_process(path is None):
                 raise FileNotFoundError(
@@ -355,7 +357,11 @@ class Saver:
             processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
 
     def all_steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, in ascending order."""
+        """Return the steps of all complete checkpoints, in ascending order.
+
+        Raises:
+            CheckpointError: A save failed in the background; so do `latest_step` and `last_checkpoints`.
+        """
         with self._between_saves():
             return sorted(step for step, _ in self._store.newest_first(self.prefix))
 
@@ -366,7 +372,7 @@ class Saver:
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """The paths of the last `max_to_keep` checkpoints, oldest first, without those kept permanently."""
+        """The paths of the checkpoints that `max_to_keep` counts, oldest first: all but those kept permanently."""
         with self._between_saves():
             return self._retention.evictable()
 
@@ -430,9 +436,10 @@ class Saver:
         Raises:
             CheckpointError: The last save failed.
         """
+        wait = as_bool(wait, "wait")
         with self._lock:
             try:
-                if as_bool(wait, "wait"):
+                if wait:
                     self.wait()
             finally:
                 if not self._closed:

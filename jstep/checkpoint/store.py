@@ -7,10 +7,10 @@ happens, a path holds a complete checkpoint or none.
 import abc
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import BackgroundWrite, End, SaveJob, Storage
+from jstep.checkpoint.attempts import BackgroundWrite, End, SaveJob, Storage, array_writer
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -45,8 +45,8 @@ class Store(abc.ABC):
     # Reading. These methods change nothing, and need no claim.
 
     @abc.abstractmethod
-    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """Yield step and path of complete checkpoints, highest step first; `trusted` steps are not checked."""
+    def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
+        """Yield step and path of complete checkpoints, highest step first."""
 
     @abc.abstractmethod
     def names(self) -> dict[int, str]:
@@ -90,8 +90,12 @@ class Store(abc.ABC):
         """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
         problem = self.unlike_written(path, manifest)
         problems = [problem] if problem else self.reader(path, manifest).find_corruption()
+        return [*problems, *self.describe_files(path, manifest, every=every)]
+
+    def describe_files(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
+        """Describe the files that are missing or differ, as `find_corruption` does, without reading the arrays."""
         wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
-        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
+        return [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that only Orbax reads."""
@@ -102,10 +106,8 @@ class Store(abc.ABC):
 
     def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""
-        from jstep.checkpoint.array_writer import orbax_files  # not at the top: importing tensorstore is slow
-
         storage, found = self.storage(path, manifest), dict[str, str]()
-        for name, data in orbax_files(manifest.by_array, manifest.saved_at).items():
+        for name, data in array_writer().orbax_files(manifest.by_array, manifest.saved_at).items():
             try:
                 if (read := storage.read(name)) != data:
                     found[name] = "missing" if read is None else "its content differs from what was written"

@@ -131,12 +131,12 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
     assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_earlier_format_names_its_version(saved, number):
+@pytest.mark.parametrize(("number", "which"), [(1, ""), (2, ", from before its release,")])
+def test_an_earlier_format_names_its_version(saved, number, which):
     edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=number, jstep="0.3.0"))
     with pytest.raises(CheckpointError, match=r"model-3 cannot be restored: .* written by jstep 0\.3\.0") as error:
         Saver(saved).restore(state_at(0))
-    assert "restore it with that version and write its arrays with jstep.save_weights" in str(error.value)
+    assert f"restore it with that version{which} and write its arrays with jstep.save_weights" in str(error.value)
     assert "newest intact checkpoint is step 2" in str(error.value)
 
 
