@@ -1,13 +1,29 @@
 """Batches that the user's own loop makes: `from_loop`."""
 
+import collections
+import json
+import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
+from jstep.core.logs import log_once, logger
 from jstep.data.positions import position_methods
+from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import RandomGenerator, set_generator
+
+_NOT_KEPT = (
+    "from_loop: {} has changed, and is not kept, as it is an attribute of a class: a restart begins with its first "
+    "value. Set it on the object: self.{}"
+)
+_MAX_ITEMS = 100
+"""The items of a class's attribute that are compared, at each of three levels."""
 
 
 def from_loop(**kept: Any) -> "LoopBatches":
@@ -20,7 +36,7 @@ def from_loop(**kept: Any) -> "LoopBatches":
         kept: Objects by name. Each has `state_dict` and `load_state_dict`, or `get_state` and `set_state`; or it is a
             random generator of NumPy or Python, a dict, or an object whose attributes are its state. The states hold
             numbers, strings, bytes, None, lists, tuples, dicts, arrays and random generators. Attributes and items are
-            replaced, generators are set in place.
+            replaced, generators are set in place. A warning names an attribute of a class that changes: it is not kept.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.
@@ -51,12 +67,27 @@ class LoopBatches:
 
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
         self.kept, self.passed = kept, list[tuple[Any, ...]]()
+        self._of_classes: Mapping[str, Any] | None = None  # once a run has begun
+
+    def begin(self) -> None:
+        """Say what is kept, and from now on watch what is not."""
+        self._of_classes = self._class_attributes()
+        if self.kept and jax.process_index() == 0:
+            logger.info("from_loop keeps %s", ", ".join(_described(name, value) for name, value in self.kept.items()))
+
+    def _class_attributes(self) -> dict[str, Any]:
+        classes = [cls for value in self.kept.values() if _keeps_attributes(value) for cls in type(value).__mro__[:-1]]
+        return {f"{cls.__name__}.{name}": _mark(item) for cls in classes for name, item in _data_of(cls)}
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         while True:
             yield self.passed.pop()
 
     def get_state(self) -> dict[str, Any]:
+        if self._of_classes is not None:
+            for name, mark in self._class_attributes().items():
+                if mark != self._of_classes.get(name):
+                    log_once(logging.WARNING, _NOT_KEPT.format(name, name.rpartition(".")[2]))
         return {name: _accessors(name, value).get() for name, value in self.kept.items()}
 
     def set_state(self, state: object) -> None:
@@ -96,6 +127,36 @@ def _accessors(name: str, value: Any) -> _Accessors:
         f"{describe_type(value)}; put numbers, lists and arrays into a dict or types.SimpleNamespace, or give it "
         "get_state and set_state; what the program opens again, such as a file, need not be kept"
     )
+
+
+def _keeps_attributes(value: object) -> bool:
+    return not isinstance(value, dict | RandomGenerator) and position_methods(value) is None
+
+
+def _described(name: str, value: Any) -> str:
+    """Describe an object by its name, and the names of its attributes or items."""
+    names = vars(value) if _keeps_attributes(value) else value if isinstance(value, dict) else ()
+    return f"{name} ({format_list(list(map(str, names)), 8)})" if names else name
+
+
+def _data_of(cls: type) -> list[tuple[str, Any]]:
+    """Return the attributes of a class that are data."""
+    items = [(name, item) for name, item in vars(cls).items() if not name.startswith("__")]
+    return [(name, item) for name, item in items if not (callable(item) or hasattr(item, "__get__"))]
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Return what differs once a value has changed, without a copy of what is large."""
+    if isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)  # NaN is equal to itself
+    if isinstance(value, RandomGenerator):
+        return json.dumps(tagged_json.as_json(tagged_json.copy_encodable(value)))
+    if isinstance(value, np.ndarray) and value.nbytes <= LARGE:
+        return value.tobytes()
+    if isinstance(value, dict | list | tuple | set | collections.deque) and len(value) <= _MAX_ITEMS and depth < 3:
+        items = value.items() if isinstance(value, dict) else value
+        return [len(value), *(_mark(item, depth + 1) for item in items)]
+    return id(value), len(value) if isinstance(value, Sized) else None
 
 
 def _has_only_attributes(value: object) -> bool:

@@ -9,6 +9,7 @@
 - `diff`: the leaves in which two checkpoints differ, the step at which two runs diverge.
 - `divergence`: that step, also by fingerprints and scalars.
 - `checkpoints`: `inspect`, checkpoints, leaf by leaf.
+- `positions`: the positions of loaders, and of the objects of a loop, in a checkpoint.
 - `ranges`: the range of an array, and its numbers that are not finite.
 - `events`: scalars of runs by step.
 - `stalls`: processes that hang, and what they wait for.

@@ -14,8 +14,11 @@ from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOutLeaf, Manife
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
+from jstep.core.tables import printable
 from jstep.look import cli
+from jstep.look.positions import Positions, lines_of_positions, positions_in
 from jstep.look.ranges import array_range, is_inexact, norm
+from jstep.look.starts import first_lines
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
@@ -44,6 +47,10 @@ class Checkpoint:
     @property
     def left_out(self) -> dict[str, LeftOutLeaf]:
         return {leaf.path: leaf for leaf in self.manifest.left_out}
+
+    def positions(self) -> Positions | None:
+        """Read the positions of its loaders, and of the objects of `from_loop`."""
+        return positions_in(self.manifest.extra, self.store.reader(self.path, self.manifest).read_file)
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
@@ -169,6 +176,8 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     ]
     absent = [leaf.to_json() for leaf in manifest.left_out]
     fields = {**about, "extra": manifest.extra, "leaves": rows}
+    if (positions := checkpoint.positions()) is not None:
+        fields["positions"] = positions.as_json()
     fields |= ({"left_out": absent} if absent else {}) | ({"sound": True} if arguments.verify else {})
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "norm": "norm", "non-finite": "nonfinite"}
@@ -183,6 +192,9 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     if absent:
         lines += ["", "left out by Saver(leave_out=…); restore takes them from the target", ""]
         lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
+    if positions is not None:
+        shown = [printable(line) for line in lines_of_positions(positions)]
+        lines += ["", "positions of the batches, and of the objects of from_loop", *first_lines(shown)]
     return cli.answer(arguments, fields, lines)
 
 

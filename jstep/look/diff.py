@@ -13,6 +13,7 @@ from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.checkpoints import Checkpoint, at, below
 from jstep.look.divergence import divergence
+from jstep.look.positions import position_differences
 from jstep.look.ranges import is_inexact, norm
 from jstep.look.run_folder import RunFolder, find_run_folders, run_folders
 from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes, state_change_lines
@@ -202,6 +203,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
         steps = {"a": first.step, "b": second.step}
         result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
+        if positions := _positions(first, second):
+            result["positions"] = positions
     else:
         result = _runs(a, b)
     changed = [f"in {x}, the state was {line}" for x, lines in zip("AB", of_states, strict=True) for line in lines]
@@ -214,7 +217,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         lines += filter(None, [found.text(places)])
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
     result |= {"state_changes": changed} if changed else {}
-    code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
+    is_same = result["same"] and not result.get("positions")
+    code = cli.answer(arguments, result, lines, cli.OK if is_same else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
 
 
@@ -257,17 +261,24 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
         some = [format_list([str(step) for step, _ in sorted(items)], 5) or "none" for items in (of_a, of_b)]
         raise ValueError(f"no step in common: {a.path} has {some[0]}, and {b.path} has {some[1]}")
     common = [step for step, _ in keys]
+    positions = dict[str, Any]()
     for before, key in enumerate(keys):
         if a.kind == _LOG:
             differing = _of_entries(of_a[key], of_b[key])
         else:
             leaves = _leaves(of_a[key], of_b[key])
             differing = (leaves, {}) if leaves else None
+            if not positions and (found := _positions(of_a[key], of_b[key])):
+                positions = {"positions": found, "positions_step": key[0]}
         if differing is not None:
-            return _result(
-                a, b, differing[0], step=key[0], common=common, same_before=before, same=False, **differing[1]
-            )
-    return _result(a, b, [], common=common)
+            at_step = {"step": key[0], "common": common, "same_before": before, "same": False}
+            return _result(a, b, differing[0], **at_step, **differing[1], **positions)
+    return _result(a, b, [], common=common, **positions)
+
+
+def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
+    found = position_differences(a.positions(), b.positions())
+    return [{"name": name, "detail": detail} for name, detail in found]
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
@@ -310,6 +321,15 @@ def _result(a: _Side, b: _Side, differing: list[LeafDifference], **fields: objec
 
 
 def _differences_text(result: dict[str, Any]) -> list[str]:
+    lines = _leaves_text(result)
+    if positions := result.get("positions"):
+        step = f" at step {result['positions_step']}, the first of these" if "positions_step" in result else ""
+        what = "position differs" if len(positions) == 1 else "positions differ"
+        lines += [f"{len(positions)} {what}{step}", *_rows([(found["name"], found["detail"]) for found in positions])]
+    return lines
+
+
+def _leaves_text(result: dict[str, Any]) -> list[str]:
     leaves, common = result["leaves"], result.get("common")
     if result["same"]:
         if common is None:
@@ -326,9 +346,13 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:SHOWN]]
-    width = cli.terminal_width() - 2
-    return lines + first_lines(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
+    return lines + _rows([(leaf["path"], leaf["detail"]) for leaf in leaves])
+
+
+def _rows(pairs: list[tuple[str, str]]) -> list[str]:
+    shown = columns(pairs[:SHOWN], 2) if pairs else []
+    texts = [f"{name}: {detail}" for name, detail in pairs]
+    return first_lines(texts, [part for line in shown for part in fold(line, cli.terminal_width() - 2, 2)])
 
 
 DIFF = cli.Command(_add_arguments, _print_differences)

@@ -238,6 +238,7 @@ def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]
         return source
     if source.is_of_loop:
         ask()  # raises now if it cannot be saved
+        batches.begin()
         return source
     if is_saved and not source.is_of_state:
         rare = RarePosition(ask, functools.partial(_next_save, options, first))

@@ -218,6 +218,39 @@ def test_items_are_in_the_order_of_the_checkpoint(tmp_path):
         assert [*scores] == ["b", "a"]
 
 
+class Course:
+    level, rng, seen, fixed, large = 0, np.random.default_rng(0), {"steps": [0]}, (1, float("nan")), np.zeros(10**6)
+    spans = (np.zeros(2),)
+
+    def __init__(self):
+        self.scale, self.names = 1.0, {}
+
+
+CHANGES = {
+    "level": lambda: setattr(Course, "level", Course.level + 1),
+    "rng": lambda: Course.rng.normal(),
+    "seen": lambda: Course.seen["steps"].append(1),
+    "spans": lambda: Course.spans[0].__iadd__(1),
+    "new": lambda: setattr(Course, "new", 1),
+    "": lambda: None,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES, ids=[name or "nothing" for name in CHANGES])
+def test_the_log_says_what_is_kept_and_warns_of_an_attribute_of_a_class(name, tmp_path, caplog):
+    caplog.set_level("INFO", logger="jstep")
+    kept = {"course": Course(), "scores": {"a": 1.0}, "rng": np.random.default_rng(1)}
+    with run_of(8, tmp_path, save_checkpoint_steps=2, **kept) as run:
+        for step in run:
+            CHANGES[name]()
+            kept["course"].scale += 1
+            run.train_step(DATA[step])
+    lines = [record.getMessage() for record in caplog.records if "from_loop" in record.getMessage()]
+    assert lines[0] == "from_loop keeps course (scale, names), scores (a), rng"
+    assert len(lines) == 1 + bool(name)
+    assert all(line.startswith(f"from_loop: Course.{name} has changed, and is not kept") for line in lines[1:])
+
+
 REJECTED = [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,), Replay([1]), Slotted(), open(os.devnull)]  # noqa: SIM115
 
 

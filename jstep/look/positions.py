@@ -1,0 +1,223 @@
+"""The positions in a checkpoint: of data loaders, and of the objects of `from_loop`, by name, with their numbers.
+
+They are shown from the JSON that they are saved as: nothing is executed, and no class of the program is needed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.core.checks import array_type, format_list, truncate
+from jstep.look.ranges import is_inexact
+from jstep.record.stall_files import in_ranges
+
+_MAX_NAME, _MAX_TEXT, _MAX_ITEMS, _MAX_GROUPS = 200, 80, 8, 8
+"""The characters of a name and of a value, the items of a list, and the groups of processes that are shown."""
+_NUMBERS: dict[str, Callable[[str], Any]] = {"$int": lambda text: int(text, 16), "$float": float}
+_ARRAYS = {"$array", "$scalar", "$tensor"}
+
+ReadFile = Callable[[str], bytes]
+"""Returns a file of the checkpoint by its name."""
+
+
+class PositionValue(NamedTuple):
+    """A value of a position: its name, JSON, and text; `bits` are equal if two values are, in all bits."""
+
+    name: str
+    value: Any
+    text: str
+    bits: str
+
+
+class Position(NamedTuple):
+    """The position of a process; `since` is the number of batches that were fetched after it."""
+
+    entries: Sequence[PositionValue]
+    since: Any
+
+
+class Positions(NamedTuple):
+    """The positions in a checkpoint by process; if those of all processes are equal, one with the key None."""
+
+    processes: Any
+    by_process: Mapping[int | None, Position]
+
+    def of(self, process: int | None) -> Position | None:
+        return self.by_process.get(process, self.by_process.get(None))
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [
+            {"process": process, "name": entry.name, "value": entry.value}
+            for process, position in self.by_process.items()
+            for entry in position.entries
+        ]
+
+
+def positions_in(extra: Any, read_file: ReadFile) -> Positions | None:
+    """Return the positions in the `extra` of a checkpoint, or None if it has none."""
+    if not isinstance(extra, dict):
+        return None
+    of_all = extra.get("batches_of_processes")
+    of_all = of_all if isinstance(of_all, dict) else {"processes": 1, "positions": [extra.get("batches")]}
+    found = of_all.get("positions")
+    positions = list(enumerate(found)) if isinstance(found, list) else []
+    known = {
+        None if len(positions) == 1 else process: _position(saved, read_file)
+        for process, saved in positions
+        if isinstance(saved, dict) and "value" in saved
+    }
+    return Positions(of_all.get("processes"), known) if known else None
+
+
+def lines_of_positions(positions: Positions) -> list[str]:
+    """Describe each value in a line; processes with the same value are named together."""
+    lines = list[str]()
+    by_name = dict[str, dict[tuple[str, str], list[int]]]()
+    for process, position in positions.by_process.items():
+        for entry in position.entries:
+            of_value = by_name.setdefault(entry.name, {}).setdefault((entry.bits, entry.text), [])
+            of_value += [] if process is None else [process]
+    for name, groups in by_name.items():
+        count = sum(map(len, groups.values()))
+        is_of_all = len(groups) == 1 and count in (0, positions.processes)
+        texts = [f"{'' if is_of_all else _named(group)}{name} {text}" for (_, text), group in groups.items()]
+        lines.append(format_list(texts, _MAX_GROUPS, "; "))
+    return lines
+
+
+def _named(processes: Sequence[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {format_list(in_ranges(processes), _MAX_GROUPS)}: "
+
+
+def position_differences(a: Positions | None, b: Positions | None) -> list[tuple[str, str]]:
+    """Return the names of the values that differ, and how; nothing if a checkpoint has no positions."""
+    if a is None or b is None:
+        return []
+    keys = {*a.by_process, *b.by_process}
+    if a.processes != b.processes and keys != {None}:
+        return [("positions", f"of {a.processes} processes in A, of {b.processes} in B")]
+    found = list[tuple[str, str]]()
+    for process in [None] if keys == {None} else sorted(keys - {None}, key=int):  # type: ignore[arg-type]
+        first, second, begins = a.of(process), b.of(process), "" if process is None else f"process {process}: "
+        if first is None or second is None:
+            found.append((f"{begins}position", f"only in {'B' if first is None else 'A'}"))
+        elif first.since == second.since:  # else they were read after other batches, as time allowed
+            found += [(f"{begins}{name}", how) for name, how in _differing(first.entries, second.entries)]
+    return found
+
+
+def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterator[tuple[str, str]]:
+    of_a, of_b = ({entry.name: entry for entry in entries} for entries in (a, b))
+    for name in of_a | of_b:
+        first, second = of_a.get(name), of_b.get(name)
+        if first is None or second is None:
+            yield name, f"only in {'B' if first is None else 'A'}"
+        elif first.bits != second.bits and first.text == second.text:
+            yield name, f"{first.text} in both, with other values"
+        elif first.bits != second.bits:
+            yield name, f"{first.text} in A, {second.text} in B"
+
+
+# The values of a position, as tagged JSON, which is not trusted.
+
+
+def _position(saved: Mapping[str, Any], read_file: ReadFile) -> Position:
+    from jstep.checkpoint.leaf_records import unique  # it imports JAX
+
+    since = saved.get("after", 0)
+    try:
+        entries = list(_entries("", saved["value"], read_file))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        text = truncate(f"cannot be read: {error}", _MAX_TEXT)
+        entries = [PositionValue("", text, text, text)]
+    entries += [_entry("batches since", since)] if since else []
+    names = unique(truncate(entry.name or "position", _MAX_NAME) for entry in entries)
+    return Position([entry._replace(name=name) for name, entry in zip(names, entries, strict=True)], since)
+
+
+def _entries(name: str, saved: Any, read_file: ReadFile) -> Iterator[PositionValue]:
+    tag, inner = _tag(saved)
+    if tag in ("$dict", "$ordered_dict"):
+        for key, item in inner:
+            yield from _entries(f"{name}[{truncate(str(_plain(key)), _MAX_TEXT)}]", item, read_file)
+    elif tag is None and isinstance(inner, dict) and inner:
+        for key, item in inner.items():
+            yield from _entries(f"{name}.{key}" if name else key, item, read_file)
+    elif tag in (None, "$tuple") and isinstance(inner, list) and 0 < len(inner) <= _MAX_ITEMS:
+        for number, item in enumerate(inner):
+            yield from _entries(f"{name}[{number}]", item, read_file)
+    elif tag in (None, "$tuple") and isinstance(inner, list) and inner:
+        yield _long_list(name, inner, read_file)
+    elif tag in _ARRAYS:
+        yield _array(name, inner, read_file)
+    elif tag == "$jax":  # of a key, its data
+        yield _array(name, inner["data"]["$array"], read_file)
+    elif tag in (None, "$tuple", *_NUMBERS):
+        yield _entry(name, inner if tag == "$tuple" else _plain(saved), saved)
+    else:  # a random generator, or bytes
+        bits = _digest(saved, read_file)
+        text = f"{str(tag)[1:]} {bits[:8]}"
+        yield PositionValue(name, text, text, bits)
+
+
+def _entry(name: str, value: Any, saved: Any = None) -> PositionValue:
+    text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
+    return PositionValue(
+        name, value, truncate(text, _MAX_TEXT), json.dumps(value if saved is None else saved, sort_keys=True)
+    )
+
+
+def _long_list(name: str, items: list[Any], read_file: ReadFile) -> PositionValue:
+    bits, numbers = _digest(items, read_file), [_plain(item) for item in items]
+    value: dict[str, Any] = {"items": len(items)}
+    if all(type(number) in (int, float, bool) for number in numbers):
+        value["mean"] = float(np.mean(np.asarray(numbers, np.float64)))
+    return PositionValue(name, value, ", ".join(f"{key} {number:.6g}" for key, number in value.items()), bits)
+
+
+def _array(name: str, parts: Any, read_file: ReadFile) -> PositionValue:
+    from jstep.stores import tagged_arrays, tagged_json  # they import JAX
+
+    data = tagged_json.with_files(parts["data"], lambda file: tagged_json.LargeBytes(read_file(file)))
+    array = tagged_arrays.decode_array({**parts, "data": tagged_json.decode(data)})
+    kind = array_type(array.shape, str(array.dtype))
+    bits = hashlib.blake2b(f"{kind} {parts.get('axes')}".encode() + array.tobytes()).hexdigest()
+    is_number = is_inexact(array.dtype) or array.dtype == bool or np.issubdtype(array.dtype, np.integer)
+    if np.iscomplexobj(array) or not (is_number and array.size):
+        return PositionValue(name, kind, f"{kind} {bits[:8]}", bits)
+    if not array.shape:
+        return PositionValue(name, array.item(), str(array[()]), bits)
+    with np.errstate(all="ignore"):
+        mean = float(np.mean(array, dtype=np.float64))
+    return PositionValue(name, {"type": kind, "mean": mean}, f"{kind} mean {mean:.6g}", bits)
+
+
+def _tag(saved: Any) -> tuple[str | None, Any]:
+    if isinstance(saved, dict) and len(saved) == 1:
+        ((key, inner),) = saved.items()
+        return (key, inner) if key.startswith("$") else (None, saved)
+    return None, saved
+
+
+def _plain(saved: Any) -> Any:
+    """Return the number of a tag, or the value as it is."""
+    tag, inner = _tag(saved)
+    return _NUMBERS[tag](inner) if tag in _NUMBERS else saved
+
+
+def _digest(saved: Any, read_file: ReadFile) -> str:
+    """Return a hash of a value and its files, whatever their names are."""
+    return hashlib.blake2b(json.dumps(_with_hashes(saved, read_file), sort_keys=True).encode()).hexdigest()
+
+
+def _with_hashes(saved: Any, read_file: ReadFile) -> Any:
+    if isinstance(saved, list):
+        return [_with_hashes(item, read_file) for item in saved]
+    if not isinstance(saved, dict):
+        return saved
+    if saved.keys() == {"$file"}:
+        return hashlib.blake2b(read_file(saved["$file"])).hexdigest()
+    return {key: _with_hashes(item, read_file) for key, item in saved.items()}
