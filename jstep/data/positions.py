@@ -3,13 +3,13 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jstep.core import processes
-from jstep.core.checks import describe_type
+from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
@@ -65,14 +65,22 @@ Files = dict[str, LargeBytes]
 """The files of a checkpoint that this process writes, by their names."""
 
 
-def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
+def gather_positions(position: object, progress: str = "") -> tuple[dict[str, Any], Files]:
+    """Gather the positions of all processes, and the files of large arrays.
+
+    Raises:
+        RuntimeError: The processes are not alike: `progress`, which describes where each is, differs.
+    """
     index, count = jax.process_index(), jax.process_count()
     attached = AttachedFiles(_file_stem(index))
     encoded = tagged_json.as_json(position, attached)
     if count == 1:
         return {} if encoded is None else {POSITION: encoded}, attached
     # Equal positions differ only in the names of their files.
-    texts = processes.gather_texts(json.dumps([encoded, [file.hash.hex() for file in attached.values()]]))
+    hashes = [file.hash.hex() for file in attached.values()]
+    rows = [json.loads(text) for text in processes.gather_texts(json.dumps([progress, encoded, hashes]))]
+    _require_alike([row[0] for row in rows])
+    texts = [json.dumps(row[1:]) for row in rows]
     are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1
     positions = [json.loads(text)[0] for text in (texts[:1] if are_equal else texts)]
     if positions == [None]:
@@ -80,6 +88,18 @@ def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
     first = {} if positions[0] is None else {POSITION: positions[0]}
     files = attached if index == 0 or not are_equal else {}
     return first | {POSITIONS: {_PROCESSES: count, "positions": positions}}, files
+
+
+def _require_alike(progress: Sequence[str]) -> None:
+    """Raise an error if the processes, which all save, have not iterated alike."""
+    if len(set(progress)) == 1:
+        return
+    groups = {text: [str(i) for i, other in enumerate(progress) if other == text] for text in progress}
+    found = [f"{text} on process{'es' if len(on) > 1 else ''} {format_list(on, 8)}" for text, on in groups.items()]
+    raise RuntimeError(
+        f"the processes of this run must iterate alike, got at this save: {format_list(found, 8, '; ')}. Nothing is "
+        "saved; decide from numbers that all processes have, such as the step or metrics, not from local ones"
+    )
 
 
 def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files]:

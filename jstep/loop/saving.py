@@ -211,7 +211,17 @@ class RunSaverHook(CheckpointSaverHook):
         if not feeder.has_begun:  # the positions have not changed
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return CheckpointExtra(*gather_positions(feeder.position_after(run.step - run.course.first)))
+        position = feeder.position_after(run.step - run.course.first)
+        return CheckpointExtra(*gather_positions(position, self._progress()))
+
+    def _progress(self) -> str:
+        """Describe how far this process has come in its loop, and what it did, which must be alike on all."""
+        run, course = self.run, self.run.course
+        iteration = f", iteration {run.opened.feeder.iterations}" if run.opened.feeder.iterations else ""
+        changes = sum(change["count"] for change in course.state_changes.as_record())
+        replaced = f", its state replaced {changes}×" if changes else ""
+        end = ", the end of the loop" if course.is_over or course.stopped_by is not None else ""
+        return f"step {run.step}{iteration}{replaced}{end}"
 
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
         run = self.run

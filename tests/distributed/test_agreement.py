@@ -14,6 +14,7 @@ from fellows import Fellows
 
 from jstep.core import processes
 from jstep.core.processes import AgreedClock
+from jstep.data.positions import gather_positions
 from jstep.loop import signals
 from jstep.loop.signals import StopSignals
 
@@ -45,6 +46,22 @@ def test_integers_and_bytes_are_those_of_process_0(three):
     for data in (b"", b"a", bytes(range(256))):
         others = [data, b"longer" * 100, b""]
         assert three.each(lambda i, others=others: processes.broadcast_bytes(others[i])) == [data] * 3
+
+
+def test_a_save_of_processes_that_did_not_iterate_alike_is_an_error_of_all(three):
+    def gather(index, *progress):
+        return gather_positions({"value": index // 2}, progress[index])
+
+    kept = {"batches": {"value": 0}}
+    of_all = {"processes": 3, "positions": [{"value": 0}, {"value": 0}, {"value": 1}]}
+    assert three.each(lambda i: gather(i, *["step 4"] * 3)) == [(kept | {"batches_of_processes": of_all}, {})] * 3
+    exchanges = len(three.exchanges)
+    errors = three.each(lambda i: gather(i, "step 4", "step 5", "step 4"))
+    text = (
+        "the processes of this run must iterate alike, got at this save: step 4 on processes 0, 2; step 5 on process 1"
+    )
+    assert {(type(error), text in str(error)) for error in errors} == {(RuntimeError, True)}
+    assert len(three.exchanges) == 2 * exchanges
 
 
 def test_an_error_of_one_process_is_an_error_of_all(three):

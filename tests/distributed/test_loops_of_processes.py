@@ -1,7 +1,7 @@
 """`jstep.Run` on two processes: all iterate alike, stop after the same iteration, and resume each with its objects."""
 
 import pytest
-from processes import run
+from processes import printed, run
 
 SCRIPT = """
 import signal
@@ -46,3 +46,37 @@ def test_two_processes_stop_after_one_iteration_and_resume_bitwise(tmp_path):
     assert lines_of(resumed, "state") == lines_of(whole, "state")
     assert lines_of(resumed, "drawn") == lines_of(whole, "drawn")
     assert lines_of(whole, "drawn")[0] != lines_of(whole, "drawn")[1]
+
+
+APART = """
+kind = sys.argv[5]
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+options = dict(checkpoint_dir=directory, save_checkpoint_steps=4, batch_sharding=rows, progress=False)
+try:
+    with jstep.Run(step, state, jstep.from_loop() if kind == "skips" else batches, 12, **options) as loop:
+        for number, at in enumerate(loop):
+            if process == 1 and kind == "replaces" and number == 1:
+                loop.state = loop.state.replace(params=jax.tree.map(lambda leaf: leaf * 2, loop.state.params))
+            if process == 1 and kind == "breaks" and number == 3:
+                break
+            if kind == "skips" and (process, number) != (1, 1):
+                loop.train_step(batches[at])
+except RuntimeError as error:
+    print("raised", error)
+print("saved", jstep.Saver(directory).latest_step())
+"""
+FOUND = {
+    "replaces": "step 4 on process 0; step 4, its state replaced 1× on process 1",
+    "breaks": "step 4 on process 0; step 4, the end of the loop on process 1",
+    "skips": "step 4, iteration 4 on process 0; step 4, iteration 5 on process 1",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", FOUND)
+def test_processes_that_do_not_iterate_alike_are_named_and_not_saved(kind, tmp_path):
+    for lines in run(APART, 2, tmp_path, kind):
+        text = "the processes of this run must iterate alike, got at this save: "
+        assert printed(lines, "raised").startswith(f"{text}{FOUND[kind]}. Nothing is saved")
+        assert printed(lines, "saved") == "None"
