@@ -102,6 +102,12 @@ def max_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return _gathered(values).max(axis=0)
 
 
+def ints_of_all(*numbers: int) -> list[list[int]]:
+    """Return the integers of each process, of up to 62 bits."""
+    halves = _gathered(np.array([divmod(number, 2**31) for number in numbers], np.int32))
+    return [[int(high) * 2**31 + int(low) for high, low in row] for row in halves]
+
+
 def gather_texts(text: str) -> list[str]:
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = _gathered(np.array([data.size], np.int32))[:, 0]

@@ -2,9 +2,9 @@
 
 | received | one process | several processes |
 |---|---|---|
-| SIGTERM | a handler records it; the run saves, exit code 143 | JAX's preemption service stops all after one call |
-| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service |
-| SIGINT | the same, KeyboardInterrupt; a second one leaves immediately | forwarded to that service |
+| SIGTERM | a handler records it; the run saves, exit code 143 | it also forwards it to JAX's service, which stops all |
+| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service, too |
+| SIGINT | the same, KeyboardInterrupt; a second one leaves immediately | forwarded to that service, too |
 | `stop_secs` | a timer acts like SIGTERM | all use the clock of process 0 |
 
 In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and the tracing of a
@@ -19,12 +19,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from jstep.core import processes
+from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
 
@@ -72,6 +72,8 @@ class StopSignals:
 
     Attributes:
         interrupts: Returns the exception that the first signal raises, or None where it is only recorded.
+        received: The signal that stops the run; on several processes, once they have agreed.
+        received_at: When this process received one, in seconds since 1970; None if it did not.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
@@ -79,7 +81,10 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self.interrupts: Interrupts = _nothing
         self.received: signal.Signals | None = None
+        self.received_at: float | None = None
         self.received_twice = False
+        self._handler_of_jax: Any = None
+        self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False
         self._has_agreed = False
         self._timer: threading.Timer | None = None
@@ -97,7 +102,8 @@ class StopSignals:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
         self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [signal.SIGTERM] if self.is_alone else []
+            self._handler_of_jax = None if self.is_alone else _action_outside_python(signal.SIGTERM)
+            handled = [signal.SIGTERM] if self.is_alone or self._handler_of_jax is not None else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
             for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
                 self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
@@ -124,6 +130,11 @@ class StopSignals:
             # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
+        self._restore_handler_of_jax()
+
+    def _restore_handler_of_jax(self) -> None:
+        if self._handler_of_jax is not None:
+            _sigaction(signal.SIGTERM, self._handler_of_jax)
 
     def _expire(self) -> None:
         with self._ending:
@@ -146,8 +157,9 @@ class StopSignals:
                 return
             self.received_twice = True
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self.received, self.received_at = signal.Signals(number), time.time()
         if not self.is_alone:
+            self._restore_handler_of_jax()
             processes.request_stop()
         elif (error := self.interrupts()) is not None:
             raise error
@@ -194,14 +206,21 @@ class StopSignals:
 
     def _agree_on_signal(self) -> None:
         """Agree on one exit code, except on processes that received SIGINT."""
-        received = self.received if self.received in _OTHERS else 0
-        (number,) = processes.max_over_processes(np.array([received], np.int32))
+        own_signal = 0 if self.received is None or self.received_at is None else int(self.received)
+        rows = processes.ints_of_all(own_signal, int(1e6 * (self.received_at or 0.0)))
+        number = max(row[0] if row[0] in _OTHERS else 0 for row in rows)
         if self.received != signal.SIGINT:
-            self.received = signal.Signals(int(number) or signal.SIGTERM)
+            self.received = signal.Signals(number or signal.SIGTERM)
+        receivers = [(at, number, str(index)) for index, (number, at) in enumerate(rows) if number]
+        if 0 < len(receivers) < len(rows):
+            at, first, _ = min(receivers)
+            name, when = signal.Signals(first).name, datetime.fromtimestamp(at / 1e6, UTC)
+            which = f"process{'es' if len(receivers) > 1 else ''} {format_list([row[2] for row in receivers], 8)}"
+            self._cause = f"{name} at {which} of {len(rows)} ({when:%Y-%m-%d %H:%M:%S} UTC)"
 
     @property
     def reason(self) -> str:
-        return "stop_secs" if self._is_limit else (self.received or signal.SIGTERM).name
+        return "stop_secs" if self._is_limit else self._cause or (self.received or signal.SIGTERM).name
 
     def stop_error(self, when: str) -> BaseException:
         received = self.received or signal.SIGTERM
@@ -211,14 +230,26 @@ class StopSignals:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has its default action; Python does not see handlers set in C (faulthandler)."""
-    if signal.getsignal(number) != signal.SIG_DFL:
-        return False
+    """Whether a signal has its default action."""
+    return signal.getsignal(number) == signal.SIG_DFL and _action_outside_python(number) is None
+
+
+def _action_outside_python(number: signal.Signals) -> Any:
+    """Return the action of a handler set in C (faulthandler, JAX), which Python does not see; or None."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, None):
+        return None
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        if ctypes.CDLL(None).sigaction(int(number), None, action) == 0:
-            return not any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])
-    return True
+        if ctypes.CDLL(None).sigaction(int(number), None, action) == 0 and any(
+            action.raw[: ctypes.sizeof(ctypes.c_void_p)]
+        ):
+            return action
+    return None
+
+
+def _sigaction(number: signal.Signals, action: Any) -> None:
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).sigaction(int(number), action, None)
 
 
 # Processes that are forked during a run.

@@ -123,10 +123,13 @@ def test_all_processes_leave_with_the_signal_of_one(three, monkeypatch):
         error = stop.stop_error("at step 3")
         return first, last, stop._is_limit, stop.received, str(error), getattr(error, "code", None)
 
+    times = {1: 1.7e9, 2: 1.7e9 + 90}
+    monkeypatch.setattr(signals, "time", types.SimpleNamespace(time=lambda: times[three.index]))
+    text = "SIGHUP at processes 1, 2 of 3 (2023-11-14 22:13:20 UTC) stopped the run at step 3"
     assert three.each(stopped) == [
-        (False, [True, True], False, signal.SIGHUP, "SIGHUP stopped the run at step 3", 129),
-        (False, [True, True], False, signal.SIGHUP, "SIGHUP stopped the run at step 3", 129),
-        (False, [True, True], False, signal.SIGINT, "SIGINT stopped the run at step 3", None),
+        (False, [True, True], False, signal.SIGHUP, text, 129),
+        (False, [True, True], False, signal.SIGHUP, text, 129),
+        (False, [True, True], False, signal.SIGINT, text, None),
     ]
     assert sorted(asked) == [1, 2]
 
@@ -150,7 +153,7 @@ def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
 def test_a_signal_that_comes_too_late_for_the_others(three):
     def left(index, number):
         stop = StopSignals()
-        stop.received = number if index == 1 else None
+        stop.received, stop.received_at = (number, 1e9) if index == 1 and number else (None, None)
         stop.agree_at_end()
         return stop.received
 
