@@ -5,19 +5,40 @@ import dataclasses
 import itertools
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.core.html_tables import Tabular
-from jstep.core.stopwatch import BEFORE, HOOKS, PHASES, STARTING, STEPPING
+from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
 from jstep.look.cli import Command, answer, table
-from jstep.record.schema import Start
+from jstep.record.process_files import read_processes
+from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
 from jstep.stores.urls import absolute, location
 
 _ALL = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
+_MAX_SLOW = 8
+"""The number of slow processes that are shown."""
+
+
+class SlowProcess(NamedTuple):
+    """A process that spends at least twice the milliseconds a step of the others in a part, in the newest start.
+
+    `others` is the median of theirs.
+    """
+
+    process: int
+    host: str | None
+    part: str
+    milliseconds: float
+    others: float
+
+    def row(self) -> tuple[str, str, str]:
+        name = f"{self.part} of process {self.process} ({self.host})"
+        return name, f"{self.milliseconds:.3g} ms a step", f"others {self.others:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,6 +61,9 @@ class Goodput(Tabular):
         notes: Parts whose time a step changed by more than a factor of two, and starts that cannot be read, as
             sentences.
         computing: The seconds of `hooks` in which the device computed steps, by samples.
+        processes: Number of processes of the newest start; the times are those of process 0.
+        slow: The processes that spend twice as long as the others in `waiting`, `saving`, `evaluating` or `hooks`. In
+            `stepping` each waits for the slowest.
 
     Example:
         >>> import jstep
@@ -64,6 +88,8 @@ class Goodput(Tabular):
     before: float = 0.0
     notes: Sequence[str] = dataclasses.field(default=(), hash=False)
     computing: float = 0.0
+    processes: int = 1
+    slow: Sequence[SlowProcess] = dataclasses.field(default=(), hash=False)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -81,7 +107,9 @@ class Goodput(Tabular):
 
     def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
-        return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
+        whose = f", times of process 0 of {self.processes}" if self.processes > 1 else ""
+        steps = f"{self.steps} steps in {self.total:.6g} s"
+        return f"goodput {_percent(self.fraction)}: {steps}, {self.starts} {starts}{whose}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = list[tuple[str, float]]()
@@ -89,7 +117,8 @@ class Goodput(Tabular):
             rows.append((name, secs))
             rows += [("  computing", self.computing)] if name == HOOKS else []
             rows += [(f"  {part}", of_part) for part, of_part in self.stalled.items()] if name == STALLED else []
-        return [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
+        shown = [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
+        return [*shown, *(slow.row() for slow in self.slow[:_MAX_SLOW])]
 
     def _notes(self) -> Sequence[str]:
         return self.notes
@@ -102,8 +131,8 @@ def _percent(share: float) -> str:
 def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    The times are in files in `starts/`, in the checkpoint_dir or else in the logdir. If a start was killed, up to its
-    last second (ten below a URL) counts as `down`. The run may still be in progress.
+    The times, those of process 0, are in files in `starts/`, in the checkpoint_dir or else in the logdir. If a start
+    was killed, up to its last second (ten below a URL) counts as `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
 
@@ -129,7 +158,15 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    return goodput_of_starts(_starts_of(path, prefix))
+    return _goodput_of_run(path, prefix, _starts_of(path, prefix))
+
+
+def _goodput_of_run(path: str | os.PathLike[str], prefix: str, starts: Sequence[Start]) -> Goodput:
+    """Account for the time of a run, and compare its processes."""
+    found, newest = goodput_of_starts(starts), valid(starts)[-1]
+    count = newest["processes"] or 1
+    records = read_processes(absolute(location(path, "path")), prefix, newest["number"], count)
+    return dataclasses.replace(found, processes=count, slow=slow_processes(newest, records))
 
 
 def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
@@ -164,9 +201,17 @@ _MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
 
 def milliseconds(start: Start) -> dict[str, float]:
     """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
-    first, last = start["step"] or (0, 0)
-    secs = {phase: start["seconds"].get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
+    secs = _repeated(start["seconds"])
     secs[STALLED] = sum(_take_stalls(start, secs).values())
+    return _per_step(secs, start["step"])
+
+
+def _repeated(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {phase: seconds.get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
+
+
+def _per_step(secs: Mapping[str, float], steps: tuple[int, int] | None) -> dict[str, float]:
+    first, last = steps or (0, 0)
     return {phase: 1000 * value / (last - first) for phase, value in secs.items()} if last > first else {}
 
 
@@ -182,6 +227,23 @@ def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = ma
             seconds[part] -= taken
             stalled[part] = stalled.get(part, 0.0) + taken
     return stalled
+
+
+def slow_processes(start: Start, records: Sequence[ProcessRecord]) -> list[SlowProcess]:
+    """Return the processes that spend twice as long as the others in a part, the slowest first."""
+    hosts = {0: start["process"]["host"]} | {record["index"]: record["process"]["host"] for record in records}
+    spans = {0: start["step"] or (0, 0)} | {record["index"]: record["step"] or (0, 0) for record in records}
+    times = {0: milliseconds(start)}
+    times |= {record["index"]: _per_step(_repeated(record["seconds"]), record["step"]) for record in records}
+    times = {process: times[process] for process, (first, last) in spans.items() if last - first >= _MIN_STEPS}
+    found = list[SlowProcess]()
+    for process, by_part in times.items() if len(times) > 1 else ():
+        least = max(_MIN_MS, _MIN_SHARE * sum(by_part.values()))
+        for part in (WAITING, SAVING, EVALUATING, HOOKS):
+            others = statistics.median(other[part] for index, other in times.items() if index != process)
+            if by_part[part] >= 2 * others and by_part[part] >= least:
+                found.append(SlowProcess(process, hosts[process], part, by_part[part], others))
+    return sorted(found, key=lambda slow: slow.others - slow.milliseconds)
 
 
 def part_changes(starts: Sequence[Start]) -> list[str]:
@@ -258,7 +320,7 @@ def _print_goodput(arguments: argparse.Namespace) -> int:
 
 def _print_one(path: str, arguments: argparse.Namespace) -> int:
     starts = _starts_of(path, arguments.prefix)
-    result = goodput_of_starts(starts)
+    result = _goodput_of_run(path, arguments.prefix, starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
     times = [(start["number"], start["step"][0], milliseconds(start)) for start in valid(starts) if start["step"]]
     rows = [{"start": number, "from": first, **by_part} for number, first, by_part in times if by_part]

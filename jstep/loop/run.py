@@ -47,6 +47,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 from jstep.watching.batch_watch import BatchWatch
 from jstep.watching.observer import Observer
+from jstep.watching.process_recorder import ProcessRecorder
 from jstep.watching.progress import Progress
 from jstep.watching.recorder import Recorder
 from jstep.watching.stalls import StallWatch
@@ -55,6 +56,7 @@ from jstep.watching.utilization import Meters
 OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
     Progress,
     Recorder,
+    ProcessRecorder,
     BatchWatch,
     StallWatch,
     Meters,

@@ -29,6 +29,7 @@ from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
+from jstep.record.process_files import ProcessFile
 from jstep.record.starts import StartFile, valid
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
@@ -56,7 +57,9 @@ class RunContext(RunInfo):
     Attributes:
         observers: They are entered before anything is opened.
         closing: Closes what the run has opened.
-        file: The record of this start, while it is open; any thread writes it.
+        file: The record of this start, while it is open; any thread writes it. Only process 0 has it.
+        process_file: The record of another process.
+        start_number: The number of the recorded start, once all processes have opened it; 0 if it is not recorded.
         new_name: Its name if no earlier start gave it one.
     """
 
@@ -80,6 +83,8 @@ class RunContext(RunInfo):
         self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
         self.file: StartFile | None = None
+        self.process_file: ProcessFile | None = None
+        self.start_number = 0
         self.new_name = secrets.token_hex(4)
 
     @property
@@ -100,6 +105,15 @@ class RunContext(RunInfo):
         except Exception as error:
             self.log_failed(hook, error, call.method)
         self.course.calling = outer
+
+    def recorded_times(self) -> dict[str, Any]:
+        """Return the span of steps that the device has finished, and the seconds of each phase."""
+        course, seconds, unfinished = self.course, self.watch.seconds(), self.in_flight.unfinished()
+        finished = self.step if unfinished is None else unfinished[0]
+        return {
+            "step": [course.first, max(course.first, finished)] if course.is_first_known else None,
+            "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+        }
 
     # The interface of hooks, documented at `RunInfo`.
 

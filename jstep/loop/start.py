@@ -45,7 +45,7 @@ _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be open
 
 def open_run(run: RunContext, batches: Tree) -> None:
     _open_checkpoints(run)
-    processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
+    (run.start_number,) = processes.first_ints_on_all(lambda: _notify_opened(run), 1, _NO_LOGS)
     dispatch = _dispatch_of(run)
     run.closing.callback(dispatch.compiler.close)
     started = _restore(run, dispatch, batches)
@@ -148,7 +148,8 @@ def begin(run: RunContext, opened: Opened) -> bool:
     return True
 
 
-def _notify_opened(run: RunContext) -> None:
+def _notify_opened(run: RunContext) -> tuple[int]:
+    """Open the logs; return the number of the start."""
     options = run.options
     if jax.process_index() == 0:
         if run.saver is None and options.where is not None and is_url(options.where):
@@ -163,6 +164,7 @@ def _notify_opened(run: RunContext) -> None:
                     remove_temporary(stalls)
     for observer in run.observers:
         observer.opened()
+    return (0 if run.file is None else run.file.fields["number"],)
 
 
 def _dispatch_of(run: RunContext) -> Dispatch:

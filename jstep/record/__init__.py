@@ -3,6 +3,7 @@
 - `code`: the commit of a program, and its edits.
 - `config`: what a run was given, as JSON without secrets.
 - `differences`: the differences of two starts.
+- `process_files`: the files of all processes but the first.
 - `programs`: the printed programs of a start, kept beside its card.
 - `schema`: the schema of the files of a run, as types, and their only check.
 - `stall_files`: the files `stalls/PREFIX.PROCESS.json`.

@@ -86,6 +86,7 @@ class Start(TypedDict):
     parent: Parent | None  # the checkpoint that the run branched from
     copied: bool | None  # whether this is the first start in a copy of another run's directory
     process: Process  # process 0
+    processes: Step | None  # their number; None if it is the only one
     began: Seconds  # since 1970: when its process began, or its call if that is not the first of the process
     now: Seconds  # when this was written, about began + sum(seconds)
     directory: Path | None  # where the record is, absolute
@@ -117,6 +118,21 @@ class Start(TypedDict):
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
     card: dict[str, Any]  # {} until `with_card`
+
+
+class ProcessRecord(TypedDict):
+    """What a process other than the first has recorded of a start."""
+
+    version: int
+    prefix: str
+    index: Step
+    start: Step  # the number of the start
+    process: Process
+    written: Seconds
+    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None
+    seconds: PhaseSeconds
+    batches: BatchEntries
+    signal: tuple[str, Seconds] | None  # the one that this process received, and when
 
 
 class CardProgram(TypedDict):

@@ -1,7 +1,7 @@
 """The observer that notices whether a restart reads the batch that was read before.
 
-A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes of the first
-process are in the file of its start, others in `starts/PREFIX.PROCESS.batches`.
+A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes are in the
+file of the start, or of the process.
 """
 
 import functools
@@ -23,16 +23,12 @@ from jstep.data.sequence import BatchSequence
 from jstep.loop.origin import PAST, START
 from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
-from jstep.record.config import encoded
-from jstep.record.schema import BatchEntries, checked
-from jstep.record.starts import FOLDER, OpenDirectory, valid
-from jstep.stores.files import decode_json, read_small, replace_file
-from jstep.stores.urls import is_url, join_path
+from jstep.record.starts import valid
 from jstep.watching.card import batches_card
 from jstep.watching.observer import Observer
 
-_KEPT, _MAX_BYTES, _END_SECS = 20, 2**16, 5.0
-"""The hashes that are kept, the bytes of a file that is read, the seconds to wait for the last hash."""
+_KEPT, _END_SECS = 20, 5.0
+"""The hashes that are kept, the seconds to wait for the last hash."""
 _OTHER = "batch %d is not the one that was read before%s: the loader's state lacks something, or its data changed"
 
 
@@ -44,22 +40,18 @@ class BatchWatch(Observer):
         self._step: int | None = None  # of the batch that is to be hashed
         self._hashes: dict[str, Any] = {}  # step → hashes of layout, content and settings, of earlier batches
         self._tasks = SerialTasks("jstep-batch-hash", _not_hashed, daemon=True)
-        self._folder: OpenDirectory | None = None
-        self._path = self._settings_hash = ""
+        self._settings_hash = ""
 
     def before_begin(self) -> None:
         run = self._run
         if run.saver is None:
             return
-        folder = join_path(run.saver.directory, FOLDER)
-        self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
-        self._folder = None if is_url(folder) or jax.process_index() == 0 else OpenDirectory(folder)
         if run.restored is not None and not run.origin.is_at_branch_point and run.opened.batches.source.seekable:
             self._tasks.add(self._read_hashes)
             self._watch(run.course.first)
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        if self._path and (step > self._run.course.first or self._run.restored is None):
+        if self._run.saver is not None and (step > self._run.course.first or self._run.restored is None):
             if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
                 self._tasks.add(functools.partial(self._drop_hashes_from, step))
             self._watch(step)
@@ -73,8 +65,6 @@ class BatchWatch(Observer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._run.signals.received_twice:
             self._tasks.wait(_END_SECS)
-        if self._folder is not None:
-            self._folder.close()
 
     def _watch(self, step: int) -> None:
         if self._step is None:
@@ -92,8 +82,8 @@ class BatchWatch(Observer):
 
     def _read_hashes(self) -> None:
         known: dict[str, Any] = {}
-        if jax.process_index():
-            known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
+        if self._run.process_file is not None:
+            known = self._run.process_file.fields["batches"]
         elif (file := self._run.file) is not None:
             made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
             for start in valid(file.earlier):
@@ -113,11 +103,7 @@ class BatchWatch(Observer):
         self._write_hashes()
 
     def _write_hashes(self) -> None:
-        if jax.process_index():
-            if self._folder is not None:
-                self._folder.check()
-            replace_file(self._path, encoded(self._hashes), flush=False)
-        elif (file := self._run.file) is not None:
+        if (file := self._run.process_file or self._run.file) is not None:
             file.update({"batches": self._hashes})
             file.due.set()
 

@@ -14,7 +14,7 @@ import jax
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core import stopwatch
+from jstep.core import processes, stopwatch
 from jstep.core.jaxprs import without_addresses
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
@@ -112,6 +112,7 @@ class Recorder(Observer):
         return {
             "run": self.run.name,
             "process": this_process(),
+            "processes": None if processes.is_single_process() else jax.process_count(),
             "began": stopwatch.CLOCKS.wall() - sum(self.run.watch.seconds().values()),
             "directory": where,
             "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
@@ -185,20 +186,18 @@ class Recorder(Observer):
             self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
 
     def _current_fields(self) -> dict[str, Any]:
-        run, seconds = self.run, self.run.watch.seconds()
+        run, times = self.run, self.run.recorded_times()
         self._read_numbers()
         counter = run.counter if run.is_open else None
         peaks = [0]
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
-        unfinished, (hooks, busy) = self.run.in_flight.unfinished(), self._samples
-        finished = run.step if unfinished is None else unfinished[0]
+        hooks, busy = self._samples
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [run.course.first, max(run.course.first, finished)] if run.course.is_first_known else None,
-            "computing": seconds.get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
+            **times,
+            "computing": times["seconds"].get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
             **host_memory(),
-            "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": self._examples(),
             "state_changes": run.course.state_changes.as_record(),
             **_bounded(self._numbers["values"]),

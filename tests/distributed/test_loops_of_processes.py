@@ -1,7 +1,12 @@
 """`jstep.Run` on two processes: all iterate alike, stop after the same iteration, and resume each with its objects."""
 
+import re
+
 import pytest
 from processes import printed, run
+
+import jstep
+from jstep.record.process_files import read_process
 
 SCRIPT = """
 import signal
@@ -41,6 +46,9 @@ def test_two_processes_stop_after_one_iteration_and_resume_bitwise(tmp_path):
     whole = run(SCRIPT, 2, tmp_path, tmp_path / "whole", "60", "-1")
     stopped = run(SCRIPT, 2, tmp_path, tmp_path / "stopped", "60", "6")
     assert lines_of(stopped, "stopped") == [["stopped 143"]] * 2
+    (found,) = jstep.runs(tmp_path / "stopped")
+    assert re.fullmatch(r"SIGTERM at process 1 of 2 \(20\d\d-.* UTC\)", found.reason)
+    assert read_process(str(tmp_path / "stopped"), "model", 1)["signal"][0] == "SIGTERM"
     assert lines_of(stopped, "state")[0] == lines_of(stopped, "state")[1]
     resumed = run(SCRIPT, 2, tmp_path, tmp_path / "stopped", "60", "-1")
     assert lines_of(resumed, "state") == lines_of(whole, "state")
@@ -80,3 +88,20 @@ def test_processes_that_do_not_iterate_alike_are_named_and_not_saved(kind, tmp_p
         text = "the processes of this run must iterate alike, got at this save: "
         assert printed(lines, "raised").startswith(f"{text}{FOUND[kind]}. Nothing is saved")
         assert printed(lines, "saved") == "None"
+
+
+SLOW = """
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+options = dict(checkpoint_dir=directory, save_checkpoint_steps=100, batch_sharding=rows, progress=False)
+with jstep.Run(step, state, batches, 20, **options) as loop:
+    for at in loop:
+        time.sleep(0.05 * process)
+"""
+
+
+@pytest.mark.thorough
+def test_goodput_names_the_slow_process(tmp_path):
+    run(SLOW, 2, tmp_path)
+    found = jstep.goodput(tmp_path)
+    assert (found.processes, [slow.process for slow in found.slow if slow.part == "hooks"]) == (2, [1])

@@ -7,6 +7,7 @@ from written_runs import start, write_start
 
 import jstep
 from jstep.look.cli import main
+from jstep.record.process_files import ProcessFile
 
 
 def write(folder, *starts, prefix="model"):
@@ -62,7 +63,48 @@ def test_several_starts(tmp_path, capsys):
         0.0,
     )
     parts = {part: secs for part, secs in found.parts.items() if part != "stalled"}
-    assert found_json == {**parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
+    expected = {**parts, "starts": 4, "steps": 200, "processes": 1, "total": 300.0, "fraction": found.fraction}
+    assert found_json == expected
+
+
+# The part, seconds by process in 100 steps, the slow processes, and the row of the first of them.
+PROCESSES = [
+    ("waiting", [0.1, 2.0], [1], "waiting of process 1 (host1) 20 ms a step others 1"),
+    ("hooks", [2.0, 0.9, 0.9], [0], "hooks of process 0 (host0) 20 ms a step others 9"),
+    ("evaluating", [0.0, 0.0, 1.0], [2], "evaluating of process 2 (host2) 10 ms a step others 0"),
+    (
+        "waiting",
+        [0.5, *[3.0] * 9, *[1.0] * 20],
+        [1, 2, 3, 4, 6, 7, 8, 9],
+        "waiting of process 1 (host1) 30 ms a step others 10",
+    ),
+    ("saving", [1.0, 1.9, 1.0], [], ""),
+    ("stepping", [1.0, 9.0], [], ""),
+    ("waiting", [0.001, 0.009], [], ""),
+]
+
+
+@pytest.mark.parametrize(("part", "seconds", "slow", "row"), PROCESSES)
+def test_a_process_that_takes_twice_as_long_as_the_others_has_a_row(part, seconds, slow, row, tmp_path, capsys):
+    def recorded(process):
+        return {
+            "step": [0, 100],
+            "process": {"host": f"host{process}"},
+            "seconds": {"stepping": 1.0, part: seconds[process]},
+        }
+
+    for number in (1, 2):
+        write_start(tmp_path, start(tmp_path, number, processes=len(seconds), **recorded(0)))
+    for process in range(1, len(seconds)):
+        fields = {"start": 1 if process == 5 else 2, "written": 1e9}  # one did not record the newest start
+        ProcessFile(str(tmp_path), "model", process, fields).write(recorded(process))
+    assert main(["goodput", str(tmp_path)]) == 0
+    head, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert head.endswith(f"2 starts, times of process 0 of {len(seconds)}")
+    assert [line for line in lines if " of process " in line][:1] == [row] * bool(slow)
+    assert main(["goodput", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["part"], one["process"]) for one in found.get("slow", [])] == [(part, process) for process in slow]
 
 
 def test_a_stall_is_taken_out_of_the_part_that_it_was_in(tmp_path, capsys):

@@ -14,6 +14,7 @@ from jstep.loop.run import OBSERVERS
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
     "watching/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
+    "watching/process_recorder": set(),  # other processes than the first have it
     "watching/batch_watch": {"batches"},
     "watching/stalls": {"stalls"},
     "watching/utilization": {"utilization"},

@@ -1,0 +1,81 @@
+"""The files `starts/PREFIX.PROCESS.json` of all processes but the first: the times of each, its batches, its signal.
+
+A process has one file, which each start replaces.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from jstep.core.logs import logger
+from jstep.record.config import encoded
+from jstep.record.schema import ProcessRecord, checked, valid_fields
+from jstep.record.starts import FOLDER, OpenDirectory
+from jstep.stores.files import decode_json, read_small, replace_file
+from jstep.stores.urls import is_url, join_path
+
+PROCESS_VERSION = 1
+_MAX_BYTES, _MAX_READ = 2**16, 4096
+"""The bytes of a file, and the number of processes, that are read."""
+
+
+class ProcessFile:
+    """The file of this process. Thread-safe; a write that fails is logged once, and never ends the run.
+
+    Args:
+        where: The directory or bucket of the run, in which the first process has recorded the start.
+
+    Attributes:
+        period: The seconds between two writes.
+        due: Set if it should be written sooner.
+    """
+
+    def __init__(self, where: str, prefix: str, index: int, fields: Mapping[str, Any]) -> None:
+        self.period, self.due = (60.0 if is_url(where) else 10.0), threading.Event()
+        self.fields: Mapping[str, Any] = {"version": PROCESS_VERSION, "prefix": prefix, "index": index, **fields}
+        self._path = _path_of(where, prefix, index)
+        self._updating, self._has_failed = threading.Lock(), False
+        self._directory = None if is_url(where) else OpenDirectory(join_path(where, FOLDER))
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Change what is written next."""
+        with self._updating:
+            self.fields = {**self.fields, **fields}
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        self.update(fields)
+        try:
+            if self._directory is not None:
+                self._directory.check()
+            replace_file(self._path, encoded(valid_fields(self.fields, ProcessRecord)), flush=False)
+        except Exception as error:
+            if not self._has_failed:
+                logger.info("%s cannot be written: %s", self._path, error)
+            self._has_failed = True
+
+    def close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+
+
+def read_process(where: str, prefix: str, index: int) -> ProcessRecord | None:
+    """Return what a process has recorded; None if there is no valid file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = checked(decode_json(read_small(_path_of(where, prefix, index), _MAX_BYTES)), ProcessRecord)
+        if (found["version"], found["prefix"], found["index"]) == (PROCESS_VERSION, prefix, index):
+            return cast(ProcessRecord, found)
+    return None
+
+
+def read_processes(where: str, prefix: str, start: int, count: int) -> Sequence[ProcessRecord]:
+    """Return what the processes of a start have recorded, without the first one, if no later start has replaced it."""
+    indices = range(1, min(count, _MAX_READ))
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda index: read_process(where, prefix, index), indices))
+    return [record for record in found if record is not None and record["start"] == start]
+
+
+def _path_of(where: str, prefix: str, index: int) -> str:
+    return join_path(where, FOLDER, f"{prefix}.{index}.json")

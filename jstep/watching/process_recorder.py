@@ -1,0 +1,57 @@
+"""The observer that records the times of each process but the first, which the `Recorder` of process 0 cannot know."""
+
+import threading
+from typing import Any
+
+import jax
+
+from jstep.core.stopwatch import CLOCKS
+from jstep.loop.run_context import RunContext
+from jstep.record.process_files import ProcessFile, read_process
+from jstep.stores.owners import this_process
+from jstep.stores.urls import absolute
+from jstep.watching.observer import Observer
+
+
+class ProcessRecorder(Observer):
+    """The observer that writes the file of a process, every `ProcessFile.period` seconds and at the end."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="jstep-process-record", daemon=True)
+
+    def before_begin(self) -> None:
+        run, where, index = self._run, self._run.options.where, jax.process_index()
+        if where is None or index == 0 or not run.start_number:
+            return
+        prefix = run.options.checkpoint_prefix if run.saver is None else run.saver.prefix
+        earlier = None if run.restored is None else read_process(where, prefix, index)
+        batches = {} if earlier is None else earlier["batches"]
+        fields = {"start": run.start_number, "process": this_process(), "batches": batches}
+        run.process_file = ProcessFile(absolute(where), prefix, index, fields | self._current())
+        self._thread.start()
+
+    def _current(self) -> dict[str, Any]:
+        signals = self._run.signals
+        name, at = None if signals.received is None else signals.received.name, signals.received_at
+        own_signal = None if name is None or at is None else [name, at]
+        return self._run.recorded_times() | {"written": CLOCKS.wall(), "signal": own_signal}
+
+    def _tick(self) -> None:
+        file = self._run.process_file
+        while file is not None and not self._over.is_set():
+            file.write(self._current())
+            file.due.wait(file.period)
+            file.due.clear()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        file = self._run.process_file
+        if file is None:
+            return
+        self._over.set()
+        file.due.set()
+        self._thread.join(timeout=10)  # it may be blocked on an object store
+        if not self._thread.is_alive():
+            file.write(self._current())
+        file.close()
