@@ -46,7 +46,10 @@ class BackgroundHooks:
     def wait(self, path: str | None = None) -> None:
         if path is None:
             self._tasks.wait()
-        elif call := self._calls.pop(path, None):
+            return
+        with self._lock:  # `saved` reads the calls in another thread
+            call = self._calls.pop(path, None)
+        if call is not None:
             call.result()
 
     def end(self) -> list[Any]:

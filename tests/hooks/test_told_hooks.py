@@ -89,6 +89,28 @@ def test_only_reports_in_progress_are_held():
     assert list(background._calls) == ["model-29"]
 
 
+def test_a_report_is_awaited_while_another_one_begins():
+    hook, waits = Told(), []
+    background = BackgroundHooks([hook])
+
+    class Call:
+        result = staticmethod(lambda: None)
+
+        def done(self):  # `saved` looks at each call while another thread waits for one of them
+            if not waits:
+                waits.append(threading.Thread(target=background.wait, args=("model-2",)))
+                waits[0].start()
+                waits[0].join(0.2)
+            return False
+
+    background._calls = {"model-1": Call(), "model-2": Call()}
+    background.saved(3, "model-3")
+    waits[0].join(60)
+    background.wait()
+    assert hook.steps == [3]
+    assert list(background._calls) == ["model-1", "model-3"]
+
+
 def test_keep_best_waits_and_tells(tmp_path):
     found = []
 
