@@ -59,6 +59,9 @@ class Listener(Protocol):
     def wait(self, path: str | None = None) -> None:
         """Wait until this checkpoint, or each one, may be deleted."""
 
+    def is_calling(self) -> bool:
+        """Return whether this thread reports a checkpoint, so that it must not wait for a save."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EndOfSave:

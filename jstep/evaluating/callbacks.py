@@ -356,6 +356,9 @@ class _Complete:
         if self.notifier is not None:
             self.notifier.wait(path)
 
+    def is_calling(self) -> bool:
+        return self.notifier is not None and self.notifier.is_calling()
+
 
 def _none_is_kept(path: str) -> bool:
     return False

@@ -90,8 +90,8 @@ class Hook(ShownAsTyped):
         """Called on process 0 with a checkpoint that is kept and acknowledged: complete and on disk.
 
         It is called in a background thread, one call at a time; the checkpoint is not deleted before it returns. An
-        exception is logged; `train` raises it at its end unless a later call succeeded. To read a checkpoint, open another
-        `Saver`: the run's own may wait for this call, and hang.
+        exception is logged; `train` raises it at its end unless a later call succeeded. To read a checkpoint, open
+        another `Saver`: the run's own, which may wait for this call, raises a RuntimeError.
         """
 
     def failed(self, step: int, error: BaseException) -> None:

@@ -22,6 +22,7 @@ class BackgroundHooks:
         self._tasks = SerialTasks("jstep-saved", daemon=True)
         self._calls: dict[str, Task[None]] = {}  # those in progress, by path
         self._errors: dict[int, Any] = {}
+        self._thread: int | None = None  # of the call of `saved` in progress
 
     def flush(self) -> None:
         """Flush everything that must not be older than a checkpoint, before it exists; an error fails the save."""
@@ -35,6 +36,7 @@ class BackgroundHooks:
                 self._calls[path] = self._tasks.add(lambda: self._report(step, path))
 
     def _report(self, step: int, path: str) -> None:
+        self._thread = threading.get_ident()
         for hook in tuple(self._told):
             self._errors.pop(id(hook), None)
             try:
@@ -42,6 +44,7 @@ class BackgroundHooks:
             except BaseException as error:  # reported only in the log and at the end of the run
                 self._errors[id(hook)] = error
                 logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
+        self._thread = None
 
     def wait(self, path: str | None = None) -> None:
         if path is None:
@@ -51,6 +54,9 @@ class BackgroundHooks:
             call = self._calls.pop(path, None)
         if call is not None:
             call.result()
+
+    def is_calling(self) -> bool:
+        return self._thread == threading.get_ident()
 
     def end(self) -> list[Any]:
         """Report no more checkpoints; return the errors of hooks whose last call failed."""

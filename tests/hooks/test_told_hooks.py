@@ -66,6 +66,15 @@ def test_each_kept_checkpoint_is_told_when_it_is_there(tmp_path):
     assert hook.calls[-1] == ("closed",)
 
 
+@pytest.mark.parametrize("method", ["all_steps", "wait", "extra"])
+def test_a_hook_does_not_wait_for_the_save_that_waits_for_it(tmp_path, method):
+    options = saving(tmp_path, max_to_keep=1)
+    hook = Told(lambda step, path: getattr(options["checkpoint_dir"], method)())
+    with pytest.raises(RuntimeError, match=r"read checkpoints with another one, jstep\.Saver\("):
+        train(12, hook, **options)
+    assert hook.steps == [5, 10, 12]
+
+
 def test_no_checkpoint_is_evicted_before_its_word_has_returned(tmp_path):
     found = []
 
