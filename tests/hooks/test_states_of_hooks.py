@@ -45,7 +45,7 @@ class Other(Kept):
             [Other("a"), Kept("b")],
             [Kept("1")],
             ["b"],
-            ["hooks: the checkpoint has 1 state(s) of Other, and the run has 0 of them: they start fresh"],
+            ["hooks: the checkpoint has 1 state(s) of Other, and the run has 0 of them: their state is dropped"],
         ),
         ([Other("a", key="mine"), Kept("b")], [Kept("1"), Kept("2", key="mine")], ["b", "a"], []),
     ],
