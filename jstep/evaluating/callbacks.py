@@ -176,6 +176,7 @@ class EarlyStopping(MetricCallback):
         on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
+        KeyError: In a run: evaluate does not return the metric.
         ValueError: An argument is out of range, or the metric needs a mode.
 
     Example:
@@ -272,7 +273,7 @@ class ReduceOnPlateau(MetricCallback):
         on_cadence_only: True, as in `EarlyStopping`.
 
     Raises:
-        KeyError: Before the first step: the state holds no such hyperparameter.
+        KeyError: In a run: evaluate does not return the metric, or the state holds no such hyperparameter.
         ValueError: An argument is out of range, or the metric needs a mode.
 
     Example:
@@ -371,7 +372,7 @@ class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was
-    measured with averages of the parameters. Every run competes with the checkpoints in that directory; a warning is
+    measured with averages of the parameters. Every run competes with the checkpoints in `directory`; a warning is
     logged if the best value was measured with another config, or on other data. On a tie the earlier checkpoint is
     kept. A nonfinite value is never kept, nor are parameters with NaN.
 
@@ -387,6 +388,7 @@ class KeepBest(MetricReader):
         values: Step → value of each checkpoint that is kept.
 
     Raises:
+        KeyError: In a run: evaluate does not return the metric.
         ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the run uses the
             same directory and prefix.
 

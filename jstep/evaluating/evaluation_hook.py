@@ -55,6 +55,7 @@ class EvaluationHook(RunHook):
         results: Step → result of `evaluate`, for this run.
 
     Raises:
+        KeyError: Before the first step or after an evaluation: evaluate does not return the metric of a callback.
         ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
             same prefix, or two callbacks the same `key`.
 

@@ -35,8 +35,7 @@ def _with_arguments_of(
 def train(*args: Any, **options: Any) -> TrainState[Any]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
-    A run that was stopped resumes when it is started again: the state and the positions of the batches are restored
-    from the checkpoint.
+    A run that is started again resumes: the state and the positions of the batches are restored.
 
     After an exception, the last complete state is in its `state` attribute. If there is a checkpoint_dir, it is also
     saved, unless its loss or a parameter is not finite, or there are several processes (these save only after a
@@ -45,8 +44,8 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
-            advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages, which share one
-            structure of the state.
+            advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages, step_a before step 1000
+            and step_b from there on, which share one structure of the state.
         state: The initial state. If a checkpoint is restored, it is only a template, and may be abstract. It is donated
             to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)`, or any
@@ -58,7 +57,7 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         last_step: The global step at which the run ends: a run restored at last_step takes no step. None if the
             batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
-            built-in hooks. A `StepCounterHook` among them replaces the built-in one.
+            built-in hooks, a `CheckpointSaverHook` after all others. A `StepCounterHook` replaces the built-in one.
         checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
             left open. If None, no checkpoints are saved.
         checkpoint_prefix: Prefix of checkpoint names: `model` gives `model-1000`.
@@ -94,6 +93,9 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         The state after the last step.
 
     Raises:
+        CheckpointError: Another run writes to checkpoint_dir, the newest checkpoint is corrupted, or a save failed.
+        FileNotFoundError: There is no checkpoint at start_from.
+        OSError: A directory cannot be read or written.
         Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` has elapsed, and the step in flight is
             finished. SIGUSR1 and SIGHUP are left alone if they are ignored or have a handler when the run starts.
         KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops immediately. An

@@ -79,8 +79,8 @@ def minimize(
             has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it returns
             `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step, `step=global_step`; with
             use_averages, `averages=params`. Alternatively several losses, `{"critic": (critic_loss, "critic/*"),
-            "actor": (actor_loss, "actor/*")}`: each is differentiated with respect to its own var_list, and all
-            gradients are applied in one update.
+            "actor": (actor_loss, "actor/*")}`: each is differentiated with respect to its own var_list, all
+            at the same parameters, and all gradients are applied in one update. Other parameters do not change.
         optimizer: The optimizer that the state was created with, or an Optax transformation.
         var_list: The parameters to train, as in `compute_gradients`. The others, and those that a `partition` freezes,
             are neither changed nor differentiated.
