@@ -18,8 +18,8 @@ from jstep.metrics.ratios import MeanOf
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (
-    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
-    "methods merge and compute"
+    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count) or mean_of(sum, count), "
+    "or an object with the methods merge and compute"
 )
 _REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"

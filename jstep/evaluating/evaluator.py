@@ -70,9 +70,9 @@ def evaluator(
     Args:
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
             `*args`, any other, also a NamedTuple, as one argument. A metric is a vector with a value for each example;
-            a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`; or a pytree
-            object with `merge(other)` and `compute()`, as in `jstep.metrics`, where `compute()` returns a number, or a
-            dict of numbers named `name/key`.
+            a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`, or
+            `mean_of(sum, count)`; or a pytree object with `merge(other)` and `compute()`, as in `jstep.metrics`, where
+            `compute()` returns a number, or a dict of numbers named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
             drop_remainder=False)`, or a loader. An iterator that cannot be reset can be used only once.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
@@ -91,11 +91,11 @@ def evaluator(
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
             structure, or computes something other than numbers.
         ValueError: The batches have no end. From `evaluate`: there are no batches, an iterator was used before, a
-            metric is not one of the four kinds, the state has no averages or model state, or it has averages of some
+            metric is of another kind, the state has no averages or model state, or it has averages of some
             parameters and schedule-free parameters of others.
 
     Example:
-        >>> import jax.numpy as jnp, numpy as np, jstep
+        >>> import numpy as np, jstep
         >>> def metrics(params, x, y):
         ...     error = params["w"] * x - y
         ...     return {"loss": error**2, "auc": jstep.metrics.auc(params["w"] * x, y > 5)}

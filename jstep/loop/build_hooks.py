@@ -50,7 +50,7 @@ def build_hooks(run: RunContext) -> BuiltHooks:
 
 
 _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
-"""The seconds after which a background thread writes events: each upload has a price."""
+"""The seconds after which a background thread writes events, and in a bucket, where each upload has a price."""
 
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:

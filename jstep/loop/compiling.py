@@ -56,7 +56,7 @@ class Compiler:
     Attributes:
         record: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
-        begun: Those that no call has needed yet.
+        begun: Those in progress or compiled that no call has needed yet.
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:

@@ -5,8 +5,8 @@
 | `BEGINNING` | the start | `BETWEEN`; `ENDING`, if no step is taken | nothing |
 | `BETWEEN` | the first call; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
 | `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
-| `ENDING` | the last iteration, or an error between two | `CLOSING` | the state |
-| `LEAVING` | a signal between two iterations | `CLOSING` | the state |
+| `ENDING` | the last iteration; an error or a signal between two | `CLOSING` | the state |
+| `LEAVING` | a signal between two iterations | `ENDING`, by the exception that it raises | the state |
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 

@@ -93,7 +93,7 @@ class Dispatch:
         self.after_each = [other for other in self.after_each if other != after_chunk]
 
     def _run_watched(self, state: Tree, chunk: Chunk, began: float) -> Any:
-        """Run a chunk whose program is new, whose time counts, or that is traced."""
+        """Run a chunk whose program is new, whose time counts, or that is being profiled."""
         annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED
         try:
             with self._first_call() if self._latest is None else _UNMARKED, annotation:

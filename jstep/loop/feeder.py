@@ -23,7 +23,7 @@ from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
-"""The interval between two checks of the waits, in seconds, and the share above which a thread starts."""
+"""The interval between two checks of the waits, in seconds, and the share of waiting above which a thread starts."""
 _HAND_OVER = 1e-4
 """The wait for each call, in seconds, below which no thread starts."""
 _CALLS_AHEAD = 2
@@ -128,10 +128,11 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; a thread may read their batches ahead.
 
-    It starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per call. It
-    never reads batches made with the state.
+    The thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
+    call. It never reads batches made with the state.
 
     Attributes:
+        waiting: Whether the loop waits for a batch.
         may_stop: Whether that wait may be left: no batch is lost.
         got: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
@@ -171,7 +172,7 @@ class BatchFeeder(Iterator[Chunk]):
             if self._signals.received is not None and self._may_leave:
                 self._signals.check()
             if position.is_live:
-                self.may_stop = not position.is_large
+                self.may_stop = not position.is_large  # while `begin_fetch` reads it
                 self.may_stop = position.begin_fetch()
             chunk = next(self._chunks)
             self.may_stop = False

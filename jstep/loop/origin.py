@@ -100,6 +100,7 @@ class Opening:
     """What is known before the state is restored.
 
     Attributes:
+        first: The step at which the run begins; None if unknown.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
         is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
     """
@@ -473,7 +474,7 @@ def _warn_if_different(opening: Opening, restored: int, before: object, name: st
     for hyperparameter, value in opening.given.held_values.items():
         if before.get(hyperparameter, value) != value:
             logger.warning(
-                "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "
+                "state: the held hyperparameter %r is created as %g, but was %g at the previous start. The value in %s "
                 "is used; to change it, call jstep.set_hyperparameter in a hook.",
                 hyperparameter,
                 value,

@@ -314,6 +314,7 @@ class Chunk:
 
     Attributes:
         args: For one step, or stacked for `program.max_steps` steps and padded at the end.
+        first: The step of the state that it begins with.
         must_run: Whether its batches cannot be made again, so no signal may prevent it.
     """
 

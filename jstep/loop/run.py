@@ -6,7 +6,7 @@
 | starting | `with`: opens, restores, begins the hooks | leaves immediately | the restored state |
 | between iterations | `next(run)`: due savers; then a batch | saves and leaves: see `stopping.py` | the latest state |
 | in an iteration | a call, due hooks; `next(run)` returns; the body | waits for its end | may be replaced |
-| ended | the last step, a hook, a signal, the end of the block | see `stopping.py` | the last state |
+| ended | the last step, a hook, a signal, an error, the end of the block | see `stopping.py` | the last state |
 | closed | the block is left | is not handled | the last complete state, or None |
 """
 

@@ -78,7 +78,7 @@ def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
 # The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two, and in a bucket."""
+"""The seconds until the first save, and the least between two; the least in a bucket."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time for which saves may block the loop, and a writer may be busy."""
 _EARLY = 0.1
