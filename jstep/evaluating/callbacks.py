@@ -454,6 +454,10 @@ class KeepBest(MetricReader):
         self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
 
     @property
+    def identifying_settings(self) -> dict[str, Any]:
+        return {"metric": self.metric, "prefix": self._prefix}
+
+    @property
     def data(self) -> str | None:
         """A hash of the data on which the values are measured, once known."""
         task = self._data

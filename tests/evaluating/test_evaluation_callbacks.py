@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.checkpoint.hook_states import get_states, set_states
 
 
 def state_at(step=0, rate=0.5):
@@ -271,6 +272,20 @@ def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
     best.close()
     assert set(steps(tmp_path)) == {1}
     assert "step 2 is not kept, though error=0: NaN in params" in caplog.text
+
+
+def test_hashes_of_the_data_are_matched_in_any_order(tmp_path):
+    def make(metric, prefix):
+        best = jstep.KeepBest(tmp_path, metric, prefix=prefix)
+        best.values = {1: 0.5}
+        return best
+
+    names = [("loss", "a"), ("loss", "b"), ("error", "a")]
+    before, after = ([make(*name) for name in names] for _ in range(2))
+    for best, name in zip(before, names, strict=True):
+        best._measured_on = {1: " of ".join(name)}
+    set_states(after[::-1], get_states(before))
+    assert [best.get_state() for best in after] == [{"1": " of ".join(name)} for name in names]
 
 
 def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, monkeypatch):
