@@ -18,7 +18,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
-from jstep.data.batch_placement import over_axes
+from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import restore_position
 from jstep.hooks.hook import check_step
@@ -159,7 +159,8 @@ def replayed(
     check(state, step)
     batch_sharding = over_axes(batch_sharding, state)
     prefix = prefix_of(checkpoint_dir, prefix)
-    check_locations(checkpoint_dir, prefix, None, batch_sharding)
+    check_locations(checkpoint_dir, prefix, None)
+    make_placer(batch_sharding, "batch_sharding")
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
     where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir

@@ -108,7 +108,7 @@ def evaluator(
     Source: Keras' `Model.evaluate`.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
-    _parameters_of(use_averages)
+    _settings_by_prefix(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
     evaluation_batches = EvaluationBatches(batches)
     check_sharding(batch_sharding)
@@ -174,7 +174,7 @@ class Evaluator:
 
     def _evaluated(self, state: TrainState) -> "Evaluated":
         arguments = {}
-        for prefix, averages in _parameters_of(self.use_averages).items():
+        for prefix, averages in _settings_by_prefix(self.use_averages).items():
             model_state = _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
             arguments[prefix] = (_params_of(state, averages), *model_state)
         return arguments
@@ -259,7 +259,7 @@ Evaluated: TypeAlias = dict[str, tuple[Any, ...]]
 BOTH = "both"
 
 
-def _parameters_of(use_averages: bool | str | Sequence[str]) -> dict[str, bool | str | Sequence[str]]:
+def _settings_by_prefix(use_averages: bool | str | Sequence[str]) -> dict[str, bool | str | Sequence[str]]:
     if isinstance(use_averages, str) and use_averages == BOTH:
         return {"": False, "averaged/": True}
     as_average_names(use_averages)

@@ -100,7 +100,8 @@ class Options(Generic[P]):
         make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
         for name in ("save_summaries_steps", "log_steps"):
             make_cadence(steps=(name, getattr(self, name)), required=False)
-        check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+        check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir)
+        make_placer(self.batch_sharding, "batch_sharding")
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -152,7 +153,7 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     return steps
 
 
-def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
+def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object) -> None:
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if place is not None and not isinstance(place, Saver):
             location(place, name)
@@ -165,7 +166,6 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
             f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
             f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
         )
-    make_placer(batch_sharding, "batch_sharding")
 
 
 def check(state: Tree, last_step: int) -> None:

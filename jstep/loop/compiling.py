@@ -139,7 +139,7 @@ class Compiler:
         self.jobs.clear()
         self.closed.set()
         for _, future in self.begun:
-            _say_at_end(future)
+            _warn_if_running(future)
 
     # At the first call.
 
@@ -170,7 +170,7 @@ class Compiler:
                     explain(error, state, chunk.args, donates=program.step.donate)
                 raise
 
-    def log_called(self, state: Tree, chunk: Chunk) -> bool:
+    def begin_stage(self, state: Tree, chunk: Chunk) -> bool:
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
@@ -232,12 +232,12 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     try:
         signals.wait_for(future, may_leave=may_leave)
     except BaseException:
-        _say_at_end(future)
+        _warn_if_running(future)
         raise
     thread_record().add(future.result())
 
 
-def _say_at_end(future: Task[Any]) -> None:
+def _warn_if_running(future: Task[Any]) -> None:
     if not future.done():
         logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 

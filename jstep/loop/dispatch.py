@@ -109,7 +109,7 @@ class Dispatch:
         return result
 
     def _follow_up(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        is_first = self.compiler.log_called(state, chunk)
+        is_first = self.compiler.begin_stage(state, chunk)
         if is_first:
             check_result(result)
         if not chunk.program.is_called:

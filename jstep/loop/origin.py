@@ -42,9 +42,6 @@ PARENT: Final = "parent"
 PARENT_RUN: Final = "parent_run"
 """Keys in `extra` and in starts: the run's name and the checkpoint that it began from; in starts also that one's
 run."""
-PAST: Final = "past"
-START: Final = "start"
-"""`PAST` is the key in `extra` of the past of a run; `START` is its key of the start, as its number and `began`."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 

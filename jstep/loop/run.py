@@ -104,8 +104,8 @@ class Run(Generic[P]):
     block.
 
     Args:
-        train_step: The arguments are those of `train`.
-        batches: The same, or None or `from_loop(…)` if the body makes the batches.
+        train_step: As in `train`, like the arguments that are not named here.
+        batches: As in `train`, or None or `from_loop(…)` if the body makes the batches.
 
     Attributes:
         step: The number of training steps completed.
@@ -301,7 +301,7 @@ class Run(Generic[P]):
         run = self._context
         if error is None:
             return
-        run.signals.finish()
+        run.signals.only_record()
         self._is_handled = run.signals.received is not None
         run.course.fail()
         run.watch.switch(STEPPING if run.course.has_stepped else STARTING)  # whatever the error has interrupted
@@ -430,7 +430,7 @@ class Run(Generic[P]):
         run = self._context
         if not self._has_steps or run.course.is_at_last:
             return ()
-        run.signals.finish(run.opened.feeder.interrupted)
+        run.signals.interrupts = run.opened.feeder.interrupted
         run.course.status = BETWEEN
         self._run_chunk = run.opened.runner.with_before_step(run.opened.dispatch)
         return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.opened.feeder)
@@ -479,14 +479,14 @@ class Run(Generic[P]):
             course.status = ENDING
             if self._has_steps and not course.is_at_last:
                 stopping.report_early_end(run)
-        run.signals.finish()
+        run.signals.only_record()
         runner.call_at_last()
         check_step(run.step, run.state)
         if course.status != LEAVING and not is_idle:
             runner.end()
         if course.status == LEAVING or run.signals.to_stop():  # also during the hooks above
             stopping.exit_on_signal(run)
-        runner.raise_log_errors()
+        runner.end_log_errors()
         self._last = run.position
         course.calling = AFTER_LOOP
         run.watch.switch(HOOKS)

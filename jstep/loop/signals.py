@@ -166,8 +166,9 @@ class StopSignals:
 
     # Waits that a signal interrupts.
 
-    def finish(self, interrupts: Interrupts = _nothing) -> None:
-        self.interrupts = interrupts
+    def only_record(self) -> None:
+        """From now on, the first signal raises nothing."""
+        self.interrupts = _nothing
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
         with errors:
             outcomes.append(_save(run, hook))
     errors.end()
-    runner.raise_log_errors()
+    runner.end_log_errors()
     if len(savers) < len(finiteness.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
@@ -154,8 +154,8 @@ def rescue(run: RunContext, error: BaseException) -> None:
         why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
         saved = why if run.opened.finiteness.savers else ""
     elif not _is_handled(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
-        saved = _saved(run, error)
-        runner.raise_log_errors(failed)
+        saved = _save_after_error(run, error)
+        runner.end_log_errors(failed)
     is_kept = run.course.has_stepped and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
@@ -182,7 +182,7 @@ def save_while_it_hangs(run: RunContext) -> str:
     return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
 
-def _saved(run: RunContext, error: BaseException) -> str:
+def _save_after_error(run: RunContext, error: BaseException) -> str:
     if not processes.is_single_process():
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
     savers, why = run.opened.finiteness.may_save(error)

@@ -2,11 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from jstep.core.trees import Tree
 from jstep.loop.programs import Chunk
 from jstep.state.train_state import TrainState
+
+PAST: Final = "past"
+START: Final = "start"
+"""Keys of a checkpoint: in its `extra`, what a restart compares; in that, the number and `began` of its start."""
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
