@@ -1,14 +1,14 @@
 """What happens between steps?
 
 - `at_steps`: a function every n steps, a profiler trace, the end of a run.
-- `bits`: fingerprints of the state, compared with an earlier log.
-- `checkpoint_saver`: the hook that saves checkpoints at intervals, and at the end.
+- `bits`: fingerprints of the state.
+- `checkpoint_saver`: the hook that saves checkpoints.
 - `fingerprint_log`: logs of fingerprints by step.
 - `history`: the metrics of a run, as rows and plots.
 - `hook`: the `Hook` protocol.
 - `nan_loss`: the hook that ends a run at a non-finite loss.
 - `notebook`: the progress bar of a run in a notebook.
-- `reporting`: hooks that report metrics: log lines, rows for a function, summaries.
-- `run_hook`: the base class of built-in hooks, and the part of a run that they see.
-- `speed`: the hook that measures steps per second and FLOP/s utilization.
+- `reporting`: hooks that report metrics.
+- `run_hook`: the base class of built-in hooks.
+- `speed`: the hook that measures the speed.
 """

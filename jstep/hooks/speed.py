@@ -44,8 +44,8 @@ class StepCounterHook(RunHook):
     Args:
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        summary_writer: Any object with `add_summary(summary, global_step)`; receives the scalar `global_step/sec`. None
-            for the one that `train` opens in its `logdir`, if any.
+        summary_writer: Any object with `add_summary(summary, global_step)`, for the scalar `global_step/sec`; None for
+            the writer of `train`'s `logdir`.
         peak_flops: Peak operations per second of one device; None to look it up in the table.
         flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
             them. If given, the name is always `mfu`.
@@ -70,8 +70,7 @@ class StepCounterHook(RunHook):
         >>> counter.mfu > 0
         True
 
-    Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022), appendix B. If passed to `train`
-    in hooks, it replaces the built-in one.
+    Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022), appendix B.
     """
 
     instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"

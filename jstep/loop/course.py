@@ -10,8 +10,8 @@
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
-An iteration is defined in `stopping.py`. A restart resumes only between two iterations. A run of `train` has no body,
-and is never `WITHIN` an iteration: an error of one of its hooks is saved.
+An iteration is defined in `stopping.py`. A run of `train` has no body, and is never `WITHIN` one: after an error of a
+hook it is saved.
 """
 
 from collections.abc import Callable, Hashable

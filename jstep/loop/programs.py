@@ -1,8 +1,7 @@
 """The programs of a run: its stages, the program for the shapes of a batch, and the batches of each call.
 
-A *stage* is a training step, from one step of the run on. A *program* runs one step of a stage, or loops over several,
-for batches of some shapes. A *chunk* is the batches of one call, with their program. `compiling.py` decides when a
-program is compiled, and `dispatch.py` runs it.
+The glossary of CONTRIBUTING.md defines these words. `compiling.py` decides when a program is compiled, and
+`dispatch.py` runs it.
 """
 
 import contextlib

@@ -1,13 +1,7 @@
 """A run that a loop holds, `jstep.Run`; `jstep.train` is a loop with an empty body.
 
-| state | from | a signal | `run.state` |
-|---|---|---|---|
-| made | `Run(…)`: the arguments are checked | is not handled | the state passed |
-| starting | `with`: opens, restores, begins the hooks | leaves immediately | the restored state |
-| between iterations | `next(run)`: due savers; then a batch | saves and leaves: see `stopping.py` | the latest state |
-| in an iteration | a call, due hooks; `next(run)` returns; the body | waits for its end | may be replaced |
-| ended | the last step, a hook, a signal, an error, the end of the block | see `stopping.py` | the last state |
-| closed | the block is left | is not handled | the last complete state, or None |
+`course.py` lists the states of a run, `stopping.py` how it ends in each. Signals are handled from `__enter__` until the
+block is left.
 """
 
 import contextlib

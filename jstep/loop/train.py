@@ -37,10 +37,9 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
 
     A run that is started again resumes: the state and the positions of the batches are restored.
 
-    After an exception, the last complete state is in its `state` attribute. If there is a checkpoint_dir, it is also
+    After an exception, the last complete state is in its `state` attribute. With a checkpoint_dir, it is also
     saved, unless its loss or a parameter is not finite, or there are several processes (these save only after a
-    signal). If a step fails on the device, the state was donated to it and is lost: the run resumes from the last
-    checkpoint.
+    signal). If a step fails on the device, the state that was donated to it is lost.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
