@@ -179,8 +179,8 @@ def check(state: Tree, last_step: int) -> None:
     step = get_global_step(state)
     if step is None:
         raise RuntimeError(
-            "state: it has no global step, which a run counts; give it one: "
-            "state.replace(global_step=jstep.create_global_step())"
+            "Global step should be created to use StepCounterHook. A run counts steps, and the state has no global "
+            "step; give it one: state.replace(global_step=jstep.create_global_step())"
         )
     last = np.iinfo(step.dtype).max
     if last_step > last:
