@@ -1,8 +1,7 @@
 """Arrays of checkpoints in Orbax's format, written by tensorstore; imported on first use, which is slow.
 
 The arrays of a checkpoint are one OCDBT database: a tree of nodes, each with a CRC-32C, in files that also hold the
-chunks of the arrays. These are zarr3, with a CRC-32C of each chunk, which tensorstore computes as it encodes the chunk,
-and checks whenever anything reads it. So no file is read twice, and a flipped bit anywhere is an error.
+chunks of the arrays. These are zarr3, each with a CRC-32C, which tensorstore checks whenever anything reads it.
 """
 
 import functools
@@ -56,11 +55,10 @@ class _Division(NamedTuple):
     """The division of the shards of an array between the devices that hold replicas of them.
 
     Attributes:
-        sharding: A sharding that gives each device its part.
-        part: The shape of a part.
+        sharding: Gives each device its part.
         replicas: The number of devices that still hold equal parts.
-        by_replica: Number of the replica → the parts on devices of this process: the position of the shard, and the
-            indices of the part in the array and in the shard.
+        by_replica: Number of the replica → the parts in this process: the position of the shard, and the indices in the
+            array and in the shard.
     """
 
     sharding: Any
@@ -119,8 +117,7 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
 def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
     """Return the parts that this process writes, or copies of them on the way to the host; arrays may then be donated.
 
-    No process writes all of a large replicated array, nor all of the small ones. On CPUs the values alias the arrays,
-    whose memory is then not reused.
+    No process writes all of a large replicated array, nor all of the small ones. On CPUs the values alias the arrays.
     """
     on_devices = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
     divisions = {
@@ -198,8 +195,8 @@ def file_array(name: str, data: bytes) -> OwnParts:
 def base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """Return the `base` of a database below a key (empty, or with a slash at its end) of a directory or URL.
 
-    In an object store, the root of the database is kept in memory: tensorstore writes a root on condition, tries again
-    if a response is lost, and crashes if the bucket is gone. The other objects have random names.
+    In an object store, the root of the database is kept in memory: tensorstore would write it on condition, and crash
+    if the bucket is gone.
     """
     if spec["driver"] == "file":
         return {**spec, "path": f"{spec['path']}{key}"}

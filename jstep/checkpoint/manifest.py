@@ -208,9 +208,8 @@ class Manifest:
         data: The directory with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         parts: Name of an array → the shape of the parts in which it was written, unless that is its own.
         left_out: Leaves that a target must provide.
-        finite: Whether all parameters are finite. In a run, those that were not when it began count as finite. True if
-            it was not recorded.
-        temporary: Whether the next save replaces it, and no limit counts it, unless it is the newest finite one.
+        finite: As in `CheckpointExtra`; True if it was not recorded.
+        temporary: As in `CheckpointExtra`.
     """
 
     step: int

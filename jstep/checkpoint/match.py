@@ -182,7 +182,7 @@ def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf
 def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
     """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
 
-    Step counts are the global step and integer scalars among the slots, of shape `steps` in a population.
+    In a population, step counts have the shape `steps`.
     """
     if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.COUNT_DTYPES or PARAMS in keys:
         return False

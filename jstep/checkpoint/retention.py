@@ -68,12 +68,11 @@ class EndOfSave:
     """The end of a save, on the first process and in the background.
 
     Attributes:
-        manifest: The manifest, which lacks files, retention, left-out leaves, and `extra` that is still a function.
+        manifest: The manifest, which lacks what is known only at the end.
         left_out: Returns the records of leaves that are left out; may wait for devices.
         flushes: Called before the checkpoint exists.
-        temporary_secs: If saved within this many seconds of the last permanent one, the checkpoint is temporary.
+        temporary_secs: As in `CheckpointExtra`.
         listener: Receives a permanent checkpoint, and is waited for before one is deleted.
-        began: The monotonic time at which the save began.
     """
 
     retention: "Retention"
@@ -93,8 +92,7 @@ class EndOfSave:
 class Retention:
     """What each save records of the checkpoints that are kept, and which ones it deletes.
 
-    The retention state is in the manifest of the newest checkpoint, whichever Saver wrote it. Other manifests are read
-    only if their checkpoints may have to be deleted.
+    The retention state is in the newest manifest. Others are read only if their checkpoints may have to be deleted.
     """
 
     def __init__(

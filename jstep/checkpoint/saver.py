@@ -124,7 +124,7 @@ class Saver:
     def claim(self, state: Tree = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
 
-        `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
+        `save` does this, too; a second call costs almost nothing.
 
         Args:
             state: The state to save later, or its shapes, to check `leave_out`.
@@ -291,7 +291,7 @@ class Saver:
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
 
-        `train` saves a dict with what a run needs to resume, such as the position of a loader; it may be empty.
+        `train` saves a dict with what a run needs to resume.
 
         Raises:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
@@ -401,8 +401,8 @@ class Saver:
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
         r"""A context in which each save calls a function in the background, before its checkpoint exists.
 
-        Data that `flush` writes to disk, such as a log, is therefore never older than the newest checkpoint, and the
-        caller of `save` does not wait for it. An exception that it raises is an error of the save.
+        What `flush` writes, such as a log, is therefore never older than the newest checkpoint. An exception that it
+        raises is an error of the save.
 
         Args:
             flush: A function of no arguments. On several processes, the first one calls it.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Store(abc.ABC):
     """Checkpoints below one directory or URL. Savers do not share stores.
 
-    Errors of the storage (permissions, bucket, space, network) are OSErrors that name it and say what to do;
-    CheckpointError is for problems of a checkpoint. Without a prefix, a store can only read.
+    Errors of the storage are OSErrors; CheckpointError is for problems of a checkpoint. Without a prefix, a store can
+    only read.
     """
 
     directory: str
@@ -130,8 +130,7 @@ class Store(abc.ABC):
     def claim(self) -> None:
         """Claim the prefix, so that only this store writes it, and check that it can.
 
-        The first process calls it before every save and before the first step of a run. It creates the directory, and
-        removes what an interrupted writer left behind.
+        It creates the directory, and removes what an interrupted writer left behind.
         """
         if self._claim is not None and self._claim.is_held():  # False in a fork, whose parent has the claim
             return

@@ -1,13 +1,13 @@
 """How does a loss become gradients?
 
 - `clipping`: clipping of gradients, and norms.
-- `gradients`: gradients of functions of trees, and functions of gradients.
-- `lane_state`: merging the leaves of model_state that the lanes of a batch return.
-- `lanes`: a batch in L lanes, summed in a binary tree: the same bits on any devices.
+- `gradients`: gradients of functions of trees.
+- `lane_state`: the model_state of lanes.
+- `lanes`: a batch in lanes: the same bits on any devices.
 - `lookup`: embedding lookup with sparse gradients.
-- `loss_gradients`: differentiation of a loss: whole, in microbatches, in lanes.
+- `loss_gradients`: differentiation of a loss.
 - `loss_outputs`: what a loss returns beside its value.
-- `merging`: merging of equal operations in traced programs, for lanes.
-- `microbatches`: splitting a batch, accumulating gradients.
-- `reproducible`: bitwise reproducible evaluation of a function on any number of devices.
+- `merging`: equal operations in traced programs.
+- `microbatches`: splitting a batch.
+- `reproducible`: reproducible evaluation on any number of devices.
 """

@@ -1,20 +1,20 @@
 """What does a folder say? Runs and checkpoints, by their files alone; without JAX.
 
-- `cli`: the command line: its commands, exit codes, text and strict JSON.
-- `runs`: find the runs below directories; their table, as a tree of branches.
-- `run_folder`: what the folder of a run holds, read when it is asked for: starts, changes, event files, losses.
+- `cli`: the command line.
+- `runs`: the runs below directories, as a tree.
+- `run_folder`: what the folder of a run holds.
 - `run_summary`: what a run was and how it ended.
-- `starts`: the starts of a run as text, and what each changed.
+- `starts`: the starts of a run as text.
 - `goodput`: where the time of a run went.
-- `diff`: the leaves in which two checkpoints differ, the step at which two runs diverge.
-- `divergence`: that step, also by fingerprints and scalars.
-- `checkpoints`: `inspect`, checkpoints, leaf by leaf.
-- `positions`: the positions of loaders, and of the objects of a loop, in a checkpoint.
-- `ranges`: the range of an array, and its numbers that are not finite.
+- `diff`: how two checkpoints or runs differ.
+- `divergence`: the step at which two runs diverge.
+- `checkpoints`: `inspect`.
+- `positions`: the positions in a checkpoint.
+- `ranges`: the range of an array.
 - `events`: scalars of runs by step.
 - `stalls`: processes that hang, and what they wait for.
-- `report`: the page of runs: its frame and its command.
+- `report`: the page of runs.
 - `page`: the sections of the page.
-- `run_files`: what a page shows of a run: what is odd, and its curves.
-- `sweep`: runs beside each other: the metric, the options, the seeds.
+- `run_files`: what a page shows of a run.
+- `sweep`: runs beside each other.
 """

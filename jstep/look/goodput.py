@@ -53,7 +53,7 @@ class Goodput(Tabular):
         waiting: Time that the loop waited for batches.
         saving: Time that the loop waited for checkpoints.
         evaluating: Time of `EvaluationHook`s, including their callbacks.
-        hooks: Time of all other hooks, including the device time that yours waited for.
+        hooks: Time of all other hooks, and of the device while they waited for it.
         down: Time from the last write of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.

@@ -59,13 +59,9 @@ class RunSummary:
         best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
         refused: The newest later start that took no step and has ended: `time`, `status`, `reason`, `exception` and
             `config`.
-        starts: The starts, oldest first, at most the last 100, each with `number` (in the name of its file), `began`,
-            `ended`, `first` and `last` (the steps before its first and after its last update), `status`, `reason`,
-            `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid`, `devices`, `saved` (the step of its newest
-            checkpoint), `directory`, `milliseconds` a step of each phase, `host_bytes`, `host_peak_bytes`,
-            `peak_bytes`, and `state_changes` (the `count` and some of the `steps` at which a hook or the body of the
-            loop replaced which `leaves` of the state); of one that cannot be read the `status` is `"unreadable"`, and
-            `problem` says why.
+        starts: The starts, oldest first, at most the last 100, each with its `number`, `first` and `last` step,
+            `status`, `reason`, `config`, `saved`, `milliseconds` a step of each phase, and `state_changes`; all fields
+            are in `docs/recipes/branches.md`. If one cannot be read, its `problem` says why.
         starts_count: The number of all starts.
         newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
         best_notes: Name → that the best value was measured with another config or on other data, or that a better one

@@ -1,6 +1,6 @@
 """How good are predictions? Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
 
-- `classification`: accuracy, F1 score, confusion matrix, perplexity, areas under curves.
+- `classification`: metrics of classification.
 - `ratios`: a mean over some of the steps, for training steps.
 - `totals`: totals as arrays, exact for counts.
 """

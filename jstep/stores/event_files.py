@@ -153,7 +153,7 @@ class Writer(NamedTuple):
 def event_files(path: str) -> list[str]:
     """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 
-    Directories and pipes with such a name are skipped: reading them would fail or wait forever.
+    Directories and pipes are skipped.
     """
     return _event_files_among(path, names_in(path)) if is_directory(path) else [path]
 
@@ -222,12 +222,7 @@ class Point(NamedTuple):
 
 
 class Series:
-    """The points of a tag, in arrays, because a list of points takes ten times as much memory.
-
-    Attributes:
-        rewound: Steps and values of the points that later ones have replaced, one entry for each of the last
-            replacements.
-    """
+    """The points of a tag, in arrays; `rewound` has those that later ones replaced, for the last replacements."""
 
     def __init__(self) -> None:
         self.steps = array("q")

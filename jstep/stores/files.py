@@ -72,11 +72,7 @@ _MAX_DEPTH = 200
 
 
 def seconds_since_write(path: str) -> float:
-    """Return how long ago a local file was written, by the clock of its file system: clocks of hosts may differ.
-
-    The clock is read from a temporary file without a name, so that no reader sees a change. If that is impossible (no
-    right to write, NFS), the clock of this host is used.
-    """
+    """Return how long ago a local file was written, by the clock of its file system if that can be read."""
     time_now = time.time()
     with contextlib.suppress(OSError, AttributeError):
         handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)

@@ -1,13 +1,11 @@
 """The objects below a URL, in tensorstore's key-value stores; credentials of S3, and errors of stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
-operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
-closing event files and logs, and by releasing the claim, each of which would wait as long and fail, too.
+operation and URL. After one timeout, later requests wait less, since many may follow before a run ends.
 
-A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty list, or a truncated
-one if a later page fails in this way. A run whose token has expired would find no
-checkpoint, start from step 0, and then delete old data. A `Bucket` therefore has a mark, an object that sorts after
-all others, and rejects a list that does not end in it.
+A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty or truncated one. A
+run whose token has expired would start from step 0. A `Bucket` therefore has a mark, an object that sorts after all
+others, and rejects a list that does not end in it.
 """
 
 import configparser

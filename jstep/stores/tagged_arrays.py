@@ -45,8 +45,7 @@ def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Return the axes from the outermost one in memory to the innermost one; None if that is their own order.
 
-    Sums are rounded differently in another order. Gaps and negative strides do not matter to them, and are not kept;
-    nor is the order of a broadcast array, whose elements share memory.
+    Sums are rounded differently in another order. Gaps, negative strides and broadcast axes are not kept.
     """
     own_order = sorted(range(len(shape)), key=lambda axis: shape[axis] > 1)
     in_memory = sorted(own_order, key=lambda axis: -abs(strides[axis]) if shape[axis] > 1 else -math.inf)

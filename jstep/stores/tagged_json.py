@@ -107,8 +107,7 @@ def encoded_size(copy: Any) -> int:
 def copy_encodable(value: object) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
 
-    The result shares nothing mutable with the value. An object in several places is encoded in each of them, and a
-    random generator must be in one.
+    The result shares nothing mutable with the value. A random generator must be in one place.
     """
     return _encoded(value, 0, set())
 

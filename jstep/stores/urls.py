@@ -21,11 +21,6 @@ def location(given: object, name: str) -> str:
     """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
     It may have `__fspath__`, such as `etils.epath.Path`. `file://` is removed; `name` is for errors.
-
-    Example:
-        >>> from jstep.stores.urls import location
-        >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
-        ('gs://bucket/run', '/tmp/run')
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):

@@ -3,12 +3,12 @@
 Summaries are pytrees, which a compiled step may create and return. A `SummaryWriter` writes them on a background
 thread. The extra `summaries` (tensorboard's protos, google-crc32c) is required.
 
-- `creation`: creation of scalar, text, image and histogram summaries.
-- `encode`: encoding of summaries as events, on the writer's thread.
-- `graph`: the graph of a traced program for TensorBoard, and programs as text.
-- `new_event_files`: creation of event files, on a disk or below a URL.
-- `summaries`: summaries as pytrees, their named collections, and merging.
-- `writer`: `SummaryWriter`, and its thread.
+- `creation`: creation of summaries.
+- `encode`: encoding of summaries as events.
+- `graph`: the graph of a traced program.
+- `new_event_files`: creation of event files.
+- `summaries`: summaries as pytrees, and collections.
+- `writer`: `SummaryWriter`.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module
