@@ -135,7 +135,7 @@ class Saver:
             OSError: The directory cannot be created or written.
             ValueError: The Saver is closed, or leave_out matches no parameter of the state.
         """
-        with self._alone():
+        with self._exclusive():
             self._check_open()
             self.wait()
             self._claim(state)
@@ -160,7 +160,7 @@ class Saver:
             ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; or the
                 Saver is closed.
         """
-        with self._alone():
+        with self._exclusive():
             self._check_open()
             placement.refuse_compile_only(state, "state")
             content = CheckpointExtra.of(extra)
@@ -340,7 +340,7 @@ class Saver:
             TypeError: step is not an integer.
             ValueError: The Saver is closed.
         """
-        with self._alone():
+        with self._exclusive():
             step = as_int(step, "step", 0)
             self.claim()
             path = self._store.at(self.prefix, step)
@@ -382,7 +382,7 @@ class Saver:
         Raises:
             CheckpointError: The save failed.
         """
-        with self._alone():
+        with self._exclusive():
             self.settle()
             failure, self._failure = self._failure, None
             if failure is not None:
@@ -391,7 +391,7 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until the save in progress has ended; if it failed, the next call raises its error."""
-        with self._alone():
+        with self._exclusive():
             try:
                 self._store.wait()
             except Exception as error:
@@ -437,7 +437,7 @@ class Saver:
             CheckpointError: The last save failed.
         """
         wait = as_bool(wait, "wait")
-        with self._alone():
+        with self._exclusive():
             try:
                 if wait:
                     self.wait()
@@ -526,20 +526,18 @@ class Saver:
     @contextlib.contextmanager
     def _between_saves(self) -> Iterator[None]:
         """Hold the lock while no save is in progress, after raising the error of the last one."""
-        with self._alone():
+        with self._exclusive():
             self.wait()
             yield
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock, unless a save may wait for this thread."""
+    def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock; raise an error if a save may wait for this thread."""
         if self._listener is not None and self._listener.is_calling():
             raise RuntimeError(
                 f"Hook.saved: a save of this Saver may wait for this call, and the call for the save; read checkpoints "
                 f"with another one, jstep.Saver({self.directory!r})"
             )
-        with self._lock:
-            yield
+        return self._lock
 
     def _check_open(self) -> None:
         if self._closed:

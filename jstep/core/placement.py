@@ -65,7 +65,7 @@ def is_on_host(leaf: object) -> bool:
 
 
 def is_on_cpus(array: Any) -> bool:
-    return all(device.platform == "cpu" for device in array.sharding.device_set)
+    return {device.platform for device in array.sharding.device_set} == {"cpu"}
 
 
 def is_of_host(sharding: Any) -> bool:

@@ -65,11 +65,11 @@ Files = dict[str, LargeBytes]
 """The files of a checkpoint that this process writes, by their names."""
 
 
-def gather_positions(position: object, progress: str = "") -> tuple[dict[str, Any], Files]:
+def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dict[str, Any], Files]:
     """Gather the positions of all processes, and the files of large arrays.
 
     Raises:
-        RuntimeError: The processes are not alike: `progress`, which describes where each is, differs.
+        RuntimeError: The processes are not alike: `progress()`, which describes where each is, differs.
     """
     index, count = jax.process_index(), jax.process_count()
     attached = AttachedFiles(_file_stem(index))
@@ -78,7 +78,7 @@ def gather_positions(position: object, progress: str = "") -> tuple[dict[str, An
         return {} if encoded is None else {POSITION: encoded}, attached
     # Equal positions differ only in the names of their files.
     hashes = [file.hash.hex() for file in attached.values()]
-    rows = [json.loads(text) for text in processes.gather_texts(json.dumps([progress, encoded, hashes]))]
+    rows = [json.loads(text) for text in processes.gather_texts(json.dumps([progress(), encoded, hashes]))]
     _require_alike([row[0] for row in rows])
     texts = [json.dumps(row[1:]) for row in rows]
     are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1

@@ -212,7 +212,7 @@ class RunSaverHook(CheckpointSaverHook):
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
         position = feeder.position_after(run.step - run.course.first)
-        return CheckpointExtra(*gather_positions(position, self._progress()))
+        return CheckpointExtra(*gather_positions(position, self._progress))
 
     def _progress(self) -> str:
         """Describe how far this process has come in its loop, and what it did, which must be alike on all."""

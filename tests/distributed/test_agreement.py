@@ -50,7 +50,7 @@ def test_integers_and_bytes_are_those_of_process_0(three):
 
 def test_a_save_of_processes_that_did_not_iterate_alike_is_an_error_of_all(three):
     def gather(index, *progress):
-        return gather_positions({"value": index // 2}, progress[index])
+        return gather_positions({"value": index // 2}, lambda: progress[index])
 
     kept = {"batches": {"value": 0}}
     of_all = {"processes": 3, "positions": [{"value": 0}, {"value": 0}, {"value": 1}]}
