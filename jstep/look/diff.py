@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,41 +97,38 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Comparison of the starts of runs, as the next start of a run does it.
 
 
-def start_differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
-    """Describe the differences between two runs, as they were trained; None if there is no record of one.
+class _Recorded(NamedTuple):
+    """The runs that a directory has recorded, and the prefix of the one that is compared, or None for all."""
 
-    Each place is a directory and the prefix of a run in it, or None for all.
-    """
-    of_a, of_b = [_trained(where, prefix, problems) for where, prefix in places]
+    prefix: str | None
+    folders: list[RunFolder]
+
+    @classmethod
+    def at(cls, where: str, prefix: str | None) -> "_Recorded":
+        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
+            return cls(prefix, run_folders(where))
+        return cls(prefix, [])
+
+    def trained(self) -> dict[str, Mapping[str, Any]]:
+        found = {folder.prefix: folder.trained_with_card for folder in self.folders if folder.trained_with_card}
+        # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
+        return {self.prefix: found[self.prefix]} if self.prefix in found else found
+
+    def state_changes(self) -> list[str]:
+        folders = [folder for folder in self.folders if self.prefix in (None, folder.prefix)]
+        return [line for folder in folders for start in folder.valid_starts for line in state_change_lines(start)]
+
+
+def _start_differences(a: _Recorded, b: _Recorded) -> list[str] | None:
+    """Describe the differences between two runs, as they were trained; None if there is no record of one."""
+    of_a, of_b = a.trained(), b.trained()
     pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]
     if len(pairs) == 1:
         pairs = [("", *pairs[0][1:])]
-    found = [f"{name}{line}" for name, a, b in pairs for line in changes(a, b, IN_A_AND_B).lines]
+    found = [f"{name}{line}" for name, x, y in pairs for line in changes(x, y, IN_A_AND_B).lines]
     return found if pairs else None
-
-
-def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
-    with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-        for folder in run_folders(where):
-            problems += [f"{where}: {problem}" for problem in folder.unreadable_starts]
-            if folder.trained_with_card:
-                found[folder.prefix] = folder.trained_with_card
-    # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
-    return {prefix: found[prefix]} if prefix in found else found
-
-
-def state_changes(places: Iterable[tuple[str, str | None]]) -> list[list[str]]:
-    """Return the lines on what replaced the states of two runs, without those that both have."""
-    found = list[list[str]]()
-    for where, prefix in places:
-        folders = list[RunFolder]()
-        with contextlib.suppress(OSError):
-            folders = [folder for folder in run_folders(where) if prefix in (None, folder.prefix)]
-        found.append([line for x in folders for start in x.valid_starts for line in state_change_lines(start)])
-    return [[line for line in lines if not all(line in both for both in found)] for lines in found]
 
 
 def changes_text(lines: list[str] | None) -> list[str]:
@@ -195,9 +192,11 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    problems: list[str] = []
     places = [(x.folder, x.prefix) for x in (a, b)]
-    of_starts, of_states = start_differences(places, problems), state_changes(places)
+    recorded = [_Recorded.at(where, prefix) for where, prefix in places]
+    folders = [folder for x in recorded for folder in x.folders]
+    problems = [f"{folder.path}: {problem}" for folder in folders for problem in folder.unreadable_starts]
+    of_starts, of_states = _start_differences(*recorded), [x.state_changes() for x in recorded]
     if a.kind == _CHECKPOINT:
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -207,7 +206,9 @@ def _print_differences(arguments: argparse.Namespace) -> int:
             result["positions"] = positions
     else:
         result = _runs(a, b)
-    changed = [f"in {x}, the state was {line}" for x, lines in zip("AB", of_states, strict=True) for line in lines]
+    of_both = {*of_states[0]}.intersection(of_states[1])
+    named = [(x, line) for x, lines in zip("AB", of_states, strict=True) for line in lines]
+    changed = [f"in {x}, the state was {line}" for x, line in named if line not in of_both]
     lines = [*problems, *changes_text(of_starts), *first_lines(changed, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
         first = result.get("step")
