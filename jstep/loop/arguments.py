@@ -66,6 +66,10 @@ class Options(Generic[P]):
         """`last_step`, or the largest step."""
         return LARGEST_STEP if self.last_step is None else self.last_step
 
+    def prefix_of(self, saver: Saver | None) -> str:
+        """Return the prefix of the checkpoints of a run, with its Saver."""
+        return self.checkpoint_prefix if saver is None else saver.prefix
+
     @property
     def trunk_path(self) -> str | None:
         return None if self.start_from is None else os.fspath(self.start_from)

@@ -57,7 +57,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     options, origin = run.options, run.origin
     if options.logdir is None or options.where is None:
         return None
-    prefix = options.checkpoint_prefix if run.saver is None else run.saver.prefix
+    prefix = options.prefix_of(run.saver)
     suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))

@@ -221,7 +221,7 @@ def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[O
 
 def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
     directory, step, lineage = options.where, opening.latest, opening.lineage
-    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    prefix = options.prefix_of(saver)
     if directory is None or is_url(directory):
         return lineage
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
@@ -270,7 +270,7 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
     path = options.trunk_path
     if path is None:
         return None
-    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    prefix = options.prefix_of(saver)
     places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
 
     def arguments_with_it() -> list[str]:

@@ -84,7 +84,7 @@ class Recorder(Observer):
 
     def _open(self, where: str) -> None:
         saver, opening = self.run.saver, self.run.opening
-        prefix = self.run.options.checkpoint_prefix if saver is None else saver.prefix
+        prefix = self.run.options.prefix_of(saver)
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
