@@ -19,9 +19,9 @@ MANIFEST_FILE = "manifest.json"
 FORMAT = 3
 """The format of jstep 0.4; versions before it wrote format 1, and those between, which were not released, format 2."""
 _EARLIER = (
-    "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
+    "restore it with that version{} and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
 )
-_OTHER_FORMATS = {1: _EARLIER, 2: _EARLIER.replace("that version", "that version, from before its release,")}
+_OTHER_FORMATS = {1: _EARLIER.format(""), 2: _EARLIER.format(", from before its release,")}
 """What to do with checkpoints of other formats."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
