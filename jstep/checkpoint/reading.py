@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from jstep.checkpoint.store import Store
 from jstep.core import meshes, processes, trees
 from jstep.core.checks import format_items, format_list, truncate
 from jstep.core.logs import logger
+from jstep.core.placement import ProgramsInFlight
 from jstep.core.trees import Tree
 from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
@@ -43,8 +44,6 @@ _AGES = (
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 _FAILED, _CORRUPTED = 1, 2
 """Outcomes of a read, of which the worst counts."""
-_AT_ONCE = 16
-"""Programs that exchange parts of arrays at once."""
 _MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 
 
@@ -332,14 +331,12 @@ class CheckpointReader:
 
 
 def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays with these shardings; few programs at once, as too many of them hang on CPUs."""
-    result, running = dict(arrays), deque[jax.Array]()
+    """Return arrays with these shardings."""
+    result, running = dict(arrays), ProgramsInFlight()
     for name, sharding in shardings.items():
         if sharding is not None and arrays[name].sharding != sharding:
             result[name] = jax.device_put(arrays[name], sharding)
-            running.append(result[name])
-            if len(running) >= _AT_ONCE:
-                running.popleft().block_until_ready()
+            running.add(result[name])
     return result
 
 

@@ -1,5 +1,6 @@
 """Shardings, memory kinds, arrays read from storage, and computation on devices."""
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -66,6 +67,34 @@ def is_on_host(leaf: object) -> bool:
 
 def is_on_cpus(array: Any) -> bool:
     return {device.platform for device in array.sharding.device_set} == {"cpu"}
+
+
+def array_kind(array: jax.Array) -> Any:
+    """Return what arrays have in common that one program handles alike."""
+    return array.shape, array.dtype, array.committed and array.sharding
+
+
+def chunks_of_size(items: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the beginning and the items of chunks, all of one size: the last may repeat items of the one before."""
+    for first in range(0, len(items), size):
+        first = min(first, len(items) - size)
+        yield first, items[first : first + size]
+
+
+PROGRAMS_IN_FLIGHT = 16
+"""How many programs run at once: the collectives of more than a CPU client has threads for wait for each other."""
+
+
+class ProgramsInFlight:
+    """Waits for the oldest result if `PROGRAMS_IN_FLIGHT` programs may be running."""
+
+    def __init__(self) -> None:
+        self._results = collections.deque[jax.Array]()
+
+    def add(self, result: jax.Array) -> None:
+        self._results.append(result)
+        if len(self._results) >= PROGRAMS_IN_FLIGHT:
+            self._results.popleft().block_until_ready()
 
 
 def is_of_host(sharding: Any) -> bool:

@@ -16,6 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, describe_type
 from jstep.core.placement import (
+    PROGRAMS_IN_FLIGHT,
+    array_kind,
+    chunks_of_size,
     compute_on,
     computing_on,
     group_by_devices,
@@ -340,8 +343,6 @@ def _keys(shape: tuple[int, ...]) -> Any:
 
 _GROUP, _SMALL = 16, 2**14
 """The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
-_IN_FLIGHT = 16
-"""The maximum number of programs in flight on CPUs of several processes."""
 
 
 def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
@@ -425,22 +426,18 @@ def _device_group(
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
     for number in numbers:
-        leaf = leaves[number]
-        alike.setdefault((leaf.shape, leaf.dtype, leaf.committed and leaf.sharding), []).append(number)
+        alike.setdefault(array_kind(leaves[number]), []).append(number)
     calls: list[tuple[Any, list[int]]] = []
     first_row = 0
     for (shape, *_), same in alike.items():
         size = min(_GROUP, len(same)) if math.prod(shape) <= _SMALL else 1
-        for first in range(0, len(same), size):
-            first = min(first, len(same) - size)  # the last group may write a row a second time
-            calls.append((np.int32(first_row + first), same[first : first + size]))
+        calls += [(np.int32(first_row + first), chunk) for first, chunk in chunks_of_size(same, size)]
         first_row += len(same)
     in_rows = list(itertools.chain(*alike.values()))
     row_of = dict(zip(in_rows, range(len(in_rows)), strict=True))
     order = np.array([row_of[number] for number in numbers], np.int32)
     on_mesh_of_one = mesh is None and any(without_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
-    # Collectives of more programs in flight than the client has threads for would wait for each other.
     is_limited = mesh is not None and not rows.is_fully_addressable and is_on_cpus(rows)
     return _DeviceGroup(
-        numbers, mesh, on_mesh_of_one, rows, calls, keys[numbers], order, _IN_FLIGHT if is_limited else None
+        numbers, mesh, on_mesh_of_one, rows, calls, keys[numbers], order, PROGRAMS_IN_FLIGHT if is_limited else None
     )

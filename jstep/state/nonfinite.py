@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
 """The contents of an array: only finite numbers; infinity but no NaN; NaN."""
-_TOGETHER, _IN_FLIGHT = 64, 16
-"""The leaves of a kind that one program checks, unless they are many more; and the programs that run at once."""
+_TOGETHER = 64
+"""The leaves of a kind that one program checks, unless they are many more."""
 _BLOCK = 2**20
 """Bytes that stay in a cache while they are read twice."""
 
@@ -85,7 +84,7 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
     for number, leaf in enumerate(leaves):
         kinds.setdefault(_kind_of(leaf, read_cpus), []).append(number)
     parts: dict[Mesh | None, list[tuple[list[int], Any]]] = {}
-    running: deque[jax.Array] = deque()
+    running = placement.ProgramsInFlight()
     for (mesh, kind), numbers in kinds.items():
         of_mesh = parts.setdefault(mesh, [])
         if kind is None:
@@ -93,13 +92,10 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
             of_mesh.append((numbers, _on_each(mesh, row)))
             continue
         size = min(max(_TOGETHER, len(numbers) // 16), len(numbers))
-        for first in range(0, len(numbers), size):
-            first = min(first, len(numbers) - size)  # the last program may check a leaf a second time
-            chunk = numbers[first : first + size]
-            running.append(_check_locally(mesh, [leaves[number] for number in chunk]))
-            of_mesh.append((chunk, running[-1]))
-            if len(running) >= _IN_FLIGHT:
-                running.popleft().block_until_ready()
+        for _, chunk in placement.chunks_of_size(numbers, size):
+            result = _check_locally(mesh, [leaves[number] for number in chunk])
+            of_mesh.append((chunk, result))
+            running.add(result)
     found = []
     for mesh, of_mesh in parts.items():
         if mesh is None:
@@ -118,7 +114,7 @@ def _kind_of(leaf: Any, read_cpus: bool) -> tuple[Mesh | None, Any]:
     is_here = leaf.is_fully_addressable
     if read_cpus and placement.is_on_cpus(leaf) and (is_here or mesh is not None):
         return None if is_here else mesh, None
-    return mesh, (leaf.shape, leaf.dtype, leaf.committed and leaf.sharding)
+    return mesh, placement.array_kind(leaf)
 
 
 def _read_contents(leaf: Any) -> int:
