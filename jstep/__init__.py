@@ -68,8 +68,8 @@ Custom optimizers, and hyperparameters that the state holds
     core.trees: Optimizer Context
     optimizers.rules: from_direction leafwise Slot
     optimizers.chains: stateless
-    optimizers.updates: map_leaves apply_updates
-    optimizers.hyperparameters: as_schedule held get_hyperparameter set_hyperparameter
+    optimizers.updates: apply_updates
+    optimizers.hyperparameters: held get_hyperparameter set_hyperparameter
     optimizers.from_optax: from_optax
 Schedules
     core.trees: Schedule

@@ -125,7 +125,6 @@ from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.guards import update_every as update_every
 from jstep.optimizers.guards import with_noise_scale as with_noise_scale
-from jstep.optimizers.hyperparameters import as_schedule as as_schedule
 from jstep.optimizers.hyperparameters import get_hyperparameter as get_hyperparameter
 from jstep.optimizers.hyperparameters import held as held
 from jstep.optimizers.hyperparameters import set_hyperparameter as set_hyperparameter
@@ -152,7 +151,6 @@ from jstep.optimizers.sign import scale_by_lion as scale_by_lion
 from jstep.optimizers.sign import signum as signum
 from jstep.optimizers.soap import soap as soap
 from jstep.optimizers.updates import apply_updates as apply_updates
-from jstep.optimizers.updates import map_leaves as map_leaves
 from jstep.planning.cost import Cost as Cost
 from jstep.planning.cost import cost as cost
 from jstep.planning.plan import Plan as Plan

@@ -226,29 +226,6 @@ def values_at(hyper: Mapping[str, Any], step: Step, slots: Slots | None = None) 
     return {name: value_at(name, value, step, slots) for name, value in hyper.items()}
 
 
-def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step], Any]:
-    """Convert a number, an array or a schedule to a function of the step.
-
-    Args:
-        name: The name of the value, for errors.
-
-    Returns:
-        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact.
-
-    Raises:
-        TypeError: The value is not a number, an array or a schedule, such as `held`.
-
-    Example:
-        >>> import jstep
-        >>> jstep.as_schedule(0.1)(7), float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(2))
-        (0.1, 0.25)
-    """
-    hyperparameter = check_hyperparameter(name, value)
-    if isinstance(hyperparameter, Held):
-        raise TypeError(f"{name}: must be a number, an array or a schedule; held hyperparameters need jstep.leafwise")
-    return lambda step: value_at(name, hyperparameter, step)
-
-
 def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones."""
     hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}

@@ -7,11 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import T
-from jstep.core.checks import as_function
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_on_host, on_devices, run_in_order
 from jstep.core.trees import Array, Params, Slots, Updates
@@ -127,43 +125,6 @@ def map_updates(
 ) -> Updates:
     rows = zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
-
-
-def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
-    """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
-
-    `IndexedSlices` are converted to dense arrays, and low-precision leaves to float32.
-
-    Args:
-        fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
-        *others: Trees like params, such as gradients and slots.
-
-    Returns:
-        A tree like params, with None where `fn` was not called.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> params = {"w": jnp.bfloat16(2.0), "n": jnp.array(3), "b": jnp.float32(1.0)}
-        >>> grads = {"w": jnp.bfloat16(-4.0), "n": None, "b": None}
-        >>> jstep.map_leaves(lambda path, p, g: -0.5 * jnp.sign(g), params, grads)
-        {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
-    """
-    as_function(fn, "fn", "(path, leaf, …)")
-    matched = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
-
-    def result(path: str, leaf: object, *values: object) -> Any:
-        if not trees.is_trainable(leaf) or any(map(trees.is_none, values)):
-            return None
-        dtype = trees.compute_dtype(jnp.result_type(leaf))
-        return fn(path, *(_wide(x, dtype) for x in (leaf, *values)))
-
-    leaves, treedef = trees.flatten(params)
-    return treedef.unflatten([result(*row) for row in zip(trees.leaf_paths(params), leaves, *matched, strict=True)])
-
-
-def _wide(x: Any, dtype: DTypeLike) -> Any:
-    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
-    return x.astype(dtype) if trees.is_floating(x.dtype) else x
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:

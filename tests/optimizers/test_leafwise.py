@@ -104,20 +104,3 @@ def test_custom_hyperparameters_are_checked_and_scheduled():
         np.testing.assert_allclose(new.params["a"], [0.5, 1.5])
     with pytest.raises(TypeError, match="rate='x'"):
         sign("x")
-
-
-def test_map_leaves():
-    rows = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
-    grads = {**grads_of(), "w": {"a": rows, "b": None}}
-    seen = {}
-
-    def leaf(path, p, g):
-        seen[path] = (p.dtype, g.shape)
-        return -g
-
-    updates = jstep.map_leaves(leaf, PARAMS, grads)
-    assert seen == {"c": (jnp.float32, (3,)), "w/a": (jnp.float32, (2, 3))}
-    assert updates["n"] is updates["w"]["b"] is updates["none"] is None
-    assert jstep.apply_updates(PARAMS, updates)["c"].shape == (3,)
-    with pytest.raises(ValueError, match="structure of params"):
-        jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
