@@ -50,11 +50,10 @@ Optimizers, others
     optimizers.sign: rprop signum
 Wrappers of optimizers
     optimizers.chains: chain partition scope
-    optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale
+    optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale cautious with_projection
     optimizers.low_precision: master_weights stochastic_rounding
     optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage
     optimizers.averages: averaged_params averaged_model_state
-    optimizers.constraints: cautious with_projection
     optimizers.compact: compact repack
 Elements of a chain
     optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay decay_weights

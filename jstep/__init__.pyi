@@ -109,8 +109,6 @@ from jstep.optimizers.classic import sgd as sgd
 from jstep.optimizers.classic import trace as trace
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
-from jstep.optimizers.constraints import cautious as cautious
-from jstep.optimizers.constraints import with_projection as with_projection
 from jstep.optimizers.from_optax import from_optax as from_optax
 from jstep.optimizers.gradient_transformations import add_noise as add_noise
 from jstep.optimizers.gradient_transformations import add_weight_decay as add_weight_decay
@@ -121,10 +119,12 @@ from jstep.optimizers.gradient_transformations import normalize_gradients as nor
 from jstep.optimizers.gradient_transformations import scale as scale
 from jstep.optimizers.gradient_transformations import scale_by_learning_rate as scale_by_learning_rate
 from jstep.optimizers.gradient_transformations import scale_updates as scale_updates
+from jstep.optimizers.guards import cautious as cautious
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.guards import update_every as update_every
 from jstep.optimizers.guards import with_noise_scale as with_noise_scale
+from jstep.optimizers.guards import with_projection as with_projection
 from jstep.optimizers.hyperparameters import get_hyperparameter as get_hyperparameter
 from jstep.optimizers.hyperparameters import held as held
 from jstep.optimizers.hyperparameters import set_hyperparameter as set_hyperparameter

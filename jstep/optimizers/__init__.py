@@ -6,10 +6,9 @@
 - `chains`: chains, scopes, and partitions of the parameters.
 - `classic`: classic optimizers: gradient descent, momentum, Adagrad, RMSProp.
 - `compact`: compact storage of slots between updates.
-- `constraints`: projections of parameters, and agreement with gradients.
 - `from_optax`: Optax transformations.
 - `gradient_transformations`: elements of chains.
-- `guards`: guards of an update, and every k-th step.
+- `guards`: guards and constraints of an update, and every k-th step.
 - `host_slots`: slots in host memory.
 - `hyperparameters`: numbers, schedules, or values in the state.
 - `layerwise`: LAMB, LARS and NovoGrad.
