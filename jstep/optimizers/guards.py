@@ -1,7 +1,7 @@
 """Guards and constraints of updates: finite gradients, loss and noise scales, every k-th step, projections."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Ste
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers import nested
-from jstep.optimizers.chains import frozen_leaves, trained_params
+from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import CONDITIONS, Conditions, StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
@@ -357,16 +357,16 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        step, params = jnp.asarray(at.step), at.params
+        step = jnp.asarray(at.step)
         due = jax.lax.rem(step, jnp.full_like(step, every)) == (offset - 1) % every
-        treedef = trees.structure(params)
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), outer
-        gradients, is_frozen = match_gradients(updates, params), frozen_leaves(optimizer, params)
-        leaves = {name: _of_trained(name, spec, outer, params, is_frozen) for name, spec in sums.items()}
+        trained = trained_params(optimizer, at.params)
+        gradients, treedef = match_gradients(updates, trained), trees.structure(trained)
+        leaves = {name: slot_leaves(outer, name, trained, spec.shape) for name, spec in sums.items()}
         rules = [_mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense for g in gradients]
         calls = [None if g is None else (rule, g, due) for rule, g in zip(rules, gradients, strict=True)]
-        means = on_leaves(params, leaves, calls)
+        means = on_leaves(trained, leaves, calls)
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
@@ -376,13 +376,6 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     outer = WrapperSlots({name: functools.partial(fresh, name, spec) for name, spec in sums.items()})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=_inner_roles)
-
-
-def _of_trained(name: str, spec: Slot, slots: Slots, params: Params, is_frozen: Sequence[bool]) -> list[Any]:
-    leaves, treedef = trees.flatten(params)
-    trained = treedef.unflatten([None if out else leaf for out, leaf in zip(is_frozen, leaves, strict=True)])
-    found = iter(slot_leaves(slots, name, trained, spec.shape))
-    return [None if out else next(found) for out in is_frozen]
 
 
 def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
