@@ -116,18 +116,9 @@ class Roles(Mapping[str, Role | None]):
         )
 
     def joined(self, other: "Roles") -> "Roles":
-        return Roles(
-            {**self, **other},
-            complete=self.complete and other.complete,
-            holds={**self.holds, **other.holds},
-            halves={**self.halves, **other.halves},
-            formats=self.formats | other.formats,
-            misplaced=self.misplaced | other.misplaced,
-            arguments={**self.arguments, **other.arguments},
-            computing=self.computing | other.computing,
-            in_order=self.in_order | other.in_order,
-            per_step=self.per_step | other.per_step,
-        )
+        names = [field.name for field in dataclasses.fields(self) if field.name != "complete"]
+        unions: dict[str, Any] = {name: getattr(self, name) | getattr(other, name) for name in names}
+        return Roles(**unions, complete=self.complete and other.complete)
 
     def stored_by(self, format: str) -> "Roles":
         return self.joined(Roles(formats={format}))
