@@ -79,7 +79,8 @@ Input data
     data.loop_batches: from_loop
     data.prefetch: prefetch_to_device PrefetchIterator
 Queues
-    queues.queues: FIFOQueue RandomShuffleQueue OutOfRangeError CancelledError
+    queues.queues: FIFOQueue RandomShuffleQueue CancelledError
+    core.exceptions: OutOfRangeError
     queues.queue_runner: QueueRunner add_queue_runner start_queue_runners
     queues.coordinator: Coordinator
 Training loop and hooks

@@ -164,7 +164,7 @@ from jstep.queues.queue_runner import add_queue_runner as add_queue_runner
 from jstep.queues.queue_runner import start_queue_runners as start_queue_runners
 from jstep.queues.queues import CancelledError as CancelledError
 from jstep.queues.queues import FIFOQueue as FIFOQueue
-from jstep.queues.queues import OutOfRangeError as OutOfRangeError
+from jstep.core.exceptions import OutOfRangeError as OutOfRangeError
 from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 from jstep.schedules.compose import constant as constant
 from jstep.schedules.compose import join as join

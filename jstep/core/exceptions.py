@@ -1,9 +1,9 @@
-"""Context variables, and notes on exceptions."""
+"""Context variables, notes on exceptions, and the one that ends an input."""
 
 import contextlib
 import contextvars
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -13,6 +13,39 @@ class WrongStateError(Exception):
     """Base of errors after which the last state must not be saved, unless `may_save`."""
 
     may_save = False
+
+
+class OutOfRangeError(Exception):
+    """A queue is closed and holds fewer elements than requested: the input has ended.
+
+    If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and `evaluator` treat this
+    exception as the end of the data.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=2)
+        >>> queue.close()
+        >>> queue.dequeue()
+        Traceback (most recent call last):
+            ...
+        jstep.OutOfRangeError: FIFOQueue is closed and has insufficient elements (requested 1, current size 0)
+    """
+
+
+def until_end(items: Iterable[_T]) -> Iterator[_T]:
+    """Yield items until there are no more, or an `OutOfRangeError` without a cause."""
+    iterator = iter(items)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except OutOfRangeError as error:
+            if error.__cause__ is not None:
+                raise
+            return
+        # Not inside `try`: if the interpreter closes this generator at exit, the exception classes no longer exist.
+        yield item
 
 
 @contextlib.contextmanager

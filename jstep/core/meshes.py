@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.logs import logger
-from jstep.core.trees import Tree, is_traced, partition_arrays
+from jstep.core.trees import Tree, is_traced, partition_arrays, suggest_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -157,6 +157,28 @@ def sharding_text(sharding: Any) -> str:
 
 def parts_along(mesh: Mesh | AbstractMesh, axis: object) -> int:
     return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
+
+
+def axis_size(mesh: Mesh | AbstractMesh, axis: object, argument: str) -> int:
+    names = axis if isinstance(axis, tuple) else (axis,)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}")
+        if name not in mesh.shape:
+            hint = suggest_names(str(name), map(str, mesh.axis_names))
+            raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
+    return parts_along(mesh, axis)
+
+
+def fitting_spec(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """Drop from a spec the axes that do not divide an array of this shape."""
+    dims = zip(shape, dims_of(spec), strict=False)
+    return PartitionSpec(*(axis if size % parts_along(mesh, axis) == 0 else None for size, axis in dims))
+
+
+def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
+    fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
+    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def mesh_axes_of(axis: object) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from jstep.core.annotations import T
 from jstep.core.checks import describe_type, format_value
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.core.trees import Tree
-from jstep.state.sharding import axis_size
 
 # Shardings of batches, and global batches from the rows of each process.
 
@@ -40,7 +39,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         ('data',)
     """
     mesh = meshes.require_mesh(mesh)
-    parts = axis_size(mesh, axis, f"axis={axis!r}")
+    parts = meshes.axis_size(mesh, axis, f"axis={axis!r}")
     local_batch = device_values.from_host(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
@@ -121,7 +120,7 @@ def over_axes(sharding: object, state: Tree) -> Any:
             raise ValueError(
                 f"{what}: the state must be on a mesh with this axis; put it on one by jstep.shard_state(state, mesh)"
             )
-        axis_size(mesh, axes, what)
+        meshes.axis_size(mesh, axes, what)
         return NamedSharding(mesh, PartitionSpec(axes))
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x))
@@ -131,12 +130,7 @@ def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
     """Drop from a sharding the axes that do not divide an array of this shape."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
-
-
-def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    dims = zip(shape, meshes.dims_of(spec), strict=False)
-    return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in dims))
+    return NamedSharding(sharding.mesh, meshes.fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:

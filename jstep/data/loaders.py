@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
-from jstep.core.exceptions import note
+from jstep.core.exceptions import note, until_end
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
 from jstep.data.loop_batches import LoopBatches
@@ -27,7 +27,6 @@ from jstep.data.positions import (
     position_methods,
 )
 from jstep.data.sequence import BatchIterator, BatchSequence
-from jstep.queues.queues import until_end
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnsupportedError
 

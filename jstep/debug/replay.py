@@ -21,7 +21,6 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import restore_position
-from jstep.hooks.hook import check_step
 from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
@@ -31,7 +30,7 @@ from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, ma
 from jstep.metering.cadence import NEVER
 from jstep.metering.numbers import read_value
 from jstep.state.fingerprints import as_hexadecimal, fingerprint
-from jstep.state.global_step import global_step
+from jstep.state.global_step import check_step, global_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location

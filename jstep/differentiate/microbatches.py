@@ -16,7 +16,6 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.logs import logger
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise, Tree
-from jstep.data.batch_placement import fitting_spec
 from jstep.metrics.ratios import MeanOf
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
@@ -76,7 +75,7 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
             return in_parts(leaf)
         # Sharded like the batch: otherwise XLA would make each device process every row.
         whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
-        fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
+        fits = meshes.fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if meshes.explicit_mesh(leaf) is not None:
             return meshes.without_explicit_axes(in_parts, leaf, specs_of=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jstep.core import jaxprs, trees
+from jstep.core import jaxprs, meshes, trees
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lanes, trace_on_lanes
-from jstep.state.sharding import largest_divisible
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
@@ -98,7 +97,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=sharded)))
 
     def on_blocks(program: Any, args: list[Array]) -> list[Array]:
-        dims: Any = [largest_divisible(x.shape, lanes.number) for x in args]
+        dims: Any = [meshes.largest_divisible(x.shape, lanes.number) for x in args]
         fn = core.jaxpr_as_fun(program)
         return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
@@ -158,7 +157,7 @@ def _way(number: int, operation: Operation) -> str:
     if operation.name in ON_SHARDS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
-    return SUM if is_sum and largest_divisible(eqn.invars[0].aval.shape, number) is not None else WHOLE
+    return SUM if is_sum and meshes.largest_divisible(eqn.invars[0].aval.shape, number) is not None else WHOLE
 
 
 def _is_inexact(atom: Any) -> bool:

@@ -20,11 +20,11 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
 from jstep.core.threads import Task, in_background
-from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.record.differences import changes
+from jstep.state.global_step import state_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, join_path, location, resolve_path

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import processes, trees
 from jstep.core.checks import format_value
+from jstep.core.exceptions import until_end
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import evaluation_batches_taken
@@ -34,7 +35,6 @@ from jstep.data.batch_placement import (
 )
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
-from jstep.queues.queues import until_end
 
 MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""

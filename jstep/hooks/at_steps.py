@@ -8,9 +8,10 @@ import jax
 
 from jstep.core.checks import as_function, as_int
 from jstep.core.logs import logger
-from jstep.hooks.hook import Hook, state_step
+from jstep.hooks.hook import Hook
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import NEVER, next_multiple
+from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location
 from jstep.training.metrics import Metrics

@@ -11,10 +11,9 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
-from jstep.hooks.hook import check_step
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import Clock, make_cadence
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_step, require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import describe_type, format_value, hook_name
-from jstep.core.exceptions import WrongStateError, note
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
-from jstep.state.global_step import global_step, require_alive
+from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -119,27 +119,6 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
     except BaseException as error:
         note(error, f"jstep: in {hook_name(hook)}.{method}")
         raise
-
-
-def state_step(state: TrainState) -> int:
-    with internal_transfers():
-        return global_step(state)
-
-
-class WrongStepError(WrongStateError, ValueError):
-    """A state is at another step than the loop."""
-
-
-def check_step(step: int, state: TrainState, first: int | None = None) -> None:
-    """Reject a state whose step is not the loop's; `first` is the step before the call, if that may have failed."""
-    actual = state_step(state)
-    if actual != step:
-        did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
-        raise WrongStepError(
-            f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
-            f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "
-            "it with state = jstep.increment_global_step(state)"
-        )
 
 
 # The hooks that `train` is given, checked before anything is opened.

@@ -8,12 +8,12 @@ import numpy as np
 from jstep.core.checks import as_bool, as_int, format_list, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.metric_sums import Interval
 from jstep.metering.numbers import read_value
 from jstep.slots.roles import Role, roles_in
+from jstep.state.global_step import state_step
 from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jstep.core import processes
+from jstep.core.exceptions import until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
@@ -20,7 +21,6 @@ from jstep.data.prefetch import ReaderThread
 from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
-from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
 """The interval between two checks of the waits, in seconds, and the share of waiting above which a thread starts."""

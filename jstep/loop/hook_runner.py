@@ -15,7 +15,7 @@ from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import call_named, check_step, defines
+from jstep.hooks.hook import call_named, defines
 from jstep.hooks.run_hook import LogFailure, RunHook, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.course import LEAVING, Course, HookCall
@@ -23,6 +23,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.origin import ENDED, Origin
 from jstep.loop.programs import Boundaries, Chunk, TrainSteps
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
+from jstep.state.global_step import check_step
 
 RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` returns the new state and the last metrics."""

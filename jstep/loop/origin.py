@@ -19,13 +19,12 @@ from jstep.core import processes, trees
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
-from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.record.schema import Parent
 from jstep.record.starts import original_of, read_starts, valid
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import require_alive, state_step
 from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json

@@ -25,7 +25,7 @@ from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
-from jstep.hooks.hook import check_returned_state, check_step
+from jstep.hooks.hook import check_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, cache_directory, check, takes_options
@@ -37,6 +37,7 @@ from jstep.loop.run_context import RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
+from jstep.state.global_step import check_step
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 from jstep.watching.batch_watch import BatchWatch

@@ -9,7 +9,6 @@ from typing import Any
 from jstep.checkpoint.claims import claim_file
 from jstep.core.checks import describe_type, format_value
 from jstep.core.logs import logger
-from jstep.record.config import json_number
 from jstep.stores import files
 from jstep.stores.line_logs import BEGINNING, LineFile, split_lines
 from jstep.stores.urls import is_url, location
@@ -66,7 +65,7 @@ def _parse(line: bytes) -> tuple[int, Row]:
 
 
 def _line(step: int, row: Row) -> bytes:
-    return json.dumps({"step": step} | {name: json_number(value) for name, value in row.items()}).encode() + b"\n"
+    return json.dumps({"step": step} | {name: files.json_number(value) for name, value in row.items()}).encode() + b"\n"
 
 
 class HistoryFile:

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, describe_type, format_value
+from jstep.core.exceptions import OutOfRangeError
 from jstep.core.threads import join_thread
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.queues.queues import CancelledError, OutOfRangeError
+from jstep.queues.queues import CancelledError
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from jstep.core.checks import as_bool, as_string, describe_type, format_value
+from jstep.core.exceptions import OutOfRangeError
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.coordinator import Coordinator, log
-from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
+from jstep.queues.queues import CancelledError, FIFOQueue, RandomShuffleQueue, runner_thread
 
 QUEUE_RUNNERS = "queue_runners"
 

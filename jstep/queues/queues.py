@@ -3,13 +3,14 @@
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
+from jstep.core.exceptions import OutOfRangeError
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.tracebacks import shortens_tracebacks
@@ -18,23 +19,6 @@ from jstep.core.trees import no_rows, stack_trees, unstack_trees
 # Exceptions of closed queues.
 
 _T = TypeVar("_T")
-
-
-class OutOfRangeError(Exception):
-    """A queue is closed and holds fewer elements than requested: the input has ended.
-
-    If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and `evaluator` treat this
-    exception as the end of the data.
-
-    Example:
-        >>> import jstep
-        >>> queue = jstep.FIFOQueue(capacity=2)
-        >>> queue.close()
-        >>> queue.dequeue()
-        Traceback (most recent call last):
-            ...
-        jstep.OutOfRangeError: FIFOQueue is closed and has insufficient elements (requested 1, current size 0)
-    """
 
 
 class CancelledError(Exception):
@@ -49,22 +33,6 @@ class CancelledError(Exception):
             ...
         jstep.CancelledError: FIFOQueue is closed: it accepts no more elements
     """
-
-
-def until_end(items: Iterable[_T]) -> Iterator[_T]:
-    """Yield items until there are no more, or an `OutOfRangeError` without a cause."""
-    iterator = iter(items)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except OutOfRangeError as error:
-            if error.__cause__ is not None:
-                raise
-            return
-        # Not inside `try`: if the interpreter closes this generator at exit, the exception classes no longer exist.
-        yield item
 
 
 # The base class of queues between threads: capacity, waiting and closing.

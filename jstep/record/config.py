@@ -8,7 +8,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from jstep.core.public_names import public_name
 from jstep.core.secret_text import NOT_RECORDED, hide
+from jstep.stores.files import json_number
 
 MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH = 10_000, 1000, 100, 20
 """The maximum numbers of options, of characters of a value, of words of a command line, and of levels."""
@@ -54,10 +54,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return json_number(value) if isinstance(value, float) else value
-
-
-def json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(float(value))
 
 
 def _digest(text: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jstep.core import interactive, meshes, placement, trees
 from jstep.core.checks import describe_type
 from jstep.core.device_values import as_scalar
-from jstep.core.exceptions import note
+from jstep.core.exceptions import WrongStateError, note
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Step, Tree
 from jstep.slots.roles import COUNTS, roles_in
@@ -191,3 +191,25 @@ def later_step(step: Any, by: Any = 1) -> Array:
         raise ValueError(f"global_step: {before} + {amount} does not fit {step.dtype}; enable jax_enable_x64")
     by = jnp.asarray(by).astype(step.dtype)
     return jnp.minimum(step, jnp.asarray(last, step.dtype) - by) + by
+
+
+def state_step(state: Tree) -> int:
+    """Return `global_step(state)`, also where the user forbids transfers."""
+    with meshes.internal_transfers():
+        return global_step(state)
+
+
+class WrongStepError(WrongStateError, ValueError):
+    """A state is at another step than the loop."""
+
+
+def check_step(step: int, state: Tree, first: int | None = None) -> None:
+    """Reject a state whose step is not the loop's; `first` is the step before the call, if that may have failed."""
+    actual = state_step(state)
+    if actual != step:
+        did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
+        raise WrongStepError(
+            f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
+            f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "
+            "it with state = jstep.increment_global_step(state)"
+        )

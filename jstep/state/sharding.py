@@ -42,11 +42,11 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
     as_int(min_size, "min_size", 0, "a number of elements")
-    size = axis_size(meshes.require_mesh(mesh), axis, f"axis={axis!r}")
+    size = meshes.axis_size(meshes.require_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
-        dim = largest_divisible(shape, size) if math.prod(shape) >= min_size else None
+        dim = meshes.largest_divisible(shape, size) if math.prod(shape) >= min_size else None
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
 
     return jax.tree.map(spec, params)
@@ -65,17 +65,6 @@ def is_model_state(name: str) -> bool:
 AnyMesh = Mesh | AbstractMesh
 ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
-
-
-def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
-    names = axis if isinstance(axis, tuple) else (axis,)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}")
-        if name not in mesh.shape:
-            hint = trees.suggest_names(str(name), map(str, mesh.axis_names))
-            raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
-    return meshes.parts_along(mesh, axis)
 
 
 def leaf_specs(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
@@ -142,7 +131,7 @@ def state_shardings(
     ]
     treedef = trees.structure(params)
     if slot_axis is not None:
-        axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
+        meshes.axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 
     def slot(name: str, tree: Tree) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
@@ -179,7 +168,7 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
     """Return the parameter's sharding, or if it is replicated, one split over `axis` (ZeRO-1)."""
     if axis is None or any(dim is not None for dim in sharding.spec):
         return sharding
-    dim = largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
+    dim = meshes.largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
     return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
 
 
@@ -211,11 +200,6 @@ def slot_sharding(
     else:  # either dimension may be the reduced one: prefer more shards, to save memory
         chosen = max(kept, key=lambda candidate: sum(axis is not None for axis in candidate))
     return shard_slot(NamedSharding(mesh, chosen), slot_shape, slot_axis)
-
-
-def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
-    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:

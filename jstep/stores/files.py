@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import stat
 import sys
@@ -60,6 +61,11 @@ def decode_json(raw: bytes) -> Any:
     except (ValueError, RecursionError):
         return None
     return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as strict JSON holds it: NaN and infinities as text."""
+    return value if math.isfinite(value) else str(float(value))
 
 
 def _fits(value: object, depth: int) -> bool:

@@ -5,8 +5,9 @@ import threading
 import pytest
 from waiting import TIMEOUT, wait_until
 
+from jstep.core.exceptions import OutOfRangeError
 from jstep.queues import queues
-from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 
 class Call:

@@ -6,8 +6,9 @@ import pytest
 from coordinator_threads import fail_with, function_names, start_thread
 from waiting import TIMEOUT
 
+from jstep.core.exceptions import OutOfRangeError
 from jstep.queues.coordinator import Coordinator
-from jstep.queues.queues import CancelledError, OutOfRangeError
+from jstep.queues.queues import CancelledError
 
 
 def test_stop_reaches_all_threads():

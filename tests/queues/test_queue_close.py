@@ -9,7 +9,8 @@ from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, wait_until_blocked
 from waiting import wait_until
 
-from jstep.queues.queues import CancelledError, OutOfRangeError
+from jstep.core.exceptions import OutOfRangeError
+from jstep.queues.queues import CancelledError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 

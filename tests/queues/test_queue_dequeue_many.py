@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from queue_calls import Call, both_queues, disable_polling, fifo, filled, shuffle, wait_until_blocked
 
-from jstep.queues.queues import OutOfRangeError
+from jstep.core.exceptions import OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
-from jstep.queues.queues import CancelledError, OutOfRangeError
+from jstep.core.exceptions import OutOfRangeError
+from jstep.queues.queues import CancelledError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 

@@ -4,9 +4,10 @@ import pytest
 from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
 
+from jstep.core.exceptions import OutOfRangeError
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
-from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
+from jstep.queues.queues import CancelledError, FIFOQueue, RandomShuffleQueue
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 

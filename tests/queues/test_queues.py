@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from queue_calls import Call, both_queues, disable_polling, drain, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
+from jstep.core.exceptions import until_end
 from jstep.queues import queues
 from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
@@ -129,7 +130,7 @@ def test_single_thread_behaves_like_a_list(operations, min_after_dequeue, random
 
 
 def test_batches_that_the_exit_of_a_program_closes(monkeypatch):
-    items = queues.until_end([1, 2])
+    items = until_end([1, 2])
     assert next(items) == 1
     monkeypatch.setattr(queues, "OutOfRangeError", None)  # the names of a module are gone by then
     items.close()
