@@ -36,16 +36,18 @@ Gradients
 Clipping
     differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm layer_norms
 Optimizers, common
-    optimizers.classic: gradient_descent momentum sgd lion
+    optimizers.classic: gradient_descent momentum sgd
     optimizers.adam: adam adamw adafactor
+    optimizers.sign: lion
     optimizers.muon: muon
     optimizers.soap: soap
 Optimizers, without a schedule
     optimizers.parameter_free: schedule_free_adamw schedule_free_sgd schedule_free_params prodigy
 Optimizers, others
     optimizers.adam: nadam radam ademamix adabelief adamax adan adopt yogi
-    optimizers.classic: adagrad adadelta rmsprop ftrl madgrad rprop signum
+    optimizers.classic: adagrad adadelta rmsprop ftrl madgrad
     optimizers.layerwise: lamb lars novograd
+    optimizers.sign: rprop signum
 Wrappers of optimizers
     optimizers.chains: chain partition scope
     optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale cautious with_projection
@@ -57,7 +59,8 @@ Elements of a chain
     optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay decay_weights
     optimizers.gradient_transformations: add_noise centralize_gradients normalize_gradients clip_gradients
     optimizers.adam: scale_by_adam
-    optimizers.classic: scale_by_rms scale_by_lion trace
+    optimizers.sign: scale_by_lion
+    optimizers.classic: scale_by_rms trace
     optimizers.layerwise: scale_by_trust_ratio
     optimizers.muon: orthogonalize normalize_neurons on_hyperball
 Custom optimizers, and hyperparameters that the state holds

@@ -70,8 +70,10 @@ from jstep.look.report import report as report
 from jstep.look.run_summary import RunSummary as RunSummary
 from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
+from jstep.watching.progress import ProgressHook as ProgressHook
 from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
+from jstep.watching.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor
@@ -99,15 +101,11 @@ from jstep.optimizers.classic import adadelta as adadelta
 from jstep.optimizers.classic import adagrad as adagrad
 from jstep.optimizers.classic import ftrl as ftrl
 from jstep.optimizers.classic import gradient_descent as gradient_descent
-from jstep.optimizers.classic import lion as lion
 from jstep.optimizers.classic import madgrad as madgrad
 from jstep.optimizers.classic import momentum as momentum
 from jstep.optimizers.classic import rmsprop as rmsprop
-from jstep.optimizers.classic import rprop as rprop
-from jstep.optimizers.classic import scale_by_lion as scale_by_lion
 from jstep.optimizers.classic import scale_by_rms as scale_by_rms
 from jstep.optimizers.classic import sgd as sgd
-from jstep.optimizers.classic import signum as signum
 from jstep.optimizers.classic import trace as trace
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
@@ -147,6 +145,10 @@ from jstep.optimizers.parameter_free import schedule_free_sgd as schedule_free_s
 from jstep.optimizers.rules import Slot as Slot
 from jstep.optimizers.rules import from_direction as from_direction
 from jstep.optimizers.rules import leafwise as leafwise
+from jstep.optimizers.sign import lion as lion
+from jstep.optimizers.sign import rprop as rprop
+from jstep.optimizers.sign import scale_by_lion as scale_by_lion
+from jstep.optimizers.sign import signum as signum
 from jstep.optimizers.soap import soap as soap
 from jstep.optimizers.updates import apply_updates as apply_updates
 from jstep.planning.cost import Cost as Cost
@@ -205,8 +207,6 @@ from jstep.training.apply_gradients import apply_gradients as apply_gradients
 from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
 from jstep.training.step import TrainStep as TrainStep
-from jstep.watching.progress import ProgressHook as ProgressHook
-from jstep.watching.stalls import StallHook as StallHook
 from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 

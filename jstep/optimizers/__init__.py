@@ -4,7 +4,7 @@
 - `averages`: moving averages, and Lookahead's slow weights.
 - `by_slices`: updates of large leaves in slices.
 - `chains`: chains, scopes, and partitions of the parameters.
-- `classic`: gradient descent, momentum, Adagrad, RMSProp, Lion, FTRL and others.
+- `classic`: classic optimizers: gradient descent, momentum, Adagrad, RMSProp.
 - `compact`: compact storage of slots between updates.
 - `from_optax`: Optax transformations.
 - `gradient_transformations`: elements of chains.
@@ -18,6 +18,7 @@
 - `nested`: optimizers inside others.
 - `parameter_free`: schedule-free optimizers and Prodigy.
 - `rules`: optimizers from the equation of one leaf.
+- `sign`: Lion, Signum, Rprop.
 - `soap`: Adam in the eigenbases of averaged g·gᵀ.
 - `updates`: the addition of updates to parameters.
 """
