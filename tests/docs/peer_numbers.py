@@ -15,88 +15,25 @@ import numpy as np
 from pages import DOCS, run_page
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
-START = (1.0, -2.0, 0.5)
 LOSSES = [1.0] * 7
 PAGES = {"pytorch": ("torch",), "hf-trainer": ("torch", "transformers", "accelerate"), "keras": ("keras",)}
 """The pages that compare two programs, and what the other one needs."""
-
-
-@contextlib.contextmanager
-def keras():
-    """Keras, on JAX: it creates keys of two uint32 and promotes dtypes."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        import keras
-
-        yield keras
-
-
-def _adam(name):
-    """20 steps of an optimizer of torch with weight decay."""
-
-    def run():
-        import torch
-
-        weight = torch.nn.Parameter(torch.tensor(START))
-        optimizer = getattr(torch.optim, name)([weight], lr=1e-2, weight_decay=0.1)
-        for _ in range(20):
-            optimizer.zero_grad()
-            torch.sin(weight).sum().backward()
-            optimizer.step()
-        return weight.detach().numpy()
-
-    return run
-
-
-def _rates(make, count):
-    """The learning rates of the first updates under a scheduler of torch."""
-
-    def run():
-        import torch
-
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-        scheduler, rates = make(optimizer), []
-        for _ in range(count):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return rates
-
-    return run
-
-
-def _of_torch(name, **arguments):
-    def make(optimizer):
-        import torch
-
-        return getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
-
-    return _rates(make, 12)
-
-
-def _of_transformers(name):
-    def make(optimizer):
-        import transformers
-
-        return transformers.get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=20)
-
-    return _rates(make, 20)
-
-
-def _warmup_of_keras():
-    with keras() as library:
-        schedule = library.optimizers.schedules.CosineDecay(0.0, 17, warmup_target=1e-2, warmup_steps=3)
-        return [float(schedule(step)) for step in range(20)]
+NEEDS = {"patience of Keras": PAGES["keras"], "short batch of the Trainer": PAGES["hf-trainer"], **PAGES}
+"""What each case needs."""
 
 
 def _patience_of_keras():
     """The learning rates that ReduceLROnPlateau makes of `LOSSES`, and whether EarlyStopping has stopped."""
-    with keras() as library:
-        model = library.Sequential([library.Input((1,)), library.layers.Dense(1)])
-        model.compile(optimizer=library.optimizers.SGD(1.0), loss="mse")
-        plateau = library.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=3)
-        stop = library.callbacks.EarlyStopping("val_loss", patience=3)
+    os.environ["KERAS_BACKEND"] = "jax"
+    # Keras creates keys of two uint32 and promotes dtypes.
+    with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        import keras
+
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(1.0), loss="mse")
+        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=3)
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=3)
         for callback in (plateau, stop):
             callback.set_model(model)
             callback.on_train_begin()
@@ -170,28 +107,10 @@ def _of_page(name):
 
 
 CASES = {
-    "Adam": _adam("Adam"),
-    "AdamW": _adam("AdamW"),
-    "LinearLR": _of_torch("LinearLR", start_factor=0.1, total_iters=5),
-    "CosineAnnealingLR": _of_torch("CosineAnnealingLR", T_max=12),
-    "LambdaLR": _of_torch("LambdaLR", lr_lambda=lambda n: min(1.0, (n + 1) / 10)),
-    **{name: _of_transformers(name) for name in ("linear", "cosine", "constant_with_warmup")},
-    "warmup of Keras": _warmup_of_keras,
     "patience of Keras": _patience_of_keras,
     "short batch of the Trainer": _short_batch_of_the_trainer,
     **{name: _of_page(name) for name in PAGES},
 }
-
-
-def needed_by(name):
-    """Return the modules that a case needs."""
-    if name in PAGES:
-        return PAGES[name]
-    if "Keras" in name:
-        return ("keras",)
-    if "Trainer" in name:
-        return PAGES["hf-trainer"]
-    return ("torch", "transformers") if name.islower() else ("torch",)
 
 
 def computed(name):

@@ -11,8 +11,8 @@ QUICK = {"RMSprop", "Adagrad", "NAdam", "MultiStepLR", "AveragedModel", "ModelEm
 """The rows that were wrong; the others are thorough tests."""
 
 
-def is_quick(row):
-    return any(name in row.theirs for name in QUICK)
+def id_of(row):
+    return f"{row.page}: {row.theirs.encode('ascii', 'replace').decode()}"
 
 
 def test_every_page_with_optimizers_is_measured():
@@ -21,11 +21,9 @@ def test_every_page_with_optimizers_is_measured():
     assert set(measured_rows.stored()) == {row.theirs for row in ROWS}, "run python tests/docs/measured_rows.py"
 
 
-def ids(rows):
-    return [f"{row.page}: {row.theirs.encode('ascii', 'replace').decode()}" for row in rows]
-
-
-def check(row):
+@pytest.mark.thorough(except_for=[id_of(row) for row in ROWS if any(name in row.theirs for name in QUICK)])
+@pytest.mark.parametrize("row", ROWS, ids=id_of)
+def test_rows(row):
     theirs = measured_rows.stored()[row.theirs]
     found = measured_rows.difference(measured_rows.in_jstep(row, theirs.shape), theirs)
     if not row.off_by:
@@ -34,19 +32,8 @@ def check(row):
         assert row.off_by / 2 < found <= 1.05 * row.off_by, f"{row.ours}: off by {found:.2%}"
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if is_quick(row)], ids=ids([row for row in ROWS if is_quick(row)]))
-def test_rows_that_were_wrong(row):
-    check(row)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("row", ROWS, ids=ids(ROWS))
-def test_rows(row):
-    check(row)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("row", ROWS, ids=ids(ROWS))
+@pytest.mark.parametrize("row", ROWS, ids=id_of)
 def test_the_originals_compute_the_stored_numbers(row, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for modules in measured_rows.modules_of(row.theirs).values():
