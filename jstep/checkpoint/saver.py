@@ -21,12 +21,11 @@ from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import EndOfSave, Listener, Retention
 from jstep.core import exceptions, meshes, placement, processes, trees
-from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
 from jstep.core.public_names import explains_attributes
 from jstep.core.selection import VarList, check_form
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Tree
+from jstep.core.trees import T, Tree
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
 from jstep.state.nonfinite import StateContents
 from jstep.state.slots import as_average_names

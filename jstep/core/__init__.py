@@ -1,6 +1,5 @@
 """What do all rooms need?
 
-- `annotations`: types that signatures share.
 - `checks`: validation of arguments.
 - `device_values`: values that go to devices.
 - `drawing`: curves as SVG.

@@ -6,8 +6,9 @@ import difflib
 import functools
 import itertools
 import operator
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,20 @@ from jstep.core.checks import describe_type, format_value
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 
-# Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
+# Core types: optimizers, schedules, type variables, and aliases of parameters, updates, slots and steps.
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+else:
+
+    def TypeVar(name, default=None):  # noqa: N802  (before Python 3.13 type variables have no defaults)
+        return typing.TypeVar(name)
+
+
+P = TypeVar("P", default=Any)
+"""The type of the parameters."""
+T = TypeVar("T")
+"""The type of an argument that is returned with the same structure."""
 Array: TypeAlias = jax.Array
 Tree: TypeAlias = Any
 Params: TypeAlias = Any

@@ -10,10 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.annotations import T
 from jstep.core.checks import describe_type, format_value
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
-from jstep.core.trees import Tree
+from jstep.core.trees import T, Tree
 
 # Shardings of batches, and global batches from the rows of each process.
 

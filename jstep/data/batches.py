@@ -6,9 +6,8 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
-from jstep.core.trees import structure
+from jstep.core.trees import T, structure
 from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
 from jstep.data.proportions import Weights, as_weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes
-from jstep.core.annotations import T
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import T
 from jstep.data.batch_rows import PlanReader, RowPlan, Share, SourceRows, steps_with
 from jstep.data.permutation import RowNumbers
 from jstep.data.sources import Rows

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, trees
-from jstep.core.annotations import T
 from jstep.core.checks import as_function
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Tree, Updates
+from jstep.core.trees import Array, T, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 

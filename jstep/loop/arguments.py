@@ -11,11 +11,10 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Tree
+from jstep.core.trees import P, Tree
 from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import StateBatches
 from jstep.data.loop_batches import LoopBatches

@@ -15,14 +15,13 @@ from typing import Any, ClassVar, Generic, TypeAlias
 import jax
 
 from jstep.core import interactive, processes, trees
-from jstep.core.annotations import P
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
-from jstep.core.trees import Tree
+from jstep.core.trees import P, Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.hook import check_returned_state

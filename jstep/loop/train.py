@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from jstep.core.annotations import P
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import P
 from jstep.data.loop_batches import LoopBatches
 from jstep.loop.run import Run
 from jstep.state.train_state import TrainState

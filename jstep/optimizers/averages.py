@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
@@ -20,7 +19,7 @@ from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, P, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import on_leaves

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import P
 from jstep.core.checks import Bounds, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import exempts_transfers
-from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step, Tree
+from jstep.core.trees import Array, Held, P, ScalarOrSchedule, Slots, Step, Tree
 from jstep.slots.roles import Role, Roles, abstractly
 from jstep.state.train_state import TrainState
 

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import P
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
-from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, P, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter, constant
 from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Scalar, Slot, Values

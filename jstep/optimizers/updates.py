@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import T
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_on_host, on_devices, run_in_order
-from jstep.core.trees import Array, Params, Slots, Updates
+from jstep.core.trees import Array, Params, Slots, T, Updates
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, is_slices
 
 

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
@@ -19,7 +18,7 @@ from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, Params, Tree
+from jstep.core.trees import Optimizer, P, Params, Tree
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, has_donated_step, refuse_what_crashes

@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr
 from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.annotations import T
 from jstep.core.jaxprs import (
     Operation,
     body_of,
@@ -33,7 +32,7 @@ from jstep.core.jaxprs import (
 from jstep.core.logs import logger
 from jstep.core.meshes import sharding_text
 from jstep.core.recorded_calls import as_typed
-from jstep.core.trees import Tree
+from jstep.core.trees import T, Tree
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.loop.arguments import Options

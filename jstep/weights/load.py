@@ -17,11 +17,11 @@ from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
-from jstep.core.annotations import T
 from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
 from jstep.core.logs import logger
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import T
 from jstep.state.leaves import PARAMS
 from jstep.weights.matching_tensors import Names, WantedTensor, call_transform, match_tensors, rules
 from jstep.weights.search import arrays_directory, local_path, read_tensors, weights_file
