@@ -4,7 +4,6 @@
 - `device_values`: values that go to devices.
 - `drawing`: curves as SVG.
 - `exceptions`: notes on exceptions.
-- `html_tables`: tables as HTML.
 - `interactive`: Python's prompt and notebooks.
 - `jaxprs`: traced programs.
 - `logs`: log lines.
@@ -16,7 +15,7 @@
 - `secret_text`: removal of secrets.
 - `selection`: selection of leaves by path, glob or `var_list`.
 - `stopwatch`: the wall time of a run by phase.
-- `tables`: text in columns.
+- `tables`: tables as text and as HTML.
 - `threads`: threads, and what each is doing.
 - `tracebacks`: tracebacks without jstep's inner frames.
 - `trees`: types of trees, leaves and their paths.

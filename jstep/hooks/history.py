@@ -16,8 +16,8 @@ import numpy as np
 from jstep.core import processes
 from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
-from jstep.core.html_tables import html_table
 from jstep.core.logs import logger
+from jstep.core.tables import html_table
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from jstep.core.html_tables import html_table, html_text
 from jstep.core.logs import is_below_bar
+from jstep.core.tables import html_table, html_text
 from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import Clock

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.html_tables import Tabular
 from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.tables import Tabular
 from jstep.look.cli import Command, answer, table
 from jstep.record.process_files import read_processes
 from jstep.record.schema import ProcessRecord, Start

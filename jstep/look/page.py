@@ -7,7 +7,7 @@ from typing import Any
 
 from jstep.core.checks import format_list, truncate
 from jstep.core.drawing import NEUTRAL, Curve, Mark, legend_key, picture
-from jstep.core.html_tables import html_text
+from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.divergence import divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts

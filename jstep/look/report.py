@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from jstep.core.checks import as_string, check_choice, describe_type
 from jstep.core.drawing import stylesheet
-from jstep.core.html_tables import html_text
+from jstep.core.tables import html_text
 from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
 from jstep.look.run_files import RunFiles

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.listing import has_data
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
-from jstep.core.html_tables import html_table
-from jstep.core.tables import breadth, columns, fold, printable
+from jstep.core.tables import breadth, columns, fold, html_table, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
 from jstep.look.run_folder import run_folder, run_folders
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run

@@ -13,11 +13,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
 from jstep.core.device_values import arguments_from_host
-from jstep.core.html_tables import Tabular
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
+from jstep.core.tables import Tabular
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch

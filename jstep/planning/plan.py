@@ -10,9 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
-from jstep.core.html_tables import Tabular
 from jstep.core.meshes import internal_transfers
-from jstep.core.tables import WIDTH, columns, wrap_words
+from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import OptimizerLike, Schedule, Tree
 from jstep.data.batches import Batches

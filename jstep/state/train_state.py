@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type, format_bytes
-from jstep.core.html_tables import html_table
 from jstep.core.logs import logger
 from jstep.core.placement import check_memory, compiles_only, is_shape
+from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
 from jstep.slots.optax_transformations import require_optimizer
