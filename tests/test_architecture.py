@@ -58,7 +58,6 @@ SUMS = {"metering.metric_sums"}
 LOADED_WHEN_USED = {
     "checkpoint.array_reader": {"tensorstore"},
     "checkpoint.array_writer": {"tensorstore"},
-    "weights.orbax_checkpoint": {"orbax"},
 }
 """Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {

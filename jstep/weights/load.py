@@ -143,10 +143,8 @@ def open_source(path: object) -> TensorSource:
     checkpoint = os.path.abspath(resolved)
     if first_missing_file(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
         return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
-    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
-
     checkpoint = arrays_directory(checkpoint)
-    return TensorSource(checkpoint, *orbax_checkpoint.open_checkpoint(checkpoint), is_checkpoint=True)
+    return TensorSource(checkpoint, *_checkpoint_of_orbax(checkpoint), is_checkpoint=True)
 
 
 def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,3 +184,60 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
         code, dtype = (leaf.dtype, jnp.dtype(stored)) if is_whole else ("float32", np.dtype(np.float32))
         arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
+
+
+# The arrays of checkpoints that Orbax wrote.
+
+
+def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
+    import orbax.checkpoint as ocp  # slow
+    from etils import epath
+
+    try:
+        # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
+    except PermissionError:
+        raise
+    except Exception as error:
+        raise _unreadable(directory, error, ocp.__version__) from error
+    structure: Any
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = leaf_records.unique(trees.path_str(keys) for keys, _ in flat)
+    arrays: dict[str, Tensor] = {}
+    for name, (_, details) in zip(names, flat, strict=True):
+        shape, dtype = getattr(details, "shape", None), getattr(details, "dtype", None)
+        if shape is not None and dtype is not None:  # not a string
+            dtype = jnp.dtype(dtype)
+            arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
+
+    def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+        item = [0 if name in shardings else ocp.PLACEHOLDER for name in names]
+        options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(names)
+        for i, name in enumerate(names):
+            sharding = shardings.get(name)
+            if sharding is not None and jax.dtypes.canonicalize_dtype(arrays[name].dtype) == arrays[name].dtype:
+                shape = arrays[name].shape
+                options[i] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=True)
+        arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
+        try:
+            with meshes.internal_transfers():
+                restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
+                # With a sharding, Orbax returns typed PRNG keys as such.
+                pairs = zip(names, restored, strict=True)
+                return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
+        except Exception as error:
+            raise _unreadable(directory, error, ocp.__version__) from error
+
+    return arrays, read
+
+
+def _owned(value: Any) -> Any:
+    """Return the parts of an array on CPUs, which may alias the memory that it was read into."""
+    return targets.parts_of(value) if isinstance(value, jax.Array) and placement.is_on_cpus(value) else value
+
+
+def _unreadable(directory: str, error: BaseException, version: str) -> ValueError:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    why = str(error).partition(" [tensorstore_spec=")[0]
+    return ValueError(f"{directory}: is corrupted, incomplete, or not readable by Orbax {version}: {why:.300}")
