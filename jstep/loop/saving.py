@@ -46,15 +46,10 @@ from jstep.training.metrics import Metrics
 
 HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
 """Keys of a checkpoint's `extra`."""
-_OPEN_BODY = "body"
-"""The key with which earlier versions saved the state of a step whose body had not ended."""
 
 
 def restore_hooks(run: RunContext, opened: Opened) -> bool:
     extra, finiteness = run.origin.extra, opened.finiteness
-    if _OPEN_BODY in extra:
-        text = "the checkpoint of step %d was saved before the body of the loop had ended: that body is omitted"
-        logger.warning(text, run.step)
     is_stopped = set_states(opened.hooks, extra.get(HOOK_STATES))
     if SKIPPED_IN_A_ROW in extra:
         run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
