@@ -188,26 +188,22 @@ class History(ReportingHook):
             later = [pair for pair in self._rows.items() if pair[0] > after]
             for end, group in itertools.groupby(later, lambda pair: -(-pair[0] // every) * every):
                 of_interval = dict(group)
-                rows |= of_interval if end >= step else self._merged(of_interval, max(end - every, self._first))
+                rows |= of_interval if end >= step else self._merged(of_interval)
             self._rows = rows
 
-    def _merged(self, rows: Rows, begin: int) -> Rows:
+    def _merged(self, rows: Rows) -> Rows:
         last_steps = {name: step for step, row in rows.items() for name in row}
         end = max(rows)
         sums: dict[str, tuple[float, float]] = {}
         merged: Rows = {}
         for step, row in rows.items():
             merged[step] = {name: row[name] for name in row if name in self._evaluated and last_steps[name] == step}
-            metrics = {name: value for name, value in row.items() if name not in self._evaluated}
             counts = self._counts.pop(step, {})
-            for name, value in metrics.items():
-                if self._mean or name in counts:
-                    count = counts.get(name, step - begin)  # older checkpoints have no counts
-                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})
+            for name, value in row.items():
+                if name in counts:
+                    sums = merge_sums(sums, {name: (value * counts[name] if counts[name] else 0.0, counts[name])})
                 elif step == end:
-                    merged[end][name] = value
-            if metrics:
-                begin = step
+                    merged[end].setdefault(name, value)
         self._counts[end] = {name: count for name, (_, count) in sums.items()}
         merged[end] = {name: _mean(*pair) for name, pair in sums.items()} | merged[end]
         return {step: row for step, row in merged.items() if row}
@@ -238,7 +234,7 @@ class History(ReportingHook):
             rows = _from_columns(value["rows"])
             if self._path is None:
                 self._rows = {}
-                self._counts = _from_columns(value["counts"]) if "counts" in value else {}
+                self._counts = _from_columns(value["counts"])
             if self._sums:
                 self.run.sums.has_ratios = True
             for step, row in rows.items():
