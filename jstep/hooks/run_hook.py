@@ -56,12 +56,21 @@ class RunInfo(abc.ABC):
     """The part of a run that built-in hooks see.
 
     Attributes:
+        last_step: None if the batches, a hook or a signal end the run.
+        config: The program's own options.
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
         in_flight: The calls that the device has not finished, and the step that it has.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
+        saver: The Saver of the run.
+        evaluations: The `EvaluationHook`s.
+        counter: The `StepCounterHook`; None until the hooks are built.
+        writer: The writer of the run's event file.
+        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
     """
 
+    last_step: int | None
+    config: dict[str, Any] | None
     watch: Stopwatch
     sums: MetricSums
     transfers: TransferQueue
@@ -70,23 +79,13 @@ class RunInfo(abc.ABC):
     pending: "deque[tuple[RunHook, Poll]]" = dataclasses.field(default_factory=deque, init=False)
     failures: deque[LogFailure] = dataclasses.field(default_factory=deque, init=False)
     steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter, init=False)
+    saver: Saver | None = dataclasses.field(default=None, init=False)
+    evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
+    counter: Any = dataclasses.field(default=None, init=False)
+    writer: SummaryWriter | None = dataclasses.field(default=None, init=False)
+    at_start: StateContents = dataclasses.field(init=False)
 
-    # The arguments, and what the run begins from.
-
-    @property
-    @abc.abstractmethod
-    def last_step(self) -> int | None:
-        """None if the batches, a hook or a signal end the run."""
-
-    @property
-    @abc.abstractmethod
-    def config(self) -> dict[str, Any] | None:
-        """The program's own options."""
-
-    @property
-    @abc.abstractmethod
-    def saver(self) -> Saver | None:
-        """The Saver of the run."""
+    # What the run begins from.
 
     @property
     @abc.abstractmethod
@@ -101,28 +100,6 @@ class RunInfo(abc.ABC):
     @abc.abstractmethod
     def has_kept(self, path: str) -> bool:
         """Whether an earlier start of this run has kept a checkpoint as the best."""
-
-    @property
-    @abc.abstractmethod
-    def at_start(self) -> StateContents:
-        """The contents of the state when the run began; empty if no hook checks or saves it."""
-
-    # The other hooks, and the event file.
-
-    @property
-    @abc.abstractmethod
-    def evaluations(self) -> Sequence[Any]:
-        """The `EvaluationHook`s."""
-
-    @property
-    @abc.abstractmethod
-    def counter(self) -> Any:
-        """The `StepCounterHook`."""
-
-    @property
-    @abc.abstractmethod
-    def writer(self) -> SummaryWriter | None:
-        """The writer of the run's event file."""
 
     # Where the run is.
 

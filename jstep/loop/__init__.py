@@ -2,7 +2,6 @@
 
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
-- `build_hooks`: the hooks of a run, the user's and the built-in ones.
 - `compiling`: when programs are compiled.
 - `course`: the state machine: where a run is.
 - `dispatch`: the calls of programs.
@@ -15,7 +14,7 @@
 - `run_context`: what the loop, its hooks and its observers share.
 - `saving`: the checkpoint of a run.
 - `signals`: signals, a time limit, and stops of several processes.
-- `start`: how a run is opened.
+- `start`: how a run is opened, with its hooks, the user's and the built-in ones.
 - `start_times`: what a start does, in seconds.
 - `state_changes`: what the user's code replaced in the state.
 - `stopping`: how a run ends in each phase.

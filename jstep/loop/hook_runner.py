@@ -13,7 +13,6 @@ from jstep.core.exceptions import note, note_other, noting
 from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
-from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, defines
 from jstep.hooks.run_hook import LogFailure, RunHook, RunInfo
@@ -66,7 +65,6 @@ class HookRunner:
     ) -> None:
         self._run, self._course, self._hooks = run, course, hooks
         self._options, self._train_steps = options, train_steps
-        self.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
         self._non_savers = self.savers = ScheduleGroup((), course.first)
         self.is_checking = self._was_last = False
         self._next_check = course.first
@@ -103,7 +101,7 @@ class HookRunner:
 
     def evaluate(self, method: str) -> bool:
         course, is_done = self._course, False
-        for hook in self.evaluations:
+        for hook in self._run.evaluations:
             result = self._call(hook, method, course.position.step, course.position.state)
             if course.apply(HookCall(hook, method), result):
                 is_done = True
@@ -253,8 +251,8 @@ class HookRunner:
     def _repeat_evaluations(self) -> Sequence[Any]:
         """Repeat evaluations that have ended; return the hooks that have to end."""
         step, state, _, _ = self._course.position
-        left = [hook for hook in self.evaluations if hook.owes_end(step)]
-        for hook in self.evaluations:
+        left = [hook for hook in self._run.evaluations if hook.owes_end(step)]
+        for hook in self._run.evaluations:
             if hook not in left:
                 self._call(hook, "repeat", step, state)
         return [*left, *(schedule.hook for schedule in self.savers.schedules)] if left else []
@@ -263,7 +261,7 @@ class HookRunner:
         course = self._course
         if self.ended_at == course.position.step:
             return True
-        is_evaluated = all(course.position.step in hook.results for hook in self.evaluations)
+        is_evaluated = all(course.position.step in hook.results for hook in self._run.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in self._options.hooks)
         return course.is_at_last and is_evaluated and not (has_ends or course.status == LEAVING)

@@ -15,7 +15,6 @@ from jstep.core.exceptions import WrongStateError
 from jstep.core.stopwatch import STEPPING, new_watch
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import LoopState, RunInfo
-from jstep.hooks.speed import StepCounterHook
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
 from jstep.loop.course import WITHIN, Course, HookCall
@@ -31,9 +30,7 @@ from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
 from jstep.record.process_files import ProcessFile
 from jstep.record.starts import StartFile, valid
-from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.summary.writer import SummaryWriter
 from jstep.watching.observer import Observers
 
 
@@ -46,8 +43,6 @@ class Opened:
     feeder: BatchFeeder
     hooks: Sequence[Any]
     runner: HookRunner
-    counter: StepCounterHook
-    writer: SummaryWriter | None
     finiteness: Finiteness
 
 
@@ -64,7 +59,6 @@ class RunContext(RunInfo):
     """
 
     background: BackgroundHooks
-    saver: Saver | None = None
     opened: Opened
 
     def __init__(
@@ -74,7 +68,7 @@ class RunContext(RunInfo):
         limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
         sums = MetricSums(min((limit for limit in limits if limit is not None), default=None))
         transfers = TransferQueue(functools.partial(watch.phase, STEPPING), self._deliver)
-        super().__init__(watch, sums, transfers, BackgroundHooks(options.hooks))
+        super().__init__(options.last_step, options.config, watch, sums, transfers, BackgroundHooks(options.hooks))
         self.options, self.train_steps, self.times = options, train_steps, times
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
         self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
@@ -118,14 +112,6 @@ class RunContext(RunInfo):
     # The interface of hooks, documented at `RunInfo`.
 
     @property
-    def last_step(self) -> int | None:
-        return self.options.last_step
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        return self.options.config
-
-    @property
     def restored(self) -> int | None:
         return self.origin.restored
 
@@ -136,22 +122,6 @@ class RunContext(RunInfo):
     def has_kept(self, path: str) -> bool:
         earlier = [] if self.file is None else valid(self.file.earlier)
         return any(kept == path for start in earlier for _, _, kept in start["best"].values())
-
-    @property
-    def at_start(self) -> StateContents:
-        return self.opened.finiteness.at_start
-
-    @property
-    def evaluations(self) -> Sequence[Any]:
-        return self.opened.runner.evaluations
-
-    @property
-    def counter(self) -> StepCounterHook:
-        return self.opened.counter
-
-    @property
-    def writer(self) -> SummaryWriter | None:
-        return self.opened.writer
 
     @property
     def position(self) -> LoopState:

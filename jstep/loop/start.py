@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,12 @@ from jstep.data.loaders import Source, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.reporting import LoggingHook
+from jstep.evaluating.evaluation_hook import EvaluationHook
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.history import check_paths
+from jstep.hooks.reporting import LoggingHook, SummarySaverHook
+from jstep.hooks.speed import StepCounterHook
 from jstep.loop.arguments import Options
-from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
@@ -30,14 +34,16 @@ from jstep.loop.hook_runner import HookRunner
 from jstep.loop.origin import STOPPED, find_opening, lineage_of_copy, open_saver, read_trunk, restore
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
-from jstep.loop.saving import restore_hooks
+from jstep.loop.saving import RunSaverHook, restore_hooks
 from jstep.loop.stopping import report_done
 from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
-from jstep.record.starts import FOLDER
+from jstep.record.starts import FINISHED, FOLDER, valid
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
-from jstep.stores.owners import remove_temporary
-from jstep.stores.urls import is_url
+from jstep.stores.owners import is_alive, remove_temporary, this_process
+from jstep.stores.urls import is_url, location
+from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
+from jstep.summary.writer import SummaryWriter
 from jstep.watching.observer import compiling_for
 
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
@@ -49,7 +55,7 @@ def open_run(run: RunContext, batches: Tree) -> None:
     dispatch = _dispatch_of(run)
     run.closing.callback(dispatch.compiler.close)
     started = _restore(run, dispatch, batches)
-    hooks, counter, writer = processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
+    hooks = processes.on_all_processes(lambda: _build_hooks(run), _NO_LOGS)
     runner = HookRunner(run, run.course, hooks, run.options, run.train_steps, run.origin)
     copies = processes.on_all_processes(
         lambda: started or _open_batches(run, batches, run.origin.step, run.origin.extra), _NO_BATCHES
@@ -57,12 +63,13 @@ def open_run(run: RunContext, batches: Tree) -> None:
     chunks = _make_chunks(run, dispatch, runner, copies)
     feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
-    opened = Opened(dispatch, copies, feeder, hooks, runner, counter, writer, finiteness)
+    run.at_start = finiteness.at_start
+    opened = Opened(dispatch, copies, feeder, hooks, runner, finiteness)
     run.closing.callback(_close_batches, run, opened)
     run.opened = opened
     runner.use_run(run.closing)
     if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
-        summaries = [] if writer is None else [writer.settle]
+        summaries = [] if run.writer is None else [run.writer.settle]
         for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
             run.closing.enter_context(run.saver.flushing(flush))
 
@@ -257,3 +264,69 @@ def _next_save(options: Options, first: int, batches: int) -> int:
     """After how many batches of the run, more than these, a save is due."""
     due = Cadence(options.save_checkpoint_steps).next_multiple(first + batches)
     return min(options.stop_step, due) - first
+
+
+# The hooks, and the event file that they share.
+
+
+def _build_hooks(run: RunContext) -> list[Any]:
+    """Return the hooks of a run, the user's and the built-in ones, savers last."""
+    check_paths(run.options.hooks)
+    options = run.options
+    run.writer = _open_writer(run)
+    savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
+    hooks = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
+    has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+    run.counter = next((hook for hook in hooks if isinstance(hook, StepCounterHook)), None)
+    if run.counter is None:
+        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        hooks.append(run.counter)
+    progress_hooks = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
+    hooks += progress_hooks
+    is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
+    if is_logged and options.progress is not False and jax.process_index() == 0:
+        hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
+    if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
+        hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
+    if run.saver is not None:
+        savers.insert(0, RunSaverHook(options, run.saver))
+    run.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
+    return hooks + savers  # a checkpoint includes the other hooks' changes to the state
+
+
+_FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
+"""The seconds after which a background thread writes events, and in a bucket, where each upload has a price."""
+
+
+def _open_writer(run: RunContext) -> SummaryWriter | None:
+    options, origin = run.options, run.origin
+    if options.logdir is None or options.where is None:
+        return None
+    prefix = options.prefix_of(run.saver)
+    suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, prefix, run.name)
+    secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
+    writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
+    if writer.path is not None:
+        # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
+        first = run.course.first + (origin.restored is not None)
+        is_resumed = origin.restored is not None and not run.is_new_branch
+        same_place = is_resumed or not _is_another_run(run)
+        if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):
+            for _ in range(STARTS):
+                writer.add_session_log("START", first)
+    if options.config and jax.process_index() == 0:
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in options.config.items()
+        }
+        with contextlib.suppress(ImportError):  # TensorBoard is not installed
+            writer.add_hparams(plain)
+    return writer
+
+
+def _is_another_run(run: RunContext) -> bool:
+    earlier = [] if run.file is None else valid(run.file.earlier)
+    if not earlier:
+        return False
+    process, end = earlier[-1]["process"], earlier[-1]["end"]
+    return end[0] == FINISHED if end else process != this_process() and bool(is_alive(process))

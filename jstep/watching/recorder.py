@@ -188,7 +188,7 @@ class Recorder(Observer):
     def _current_fields(self) -> dict[str, Any]:
         run, times = self.run, self.run.recorded_times()
         self._read_numbers()
-        counter = run.counter if run.is_open else None
+        counter = run.counter
         peaks = [0]
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
@@ -204,7 +204,7 @@ class Recorder(Observer):
             "best": dict(self._numbers["best"]),
             "kept": {
                 name: {"mode": callback.mode, "data": callback.data}
-                for hook in (run.evaluations if run.is_open else ())
+                for hook in run.evaluations
                 for name, callback in hook.watched
                 if isinstance(callback, KeepBest)
             },

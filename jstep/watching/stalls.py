@@ -178,7 +178,7 @@ class StallWatch(Observer):
         if wait.age >= due + (3 * self._every if self._is_shared else 0):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
-            if (writer := self.run.writer if self.run.is_open else None) is not None:  # a stalled run may be killed
+            if (writer := self.run.writer) is not None:  # a stalled run may be killed
                 writer.request_flush()
         if self._wait.part:
             self._record(self._wait)
