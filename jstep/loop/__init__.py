@@ -3,7 +3,7 @@
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
 - `compiling`: when programs are compiled.
-- `course`: the state machine: where a run is.
+- `course`: the state machine: where a run is, and what replaced its state.
 - `dispatch`: the calls of programs.
 - `feeder`: the batches, perhaps read ahead.
 - `finiteness`: whether the state may be saved.
@@ -16,7 +16,6 @@
 - `signals`: signals, a time limit, and stops of several processes.
 - `start`: how a run is opened, with its hooks, the user's and the built-in ones.
 - `start_times`: what a start does, in seconds.
-- `state_changes`: what the user's code replaced in the state.
 - `stopping`: how a run ends in each phase.
 - `train`: `train`: a `Run` whose body is empty.
 """
