@@ -360,10 +360,10 @@ class Run(Generic[P]):
                             watch.record(BODY.timing_key, began)
                         course.calling = watch.aside = None
                     course.status = BETWEEN
-                    # Most steps have nothing to save and no signal to obey, so they skip the call of `_resumes`.
+                    # Most steps have nothing to save and no signal to obey, so they skip the call of `_end_iteration`.
                     is_quiet = signals.received is None and signals.is_alone and course.stopped_by is None
                     is_quiet = is_quiet and step < savers.next and step < course.stop_step and not run.failures
-                    if not is_quiet and not self._resumes():
+                    if not is_quiet and not self._end_iteration():
                         break
             except StopWaiting:
                 course.status = LEAVING
@@ -404,7 +404,7 @@ class Run(Generic[P]):
                     return
                 self._pause_body()
                 course.status = BETWEEN
-                resumes = self._resumes()
+                resumes = self._end_iteration()
             self._finish()
 
     # The time of a body that makes the batches counts as waiting for them.
@@ -444,8 +444,8 @@ class Run(Generic[P]):
         run.opened.runner.after(chunk.first)
         return step
 
-    def _resumes(self) -> bool:
-        """Between two iterations: save if due, obey a signal; return whether there is another one."""
+    def _end_iteration(self) -> bool:
+        """Save if due, and obey a signal; return whether another iteration follows."""
         run, course = self._context, self._context.course
         if course.position.step >= run.opened.runner.savers.next or run.failures:
             run.opened.runner.save()

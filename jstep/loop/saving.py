@@ -49,25 +49,12 @@ HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
 
 
 def restore_hooks(run: RunContext, opened: Opened) -> bool:
-    extra, finiteness = run.origin.extra, opened.finiteness
+    """Set the states of the hooks; return whether one of them keeps the run stopped."""
+    extra = run.origin.extra
     is_stopped = set_states(opened.hooks, extra.get(HOOK_STATES))
     if SKIPPED_IN_A_ROW in extra:
         run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
-    for hook in finiteness.savers:
-        if not isinstance(hook, RunSaverHook):
-            continue
-        if not run.is_new_branch:
-            hook.restored(run.step, run.state)
-        else:  # from now on the other run is not read
-            hook.save(run.step, run.state, wait=True)
-        if not finiteness.has_nan_hook and not hook.saver.allow_nonfinite:
-            run.poll(hook, functools.partial(_warn_of_nan, run))
     return is_stopped and not run.origin.is_at_branch_point
-
-
-def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
-    if bad := run.at_start.with_nan():
-        logger.warning("%s", describe_nan_at_start(bad, run.course.first))
 
 
 # The interval between automatic saves.
@@ -164,9 +151,20 @@ class RunSaverHook(CheckpointSaverHook):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
-    def restored(self, step: int, state: TrainState) -> None:
-        self._host_state = _HostState(self._positions(), self._hooks())
-        self.mark_saved(step, state)
+    def resume(self, step: int, state: TrainState) -> None:
+        """Continue from the checkpoint that was restored; a branch saves it, and does not read the other run again."""
+        run = self.run
+        if run.is_new_branch:
+            self.save(step, state, wait=True)
+        else:
+            self._host_state = _HostState(self._positions(), self._hooks())
+            self.mark_saved(step, state)
+        if not run.opened.finiteness.has_nan_hook and not self.saver.allow_nonfinite:
+            run.poll(self, self._warn_of_nan)
+
+    def _warn_of_nan(self, *, wait: bool = False) -> None:
+        if bad := self.run.at_start.with_nan():
+            logger.warning("%s", describe_nan_at_start(bad, self.run.course.first))
 
     def mark_saved(self, step: int, state: TrainState) -> None:
         super().mark_saved(step, state)

@@ -51,7 +51,7 @@ _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be open
 
 def open_run(run: RunContext, batches: Tree) -> None:
     _open_checkpoints(run)
-    (run.start_number,) = processes.first_ints_on_all(lambda: _notify_opened(run), 1, _NO_LOGS)
+    (run.start_number,) = processes.first_ints_on_all(lambda: _open_logs(run), 1, _NO_LOGS)
     dispatch = _dispatch_of(run)
     run.closing.callback(dispatch.compiler.close)
     started = _restore(run, dispatch, batches)
@@ -139,6 +139,9 @@ def begin(run: RunContext, opened: Opened) -> bool:
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run, opened) or is_over
+        for hook in opened.hooks:
+            if isinstance(hook, RunSaverHook):
+                hook.resume(run.step, run.state)
         is_over = runner.evaluate("evaluate_owed") or is_over  # a signal interrupted it
     elif run.saver is not None:
         get_states(opened.hooks)  # states that cannot be saved fail now, not at the first save
@@ -155,7 +158,7 @@ def begin(run: RunContext, opened: Opened) -> bool:
     return True
 
 
-def _notify_opened(run: RunContext) -> tuple[int]:
+def _open_logs(run: RunContext) -> tuple[int]:
     """Open the logs; return the number of the start."""
     options = run.options
     if jax.process_index() == 0:
