@@ -70,10 +70,6 @@ class Options(Generic[P]):
         return self.checkpoint_prefix if saver is None else saver.prefix
 
     @property
-    def trunk_path(self) -> str | None:
-        return None if self.start_from is None else os.fspath(self.start_from)
-
-    @property
     def where(self) -> str | None:
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory

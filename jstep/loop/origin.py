@@ -45,32 +45,23 @@ _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 
 
-class Trunk(NamedTuple):
-    """The checkpoint of another run.
+class ParentCheckpoint(NamedTuple):
+    """The checkpoint of another run that this one begins from.
 
     Attributes:
-        extra: Its data beside the state; None until read.
-        is_named: Whether `start_from` names the checkpoint itself.
+        is_named: Whether `start_from` names the checkpoint itself, not its directory.
         edited: The step of the state passed, if it replaces the checkpoint's, else 0.
     """
 
     saver: Saver
     step: int
-    extra: Any
     is_named: bool
     edited: int
 
     @property
-    def parent(self) -> Parent:
+    def reference(self) -> Parent:
         path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
         return {"path": path, "step": self.step}
-
-
-class Given(NamedTuple):
-    """The state passed: its step, None if it is abstract or was donated, and the values of its held hyperparameters."""
-
-    step: int | None = None
-    held_values: Mapping[str, float] = MappingProxyType({})
 
 
 class Lineage(NamedTuple):
@@ -88,7 +79,7 @@ class Lineage(NamedTuple):
     is_copy: bool = False
 
 
-_NOT_GIVEN, _NEW = Given(), Lineage()
+_NEW = Lineage()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +87,20 @@ class Opening:
     """What is known before the state is restored.
 
     Attributes:
+        given_step: The step of the state passed; None if it is abstract or was donated.
+        given_values: The values of its held hyperparameters.
         first: The step at which the run begins; None if unknown.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
         is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
     """
 
-    given: Given = _NOT_GIVEN
+    given_step: int | None = None
+    given_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     first: int | None = None
     latest: int | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lineage: Lineage = _NEW
-    trunk: Trunk | None = None
+    parent: ParentCheckpoint | None = None
     is_claimed: bool = False
 
 
@@ -121,7 +115,6 @@ class Fresh:
     step: int = 0
     held_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     extra: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    restored: ClassVar[None] = None
     is_at_branch_point: ClassVar[bool] = False
 
 
@@ -138,10 +131,6 @@ class Resumed:
     extra: Mapping[str, Any]
     is_at_branch_point: bool
 
-    @property
-    def restored(self) -> int:
-        return self.step
-
 
 @dataclasses.dataclass(frozen=True)
 class Branched:
@@ -151,10 +140,6 @@ class Branched:
     held_values: Mapping[str, float]
     extra: Mapping[str, Any]
     is_at_branch_point: ClassVar[bool] = True
-
-    @property
-    def restored(self) -> int:
-        return self.step
 
 
 Origin: TypeAlias = Fresh | Resumed | Branched
@@ -185,47 +170,58 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
     return processes.on_all_processes(opened, "the checkpoints cannot be read")
 
 
-def find_opening(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Opening:
+def find_opening(
+    options: Options, state: TrainState, saver: Saver | None, latest: int | None, new_name: str
+) -> Opening:
     step = _step_of_values(state)
-    given = Given(step, {} if step is None or saver is None else _initial_values(state))
-    trunk = _open_trunk(options, saver, latest, step)
+    values = {} if step is None or saver is None else _initial_values(state)
+    parent = _find_parent(options, saver, latest, step)
     is_claimed = saver is not None and (latest is None or latest < options.stop_step)
     if saver is not None and is_claimed:
         saver.claim(state)  # fails now, not at the first save
     elif saver is not None:
         StateLeaves(state).left_out(saver.leave_out)
-    if trunk is not None:
-        return Opening(given, trunk.step, trunk.step, trunk=trunk, is_claimed=is_claimed)
-    if saver is None or latest is None:
-        return Opening(given, step, latest, is_claimed=is_claimed)
-    first, extra = None, dict[str, Any]()
-    with contextlib.suppress(Exception):  # `restore` reports the error
-        first, extra = latest, extra_at(saver, latest)
-    lineage = Lineage(_name_in(extra), _parent_in(extra))
-    if extra and jax.process_index() == 0:
-        _warn_of_other_trunk(options.trunk_path, lineage.parent)
-    return Opening(given, first, latest, extra, lineage, is_claimed=is_claimed)
+    if parent is not None:
+        return Opening(step, values, parent.step, parent.step, parent=parent, is_claimed=is_claimed)
+    first, extra = step, dict[str, Any]()
+    if saver is not None and latest is not None:
+        first = None
+        with contextlib.suppress(Exception):  # `restore` reports the error
+            first, extra = latest, extra_at(saver, latest)
+    lineage = _find_lineage(options, saver, latest, extra, new_name)
+    return Opening(step, values, first, latest, extra, lineage, is_claimed=is_claimed)
 
 
-def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[Opening, TrainState]:
-    assert opening.trunk is not None
-    trunk, state = _read_trunk(options, opening.trunk, state)
+def read_parent(options: Options, opening: Opening, state: TrainState) -> tuple[Opening, TrainState]:
+    """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
+    parent = opening.parent
+    assert parent is not None
+    read = _read_once(parent, state)
+    if read is None and not parent.is_named:  # a temporary one, which its run has replaced
+        parent = _newest_permanent(options, parent)
+        read = _read_once(parent, state)
+    if read is None:
+        raise _gone(parent.reference["path"])
+    extra, state = read
     if jax.process_index() == 0:
-        edited = ", with the state passed" if trunk.edited else ""
-        logger.info("this run begins from %s%s", trunk.parent["path"], edited)
-    lineage = Lineage(None, trunk.parent, _run_of(trunk))
-    step = trunk.step
-    return dataclasses.replace(opening, first=step, latest=step, extra=trunk.extra, lineage=lineage, trunk=trunk), state
+        edited = ", with the state passed" if parent.edited else ""
+        logger.info("this run begins from %s%s", parent.reference["path"], edited)
+    lineage = Lineage(None, parent.reference, _run_of(parent, extra))
+    step = parent.step
+    return dataclasses.replace(opening, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
 
 
-def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
-    directory, step, lineage = options.where, opening.latest, opening.lineage
-    prefix = options.prefix_of(saver)
+def _find_lineage(
+    options: Options, saver: Saver | None, step: int | None, extra: Mapping[str, Any], new_name: str
+) -> Lineage:
+    directory, prefix, lineage = options.where, options.prefix_of(saver), Lineage(_name_in(extra), _parent_in(extra))
+    if extra and jax.process_index() == 0:
+        _warn_of_other_parent(options, lineage.parent)
     if directory is None or is_url(directory):
         return lineage
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(directory)[prefix]
-        saved_by, newest = opening.extra.get(RUN_KEY), valid(starts)[-1]
+        saved_by, newest = extra.get(RUN_KEY), valid(starts)[-1]
         source = original_of(directory, starts)
         if source is not None:
             parent: Parent | None = None
@@ -265,11 +261,12 @@ def _step_of_values(state: TrainState) -> int | None:
 # A branch: the checkpoint of another run, which `start_from` names.
 
 
-def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:
-    path = options.trunk_path
-    if path is None:
+def _find_parent(
+    options: Options, saver: Saver | None, latest: int | None, given: int | None
+) -> ParentCheckpoint | None:
+    if options.start_from is None:
         return None
-    prefix = options.prefix_of(saver)
+    path, prefix = os.fspath(options.start_from), options.prefix_of(saver)
     places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
 
     def arguments_with_it() -> list[str]:
@@ -285,18 +282,18 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
     if saver is not None:
         with contextlib.suppress(FileNotFoundError):
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
-    reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
-    return _trunk(options, reads, step, given or 0, is_named=is_named)
+    reads, step, is_named = processes.on_all_processes(lambda: _checkpoint_at(path, prefix), _PROBLEM)
+    return _agreed_parent(options, ParentCheckpoint(reads, step, is_named, given or 0))
 
 
-def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
-    name = None if path is None else split_path(path)[1]
+def _warn_of_other_parent(options: Options, parent: Parent | None) -> None:
+    name = None if options.start_from is None else split_path(os.fspath(options.start_from))[1]
     if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
         return
     began = parent["path"] if parent else "no other run's checkpoint"
     logger.warning(
         "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
-        "of that checkpoint, give another checkpoint_dir", path, began,
+        "of that checkpoint, give another checkpoint_dir", options.start_from, began,
     )  # fmt: skip
 
 
@@ -308,51 +305,42 @@ def _is_in(directory: str, path: str, prefix: str) -> bool:
     return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
 
 
-def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk:
-    (step,) = processes.broadcast_ints(step)
+def _agreed_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
+    (step,) = processes.broadcast_ints(parent.step)
     if step >= options.stop_step:
         raise ValueError(
             f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
             f"that checkpoint, {step}"
         )
-    if edited not in (0, step):
+    if parent.edited not in (0, step):
         raise ValueError(
-            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, {edited}, got "
-            f"one at step {step}; to begin with the checkpoint's own state, pass a state at step 0 or an abstract one"
+            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, "
+            f"{parent.edited}, got one at step {step}; to begin with the checkpoint's own state, pass a state at step "
+            "0 or an abstract one"
         )
-    return Trunk(reads, step, None, is_named, edited)
+    return parent._replace(step=step)
 
 
-def _newest_permanent(options: Options, reads: Saver, edited: int) -> Trunk:
-    store = open_store(reads.directory)
+def _newest_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
+    prefix, store = parent.saver.prefix, open_store(parent.saver.directory)
 
     def newest() -> int:
-        for step, path in store.newest_first(reads.prefix):
+        for step, path in store.newest_first(prefix):
             with contextlib.suppress(FileNotFoundError):
                 if not store.manifest(path).temporary:
                     return step
-        raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+        raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
 
-    return _trunk(options, reads, processes.on_all_processes(newest, _PROBLEM), edited, is_named=False)
+    return _agreed_parent(options, parent._replace(step=processes.on_all_processes(newest, _PROBLEM)))
 
 
 def _gone(path: str) -> CheckpointError:
     return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
 
 
-def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree]:
-    """Return a checkpoint and its state, or the edited one; the newest permanent one, if its run replaces it."""
-    read = _read_once(trunk, target)
-    if read is None and not trunk.is_named:
-        trunk = _newest_permanent(options, trunk.saver, trunk.edited)
-        read = _read_once(trunk, target)
-    if read is None:
-        raise _gone(trunk.parent["path"])
-    return read
-
-
-def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
-    saver, step = trunk.saver, trunk.step
+def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], Tree] | None:
+    """Return a checkpoint's data beside the state, and its state or the edited one; None if its run has replaced it."""
+    saver, step = parent.saver, parent.step
 
     def load(name: str) -> tagged_json.LargeBytes:
         try:
@@ -363,15 +351,15 @@ def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
     try:
         saved = saver.extra(step)
         with internal_transfers():
-            state = target if trunk.edited else saver.restore(target, step=step)
+            state = target if parent.edited else saver.restore(target, step=step)
         extra = tagged_json.with_files(saved, load) if isinstance(saved, dict) else {}
         is_replaced = saver.extra(step) != saved
     except FileNotFoundError:
         return None
-    return None if processes.any_process(is_replaced) else (trunk._replace(extra=extra), state)
+    return None if processes.any_process(is_replaced) else (extra, state)
 
 
-def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
+def _checkpoint_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
     """Find a checkpoint, or the newest one of a directory, and whether the path names it."""
     above, name = split_path(path)
     if match := _NAME.fullmatch(name):
@@ -390,11 +378,11 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
 
 
-def _run_of(trunk: Trunk) -> str | None:
+def _run_of(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
     """The name of the run that saved a checkpoint, whose directory may be the one above."""
-    if isinstance(name := trunk.extra.get(RUN_KEY), str):
+    if isinstance(name := extra.get(RUN_KEY), str):
         return name
-    path, directory = trunk.parent["path"], trunk.saver.directory
+    path, directory = parent.reference["path"], parent.saver.directory
     for where in () if is_url(directory) else (directory, os.path.dirname(os.path.abspath(directory))):
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(where).values():
@@ -414,10 +402,10 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 
 
 def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[Origin, TrainState]:
-    if opening.trunk is not None:
+    if opening.parent is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}
-        step, path = opening.trunk.step, opening.trunk.parent["path"]
+        step, path = opening.parent.step, opening.parent.reference["path"]
         return Branched(step, _held_values(opening, step, extra, path), extra), state
     restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
@@ -428,7 +416,7 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
-        return Fresh(step, opening.given.held_values), state
+        return Fresh(step, opening.given_values), state
     step = state_step(restored)
     extra = dict(opening.extra) if step == opening.first else extra_at(saver, step)
     name, parent = checkpoint_name(saver.prefix, step), opening.lineage.parent
@@ -439,10 +427,10 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
 
 def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
     """The initial values of held hyperparameters; warn if the given state's differ."""
-    before, given = extra.get(HELD_VALUES), opening.given
+    before = extra.get(HELD_VALUES)
     _warn_if_different(opening, restored, before, name)
     # Shapes, or a trained state, hold no initial values.
-    return given.held_values if given.step == 0 else (before or {})
+    return opening.given_values if opening.given_step == 0 else (before or {})
 
 
 def _step_of_given(state: TrainState) -> int:
@@ -457,7 +445,7 @@ def _step_of_given(state: TrainState) -> int:
 
 
 def _warn_if_different(opening: Opening, restored: int, before: object, name: str) -> None:
-    step, parent = opening.given.step, opening.lineage.parent
+    step, parent = opening.given_step, opening.lineage.parent
     if step and step not in (restored, None if parent is None else parent["step"]):  # the run may have begun with it
         logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
@@ -467,7 +455,7 @@ def _warn_if_different(opening: Opening, restored: int, before: object, name: st
         )
     if step or not isinstance(before, dict):
         return
-    for hyperparameter, value in opening.given.held_values.items():
+    for hyperparameter, value in opening.given_values.items():
         if before.get(hyperparameter, value) != value:
             logger.warning(
                 "state: the held hyperparameter %r is created as %g, but was %g at the previous start. The value in %s "

@@ -113,7 +113,7 @@ class RunContext(RunInfo):
 
     @property
     def restored(self) -> int | None:
-        return self.origin.restored
+        return None if isinstance(self.origin, Fresh) else self.origin.step
 
     @property
     def is_new_branch(self) -> bool:

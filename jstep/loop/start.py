@@ -1,7 +1,6 @@
 """The start of a run: its checkpoints are opened, and its state is restored while the first program is made."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -31,7 +30,7 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import STOPPED, find_opening, lineage_of_copy, open_saver, read_trunk, restore
+from jstep.loop.origin import STOPPED, find_opening, open_saver, read_parent, restore
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.saving import RunSaverHook, restore_hooks
@@ -91,14 +90,12 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver, latest = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
-    run.opening = opening = find_opening(options, state, run.saver, latest)
-    if opening.trunk is None:
-        lineage = lineage_of_copy(options, run.saver, opening, run.new_name)
-        run.opening = dataclasses.replace(opening, lineage=lineage)
+    run.opening = opening = find_opening(options, state, run.saver, latest, run.new_name)
+    if opening.parent is None:
         return
-    course.expect(opening.trunk.step, opening.trunk.step)
+    course.expect(opening.parent.step, opening.parent.step)
     with run.times.timing("restore"):
-        run.opening, state = read_trunk(options, state, opening)
+        run.opening, state = read_parent(options, opening, state)
     course.begin_at(run.opening.latest or 0, state)
 
 
@@ -119,7 +116,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
             saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
     with contextlib.nullcontext() if latest is None else run.times.timing("restore"):
-        if run.opening.trunk is None:
+        if run.opening.parent is None:
             course.expect(assumed_first or 0, latest)
         run.origin, state = restore(saver, run.state, run.opening)
         course.begin_at(run.origin.step, state)
@@ -302,7 +299,7 @@ _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
 
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:
-    options, origin = run.options, run.origin
+    options = run.options
     if options.logdir is None or options.where is None:
         return None
     prefix = options.prefix_of(run.saver)
@@ -311,10 +308,10 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
-        first = run.course.first + (origin.restored is not None)
-        is_resumed = origin.restored is not None and not run.is_new_branch
+        first = run.course.first + (run.restored is not None)
+        is_resumed = run.restored is not None and not run.is_new_branch
         same_place = is_resumed or not _is_another_run(run)
-        if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):
+        if starts_here(writer.path, first, same_place=same_place, is_new=run.restored is None):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
     if options.config and jax.process_index() == 0:

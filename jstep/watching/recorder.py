@@ -254,10 +254,10 @@ class Recorder(Observer):
             file.write(code)
 
     def before_begin(self) -> None:
-        run, origin = self.run, self.run.origin
+        run = self.run
         if not self._is_active():
             return
-        if origin.restored is not None and isinstance(past := origin.extra.get(PAST), dict):
+        if run.restored is not None and isinstance(past := run.origin.extra.get(PAST), dict):
             self._saved_past = past
         first, shapes = run.course.first, run.opened.dispatch.table.state_shapes
 
