@@ -14,9 +14,6 @@ from hooked_runs import train
 import jstep
 from jstep.metering import in_flight
 
-# StepCounterHook
-
-
 # LoggingHook
 
 

@@ -1,7 +1,5 @@
 """Positions and states of hooks above 64 kB: read where a save needs them, and files of the checkpoint."""
 
-import base64
-import json
 import time
 
 import numpy as np
@@ -152,22 +150,6 @@ def test_a_corrupted_file_is_found(tmp_path, capsys):
         train(Buffer(), 6, saver)
     assert main(["inspect", str(tmp_path), "--verify"]) != 0
     assert "position.process_0.0" in capsys.readouterr().err
-
-
-def test_checkpoints_with_positions_as_text_resume(tmp_path):
-    train(Buffer(), 8, tmp_path / "new")
-    with jstep.Saver(tmp_path / "new") as saver, jstep.Saver(tmp_path / "old") as old:
-        buffer = Buffer()
-        state = train(buffer, 8, None)
-        text = np.ascontiguousarray(buffer.rows)
-        array = {"dtype": "<f4", "shape": [ROWS, 2], "data": {"$bytes": base64.b64encode(text.tobytes()).decode()}}
-        small = saver.extra()["batches"]["value"]
-        assert "$file" in json.dumps(small)
-        old.save(state, extra={"batches": {"value": {"rows": {"$array": array}, "size": 8}}})
-    found = Buffer()
-    train(found, 9, tmp_path / "old")
-    assert found.size == 9
-    np.testing.assert_array_equal(found.rows[:8], buffer.rows[:8])
 
 
 # Positions of loaders that are slow to read are read rarely; a restart fetches the batches since, bit for bit.

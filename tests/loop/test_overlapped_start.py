@@ -1,7 +1,6 @@
 """The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
 
 import logging
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import jstep
 
 OPTIMIZER = jstep.adam(0.1)
 ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
-TIMEOUT_SECS = 60
 
 
 def make_step():
@@ -79,17 +77,6 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
     names = [r.getMessage() for r in caplog.records if "Finished XLA compilation of jit(train_step" in r.getMessage()]
     assert len(names) == 1
     assert compiling_threads.count("jstep-compile") == 1
-
-
-class Late(jstep.Saver):
-    """A Saver in whose directory a save of an earlier run ends after the newest checkpoint was looked up."""
-
-    def restore(self, *args, **kwargs):
-        shutil.copytree(f"{self.directory}/../later/model-5", f"{self.directory}/model-5", dirs_exist_ok=True)
-        return super().restore(*args, **kwargs)
-
-
-# Sources that hooks create
 
 
 # The log line

@@ -1,7 +1,6 @@
 """What ends an iteration of a `Run` before its end saves nothing of it; an error between two iterations is saved."""
 
 import contextlib
-import json
 import math
 import re
 import signal
@@ -355,14 +354,3 @@ def test_a_loss_that_is_not_finite_in_an_iteration(tmp_path):
     with pytest.raises(jstep.NanLossDuringTrainingError):
         loop_to(12, directory=tmp_path, batches=bad, hooks=[jstep.NanLossHook()], save_checkpoint_steps=2)
     assert jstep.Saver(tmp_path).latest_step() == 6
-
-
-def test_a_checkpoint_that_was_saved_before_its_body_had_ended_says_so(tmp_path, caplog):
-    """As earlier versions saved them."""
-    train(4, checkpoint_dir=tmp_path)
-    saver = jstep.Saver(tmp_path)
-    extra = json.loads(json.dumps(saver.extra(4)))
-    with saver:
-        saver.save(by_hand(4), extra | {"body": {"loss": 1.0}})
-    assert same(loop_to(6, directory=tmp_path).state, by_hand(6))
-    assert caplog.text.count("the checkpoint of step 4 was saved before the body of the loop had ended") == 1

@@ -113,6 +113,3 @@ def test_the_config_is_written_for_the_tab_of_hyperparameters(tmp_path):
     values = [value for event in summary_iterator(str(tmp_path / name)) for value in event.summary.value]
     (content,) = (v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/session_start_info")
     assert [text in content for text in (b"rate", b"[2, 3]")] == [True, True]
-
-
-# `train` with and without a terminal.
