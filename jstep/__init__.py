@@ -99,7 +99,7 @@ Training loop and hooks
     watching.progress: ProgressHook
     hooks.history: History
     hooks.checkpoint_saver: CheckpointSaverHook
-    hooks.bits: FingerprintHook DivergenceError
+    hooks.fingerprints: FingerprintHook DivergenceError
     hooks.nan_loss: NanLossHook
     state.nonfinite: NanLossDuringTrainingError
     watching.stalls: StallHook

@@ -52,9 +52,9 @@ from jstep.evaluating.evaluator import evaluator as evaluator
 from jstep.hooks.at_steps import ProfilerHook as ProfilerHook
 from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
 from jstep.hooks.at_steps import every as every
-from jstep.hooks.bits import DivergenceError as DivergenceError
-from jstep.hooks.bits import FingerprintHook as FingerprintHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverHook
+from jstep.hooks.fingerprints import DivergenceError as DivergenceError
+from jstep.hooks.fingerprints import FingerprintHook as FingerprintHook
 from jstep.hooks.history import History as History
 from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
@@ -70,10 +70,8 @@ from jstep.look.report import report as report
 from jstep.look.run_summary import RunSummary as RunSummary
 from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
-from jstep.watching.progress import ProgressHook as ProgressHook
 from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
-from jstep.watching.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor
@@ -207,6 +205,8 @@ from jstep.training.apply_gradients import apply_gradients as apply_gradients
 from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
 from jstep.training.step import TrainStep as TrainStep
+from jstep.watching.progress import ProgressHook as ProgressHook
+from jstep.watching.stalls import StallHook as StallHook
 from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 

@@ -1,9 +1,8 @@
 """What happens between steps?
 
 - `at_steps`: a function every n steps, a profiler trace, the end of a run.
-- `bits`: fingerprints of the state.
 - `checkpoint_saver`: the hook that saves checkpoints.
-- `fingerprint_log`: logs of fingerprints by step.
+- `fingerprints`: fingerprints of the state by step, in logs.
 - `history`: the metrics of a run, as rows and plots.
 - `hook`: the `Hook` protocol.
 - `nan_loss`: the hook that ends a run at a non-finite loss.

@@ -239,13 +239,13 @@ def _side(path: str) -> _Side:
 
 
 def _log_at(path: str, in_directory: bool) -> _Side:
-    from jstep.hooks import fingerprint_log  # imports JAX, which is not needed above
+    from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # imports JAX, which is not needed above
 
     if in_directory:
-        if fingerprint_log.FINGERPRINTS_FILE not in names_in(path):
-            raise FileNotFoundError(f"no checkpoints and no {fingerprint_log.FINGERPRINTS_FILE} in {path}")
-        path = join_path(path, fingerprint_log.FINGERPRINTS_FILE)
-    log = fingerprint_log.read_log(path)
+        if FINGERPRINTS_FILE not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {FINGERPRINTS_FILE} in {path}")
+        path = join_path(path, FINGERPRINTS_FILE)
+    log = read_log(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
     if not log.entries:
         raise ValueError(problems[0] if problems else f"{path} has no complete line of a FingerprintHook")
@@ -283,7 +283,7 @@ def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    from jstep.hooks.fingerprint_log import compare_logs
+    from jstep.hooks.fingerprints import compare_logs
 
     result = compare_logs(a, b)
     if result is None:

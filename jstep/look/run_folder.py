@@ -229,7 +229,7 @@ def run_folder(path: str, prefix: str) -> RunFolder:
 
 def logged_states(path: str) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
-    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
+    from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # it imports JAX
 
     places = [path]
     with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks import fingerprint_log
+from jstep.hooks import fingerprints
 from jstep.look.cli import main
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.record.starts import StartFile, read_starts, with_card
@@ -51,7 +51,7 @@ def test_fingerprint_logs_across_restarts(store, caplog):
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "was repeated with" in record.message]
-    assert sorted(fingerprint_log.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.thorough
