@@ -28,7 +28,7 @@ from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
 
-_OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
+_OTHERS = signal.SIGUSR1, signal.SIGHUP
 """Signals that schedulers and terminals send; obeyed only if they have their default action."""
 
 
@@ -134,7 +134,7 @@ class StopSignals:
 
     def _restore_handler_of_jax(self) -> None:
         if self._handler_of_jax is not None:
-            _sigaction(signal.SIGTERM, self._handler_of_jax)
+            ctypes.CDLL(None).sigaction(int(signal.SIGTERM), self._handler_of_jax, None)
 
     def _expire(self) -> None:
         with self._ending:
@@ -240,17 +240,8 @@ def _action_outside_python(number: signal.Signals) -> Any:
     if signal.getsignal(number) not in (signal.SIG_DFL, None):
         return None
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        if ctypes.CDLL(None).sigaction(int(number), None, action) == 0 and any(
-            action.raw[: ctypes.sizeof(ctypes.c_void_p)]
-        ):
-            return action
-    return None
-
-
-def _sigaction(number: signal.Signals, action: Any) -> None:
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).sigaction(int(number), action, None)
+    is_found = ctypes.CDLL(None).sigaction(int(number), None, action) == 0
+    return action if is_found and any(action.raw[: ctypes.sizeof(ctypes.c_void_p)]) else None
 
 
 # Processes that are forked during a run.
@@ -277,5 +268,4 @@ def _in_child() -> None:
     _in_parent()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
