@@ -368,9 +368,11 @@ class Run(Generic[P]):
             except StopWaiting:
                 course.status = LEAVING
             if not has_run and self._owes_body():
-                self._begin_body()
+                course.begin_iteration()
+                course.calling, watch.aside = BODY, clock()
                 yield course.position.step
-                self._end_body()
+                watch.end_aside()
+                course.status, course.calling = BETWEEN, None
             self._finish()
 
     def _owes_body(self) -> bool:
@@ -379,16 +381,6 @@ class Run(Generic[P]):
         interval = course.body_interval
         is_between = interval is not None and course.position.step % interval > 0
         return is_between and course.has_body and course.status != LEAVING and self._context.opened.feeder.has_begun
-
-    def _begin_body(self) -> None:
-        course, watch = self._context.course, self._context.watch
-        course.begin_iteration()
-        course.calling, watch.aside = BODY, watch.clock()
-
-    def _end_body(self) -> None:
-        course, watch = self._context.course, self._context.watch
-        watch.end_aside()
-        course.status, course.calling = BETWEEN, None
 
     def _iterate_bodies(self) -> Generator[int, None, None]:
         course = self._context.course
