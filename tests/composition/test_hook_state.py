@@ -151,52 +151,6 @@ def test_hooks_restore_their_own_state(seed, tmp_path):
                 assert one.stop.get_state() == standalone_state(CALLBACKS["stop a"], steps), (name, parts)
 
 
-# Several objects of one class
-
-
-@pytest.mark.thorough(except_for=["3-2"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
-def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
-    train(2, [Other(), *(Recorder() for _ in range(before))], tmp_path)
-    same_key, other = [Recorder() for _ in range(after)], Other()
-    train(4, [*same_key, other], tmp_path)
-    assert [one.seen for one in same_key] == [[3, 4]] * after
-    assert other.seen == [1, 2, 3, 4]
-    assert f"the checkpoint has {before} state(s) of Recorder, and the run has {after} of them" in caplog.text
-
-
-# State that cannot be restored
-
-
-def run_with_callback(directory, stop, last_step=4):
-    hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=[stop])
-    train(last_step, [hook], directory)
-    return stop.get_state()
-
-
-@pytest.mark.thorough(except_for=["metric", "plateau"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (lambda: jstep.EarlyStopping("a", 30, mode="min"), lambda: jstep.EarlyStopping("a", 30, mode="max")),
-        (
-            lambda: jstep.EarlyStopping("a", 30, mode="min", key="k"),
-            lambda: jstep.EarlyStopping("b", 30, mode="min", key="k"),
-        ),
-        (
-            lambda: jstep.ReduceOnPlateau("a", "learning_rate", mode="min", patience=30, key="k"),
-            lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
-        ),
-    ],
-    ids=["mode", "metric", "plateau"],
-)
-def test_other_modes_or_metrics_and_foreign_states_start_fresh_and_warn(first, second, tmp_path, caplog):
-    run_with_callback(tmp_path, first(), 2)
-    caplog.clear()
-    assert run_with_callback(tmp_path, second()) == standalone_state(second, [3, 4])
-    assert any("starts fresh" in record.getMessage() for record in caplog.records if record.name == "jstep")
-
-
 def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
     """Each one restores its own state when the order changes."""
 
