@@ -32,16 +32,12 @@ class Entry(NamedTuple):
     """Whether the derivative with respect to the learning rate can be compared with a finite difference."""
     copies: float = 0.3
     """Maximum size of the temporaries of a donated update, in units of the size of the parameters."""
-    exact: bool = True
-    """Whether a low-precision update is exactly the float32 update, rounded once."""
     by_step: bool = False
     """Whether updates depend on the global step itself, as with noise and averages with a start step."""
     idle: int = 0
     """Number of first updates with fresh slots that do not change the parameters, but only read the gradient."""
     matching_steps: int = 50
     """Number of steps over which sharded training matches training on one device; 0 if rounding errors prevent it."""
-    rtol: float = 1e-5
-    """Relative tolerance between a vmapped run and a single one."""
 
     @property
     def slots(self):

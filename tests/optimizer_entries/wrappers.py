@@ -48,7 +48,6 @@ WRAPPERS = {
         AGED,
         rate=0.02,
         steps=0,
-        exact=False,
         by_step=True,
     ),
     "lookahead": Entry(

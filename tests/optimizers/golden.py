@@ -34,14 +34,13 @@ def gradients(step, shapes=SHAPES):
     return {name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()}
 
 
-def run_jstep(optimizer, shapes=SHAPES, steps=STEPS, first=0):
+def run_jstep(optimizer, shapes=SHAPES, steps=STEPS, dtype=jnp.float32):
     """Return the parameters after each step, and the last state."""
-    params = jax.tree.map(jnp.float32, initial_params(shapes))
-    state = jstep.TrainState.create(params, optimizer, global_step=first)
+    state = jstep.TrainState.create(jax.tree.map(dtype, initial_params(shapes)), optimizer)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     trajectory = []
     for n in range(steps):
-        state = step(state, jax.tree.map(jnp.float32, gradients(n, shapes)))
+        state = step(state, jax.tree.map(dtype, gradients(n, shapes)))
         trajectory.append(jax.tree.map(np.asarray, state.params))
     return trajectory, state
 

@@ -50,25 +50,6 @@ def test_num_updates_takes_the_smaller_decay():
         np.testing.assert_allclose(traced(n)["w"], expected, rtol=1e-6)
 
 
-def test_init_copies_and_widens():
-    params = {"f": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16), "i": jnp.ones(2, jnp.int32), "n": None}
-    averages = jstep.ExponentialMovingAverage(0.9).init(params)
-    assert averages["f"] is not params["f"]
-    assert averages["h"].dtype == jnp.float32
-    assert averages["i"] is None
-    assert averages["n"] is None
-    moved = jstep.ExponentialMovingAverage(0.9).apply(averages, params)
-    assert moved["h"].dtype == jnp.float32
-    assert moved["i"] is None
-
-
-def test_names():
-    ema = jstep.ExponentialMovingAverage(0.9)
-    assert ema.name == EMA
-    assert ema.average_name("dense/kernel") == "dense/kernel/ExponentialMovingAverage"
-    assert jstep.ExponentialMovingAverage(0.9, name="avg").average_name("w") == "w/avg"
-
-
 # With an optimizer.
 
 
@@ -94,36 +75,13 @@ def test_nonfinite_params_between_updates_are_ignored():
     assert float(averages["w"]) == 1.0
 
 
-@pytest.mark.parametrize(
-    "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
-)
-def test_var_list_selects_the_averaged_params(var_list):
+def test_var_list_selects_the_averaged_params():
     ema = jstep.ExponentialMovingAverage(0.5)
-    state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, var_list), 3)
+    state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, "w*"), 3)
     assert jstep.get_slot(state, ema.name, "deep/b") is None
     averaged = jstep.averaged_params(state)
     np.testing.assert_array_equal(averaged["deep"]["b"], state.params["deep"]["b"])
     assert not np.array_equal(averaged["w"], state.params["w"])
-
-
-EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
-
-
-@pytest.mark.thorough
-def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path):
-    optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
-    state, states = run(optimizer, 7, start=3)
-    assert int(state.slots["start_step"]) == 3
-    assert int(state.slots["with_moving_average/ExponentialMovingAverage/start_step"]) == 10 - 4  # steps 4, 6, 8, 10
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(states[2])
-        resumed = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
-    for i in range(3, 7):
-        g = jnp.float32(1.0 + i)
-        resumed = jstep.apply_gradients(resumed, {"w": jnp.full(2, g), "deep": {"b": g}, "n": None}, optimizer)
-    np.testing.assert_allclose(jstep.averaged_params(resumed)["w"], jstep.averaged_params(state)["w"], rtol=1e-6)
-    plain = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9, zero_debias=True))
-    assert "with_moving_average/ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots
 
 
 def test_averaged_params_keep_dtypes_and_other_leaves():

@@ -1,5 +1,7 @@
 """Every optimizer in combination: skipped steps, restarts, partitions."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import (
@@ -82,3 +84,33 @@ def test_partition_with_labels_that_share_a_prefix(name):
     assert sorted(jstep.get_slot_names(after)) == sorted(
         f"{label}/{slot}" for label in ("net", "net/deep") for slot in TABLE[name].slots
     )
+
+
+# A partial restore of parameters alone is a new state with these parameters.
+
+STEP = 7
+
+
+def trained_params():
+    def moved(p):
+        return p * 3 + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+    return jax.tree.map(moved, mixed_params())
+
+
+def restored_in_part(directory, target):
+    """Save `trained_params` without slots, and restore what fits into a target."""
+    with jstep.Saver(directory) as saver:
+        saver.save(jstep.TrainState.create(trained_params(), jstep.gradient_descent(0.1), global_step=STEP))
+        return saver.restore(target, partial=True)
+
+
+@for_each(TABLE, ["adam"])
+def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name, tmp_path):
+    optimizer = make_optimizer(name)
+    want = jstep.TrainState.create(trained_params(), optimizer, global_step=STEP)
+    target = jstep.TrainState.create(mixed_params(), optimizer, global_step=STEP)
+    got = restored_in_part(tmp_path, target)
+    assert_same(got, want)
+    zeros = mixed_gradients(0.0)
+    assert_same(jstep.apply_gradients(got, zeros, optimizer), jstep.apply_gradients(want, zeros, optimizer))

@@ -1,4 +1,4 @@
-"""Every optimizer in a compiled step: hyperparameters, vmap, scan, derivatives, convergence."""
+"""Every optimizer in a compiled step: hyperparameters, vmap, scan, derivatives, convergence, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_vmap_over_learning_rates(name):
     for i, rate in enumerate(rates):
         alone = one(rate)
         for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=TABLE[name].rtol, atol=1e-6)
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6)
 
 
 @for_each([name for name, entry in TABLE.items() if entry.slope], ["adam"])
@@ -80,3 +80,37 @@ def test_learning_rate_can_be_differentiated(name):
     one = jax.jit(after)
     numeric = (one(jnp.float32(rate + h)) - one(jnp.float32(rate - h))) / (2 * h)
     np.testing.assert_allclose(slope, numeric, rtol=2e-2, atol=1e-3)
+
+
+# Donated updates have no temporaries of the size of the parameters.
+
+LEAVES, LEAF = 8, (256, 256)
+BYTES = LEAVES * 4 * 256 * 256
+
+
+def abstract(optimizer):
+    params = {f"{i}{'ab'[i % 2]}": jax.ShapeDtypeStruct(LEAF, jnp.float32) for i in range(LEAVES)}
+    return jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params), params
+
+
+def max_temporaries(name):
+    """Return how many copies of the parameters an update may need, as measured for each version of XLA.
+
+    XLA of jaxlib 0.10.0 and 0.10.1 materializes gradients that later versions fuse into their consumers, in 35 of the
+    cases, by 0.7 to 1.91 copies. XLA of jaxlib 0.12.0 does so for one entry, by 0.7.
+    """
+    if jax.version.__version_info__ < (0, 10, 2):
+        return TABLE[name].copies + 1.95
+    return TABLE[name].copies + 0.75 * (name == "everything" and jax.version.__version_info__ >= (0, 12, 0))
+
+
+@for_each(TABLE, ["adam"])
+def test_donated_update_has_no_temporary_of_the_size_of_params(name):
+    """Gradients are passed in, so that only the temporaries of the update itself remain."""
+    optimizer = make_optimizer(name)
+    state, params = abstract(optimizer)
+    update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
+    memory = update.lower(state, params).compile().memory_analysis()
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= 0.999 * state_bytes
+    assert memory.temp_size_in_bytes <= max_temporaries(name) * BYTES

@@ -157,6 +157,36 @@ def test_muon(nesterov, scale):
     )
 
 
+# Hyperball and NorMuon recipes as chains.
+
+BALL_STEPS = 30
+BALL_MATRICES = {"a": (3, 4), "b": (6, 4), "c": (4, 4)}
+BALL_RATE = np.linspace(0.05, 0.005, BALL_STEPS)
+BALL_VALUES = {"lr": BALL_RATE, "momentum": 0.95, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "over": "short"}
+BALLS = {
+    "AdamH": (equations.adamh, lambda: (jstep.scale_by_adam(0.9, 0.95),)),
+    "NorMuonH-short": (
+        equations.normuonh,
+        lambda: (
+            jstep.trace(0.95, use_nesterov=True),
+            jstep.orthogonalize(scale=None),
+            jstep.normalize_neurons(over="short"),
+        ),
+    ),
+}
+
+
+@pytest.mark.thorough(except_for=["AdamH"])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", BALLS)
+def test_chains_match_their_equations(name):
+    """In float64, where the rounding errors that the iteration amplifies do not matter."""
+    rule, elements = BALLS[name]
+    optimizer = jstep.chain(*elements(), jstep.on_hyperball(lambda step: jnp.asarray(BALL_RATE)[step]))
+    found, _ = run_jstep(optimizer, BALL_MATRICES, BALL_STEPS, dtype=jnp.float64)
+    assert_close(found, run_equation(rule, BALL_VALUES, BALL_MATRICES, BALL_STEPS), rtol=1e-6, atol=1e-9)
+
+
 # MADGRAD: its initial parameters, low precision and missing gradients.
 
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}

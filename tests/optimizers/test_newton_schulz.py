@@ -127,7 +127,7 @@ def matrix(n, rank, size=1.0):
 
 @pytest.mark.thorough(except_for=["40-7-16-1.0"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-@pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
+@pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 7, 16), (5, 0, 2)])
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
     a = matrix(n, rank, size).astype(np.float64)
     q = np.asarray(soap.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
@@ -136,11 +136,6 @@ def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
     assert np.abs(np.tril(r, -1)).max(initial=0) <= 1e-6 * np.linalg.norm(a)
     if rank == n <= 3:  # for a matrix of full rank it is unique up to signs
         np.testing.assert_allclose(np.abs(q), np.abs(np.linalg.qr(a)[0]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_the_basis_of_a_zero_matrix_is_the_identity():
-    np.testing.assert_array_equal(np.abs(soap.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
 
 def test_the_slots_are_those_of_two_axes_or_as_many_as_there_are():

@@ -250,13 +250,7 @@ def select_nothing(path, leaf):
     return False
 
 
-def run_two_steps_of(optimizer):
-    state = jstep.TrainState.create({"w": 1.0, "v": 2.0}, optimizer)
-    for _ in range(2):
-        state = jstep.apply_gradients(state, {"w": jnp.float32(1.0), "v": jnp.float32(1.0)}, optimizer)
-
-
-@pytest.mark.parametrize("nothing", [select_nothing, {"w": False, "v": False}], ids=["function", "tree"])
+@pytest.mark.parametrize("nothing", [select_nothing, {"a": False, "b": False}], ids=["function", "tree"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -266,23 +260,23 @@ def run_two_steps_of(optimizer):
     ids=["argument", "element"],
 )
 def test_a_decay_mask_that_selects_nothing_is_one_warning(make, nothing, caplog):
-    run_two_steps_of(make(nothing))
+    run_two_steps(make(nothing))
     assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == 1
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize(("other", "warnings"), [(None, 0), (lambda path, leaf: path == "v", 0), (select_nothing, 1)])
+@pytest.mark.parametrize(("other", "warnings"), [(None, 0), (lambda path, leaf: path == "b", 0), (select_nothing, 1)])
 def test_a_decay_mask_of_one_label_may_select_nothing_if_another_selects(other, warnings, is_nested, caplog):
-    masks = {"w": select_nothing, "v": other}
+    masks = {"a": select_nothing, "b": other}
     optimizers = {label: jstep.adamw(0.1, weight_decay_mask=mask) for label, mask in masks.items()}
     optimizer = jstep.partition(optimizers, lambda path, leaf: path)
     if is_nested:
         optimizer = jstep.partition({"both": optimizer}, lambda path, leaf: "both")
-    run_two_steps_of(optimizer)
+    run_two_steps(optimizer)
     assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == warnings
 
 
-@pytest.mark.parametrize("mask", [None, lambda path, leaf: path == "w", ["w"]])
+@pytest.mark.parametrize("mask", [None, lambda path, leaf: path == "a", ["a"]])
 def test_other_decay_masks_are_not(mask, caplog):
-    run_two_steps_of(jstep.adamw(0.1, weight_decay_mask=mask))
+    run_two_steps(jstep.adamw(0.1, weight_decay_mask=mask))
     assert "selects none" not in caplog.text

@@ -139,15 +139,6 @@ def test_only_named_rows_change(name, compiled):
             np.testing.assert_allclose(new[slot], expected[slot], rtol=2e-5, atol=1e-6, err_msg=f"{slot} {named}")
 
 
-def test_a_lookup_behind_a_clip_matches_tensorflow():
-    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.momentum(1.0, 0.9))
-    step = jstep.minimize(lambda p, i: jnp.sum(jstep.lookup(p["t"], i)), optimizer)
-    state = jstep.TrainState.create({"t": jnp.ones((4, 1))}, optimizer)
-    for ids in ([0, 2], [3, 3]):
-        state, _ = step(state, jnp.array(ids))
-    assert state.params["t"].ravel().tolist() == [0.0, 1.0, 0.0, -1.0]
-
-
 # Averages and decay outside of momentum, noise that depends on the dtype, and eigenbases that rounding turns.
 OTHERS = {"with_debiased_average", "average_of_some", "everything", "decay_weights", "decay_cautiously", "accumulating"}
 OTHERS |= {"add_noise", "soap", "normuon", "normuonh"}
