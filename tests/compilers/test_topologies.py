@@ -176,17 +176,6 @@ def test_operations_that_would_run_raise(tmp_path):
 
 
 @pytest.mark.tpu_compiler
-def test_a_state_that_does_not_fit():
-    mesh = jstep.topology("v5e:2x4")
-    huge = state(OPTIMIZER, mesh, "replicated", lambda: params() | {"huge": jnp.zeros((2**18, 2**14))})
-    cost = jstep.cost(jstep.minimize(loss, OPTIMIZER), huge, *batch(mesh))
-    assert cost.fits is False
-    assert cost.peak_bytes > 45 * 2**30
-    assert cost.memory_bytes == int(15.75 * 2**30)
-    assert "GiB of 15.75 GiB: it does not fit" in str(cost)
-
-
-@pytest.mark.tpu_compiler
 def test_a_state_without_a_mesh():
     step = jstep.minimize(loss, OPTIMIZER)
     abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
@@ -200,10 +189,6 @@ def test_a_state_without_a_mesh():
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
     assert many.flops == pytest.approx(3 * bare.flops, rel=0.05)
-    with pytest.raises(ValueError, match="must have a multiple of 8 rows, got 511"):
-        jstep.cost(step, abstract, *[jax.ShapeDtypeStruct((511, 512), jnp.float32)] * 2, topology="v5e:2x4")
-    with pytest.raises(ValueError, match="on a mesh already"):
-        jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *rows, topology="v5e:2x4")
     other = jstep.shard_batch(rows, jstep.topology("v5e:4x4"))
     with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 16"):
         jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *other)

@@ -88,6 +88,7 @@ def test_arguments_of_schedules_may_be_traced():
         lambda lr: jstep.natural_exp_decay(lr, 10, lr),
         lambda lr: jstep.inverse_time_decay(lr, 10, lr),
         lambda lr: jstep.polynomial_decay(lr, 10, end_learning_rate=lr, power=2.0),
+        lambda lr: jstep.polynomial_decay(1.0, 10, power=lr),
         lambda lr: jstep.cosine_decay(lr, 10, alpha=lr),
         lambda lr: jstep.cosine_decay_restarts(lr, 10, alpha=lr),
         lambda lr: jstep.linear_cosine_decay(lr, 10, alpha=lr),
