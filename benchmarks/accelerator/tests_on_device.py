@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "state optimizers differentiate training loop sharding core schedules metrics evaluating composition data hooks"
 )
-QUICK_FILES = ["tests/schedules/test_schedule_compositions.py", "tests/optimizers/test_directions.py"]
+QUICK_FILES = ["tests/schedules/test_schedule_compositions.py", "tests/optimizers/test_leafwise.py"]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Trajectories of the modern optimizers, compared with their equations in float64 (equations.py)."""
+"""Trajectories of the modern optimizers and of chains, compared with their equations in float64 (equations.py)."""
 
 import functools
 import types
@@ -185,6 +185,63 @@ def test_chains_match_their_equations(name):
     optimizer = jstep.chain(*elements(), jstep.on_hyperball(lambda step: jnp.asarray(BALL_RATE)[step]))
     found, _ = run_jstep(optimizer, BALL_MATRICES, BALL_STEPS, dtype=jnp.float64)
     assert_close(found, run_equation(rule, BALL_VALUES, BALL_MATRICES, BALL_STEPS), rtol=1e-6, atol=1e-9)
+
+
+# A chain of blocks equals the optimizer: the same updates, slots and hyperparameters.
+
+LR, WD, MU = table_schedule(RATE), table_schedule(DECAY), table_schedule(RISING)
+CHAINS = {
+    "adamw": (
+        lambda: jstep.adamw(LR, MU, 0.99, 1e-6, WD, MASK),
+        lambda: (jstep.scale_by_adam(MU, 0.99, 1e-6), jstep.add_weight_decay(WD, MASK)),
+    ),
+    "lion": (
+        lambda: jstep.lion(LR, MU, 0.9, WD, MASK),
+        lambda: (jstep.scale_by_lion(MU, 0.9), jstep.add_weight_decay(WD, MASK)),
+    ),
+    "lamb": (
+        lambda: jstep.lamb(LR, 0.9, 0.99, 1e-6, WD, MASK),
+        lambda: (
+            jstep.scale_by_adam(0.9, 0.99, 1e-6),
+            jstep.add_weight_decay(WD, MASK),
+            jstep.scale_by_trust_ratio(),
+        ),
+    ),
+    "sgd-nesterov": (
+        lambda: jstep.sgd(LR, MU, use_nesterov=True, weight_decay=WD, weight_decay_mask=MASK),
+        lambda: (jstep.add_weight_decay(WD, MASK), jstep.trace(MU, use_nesterov=True)),
+    ),
+}
+
+
+@pytest.mark.thorough(except_for=["lion"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_blocks_equals_the_optimizer(name):
+    make, blocks = CHAINS[name]
+    named, chain = make(), jstep.chain(*blocks(), jstep.scale_by_learning_rate(LR))
+    (found, state), (other, chain_state) = run_jstep(named), run_jstep(chain)
+    assert_close(found, other, rtol=1e-6, atol=1e-6)
+    assert state.slots.keys() == chain_state.slots.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.slots, chain_state.slots)
+    have, want = chain.hyperparameters(3), named.hyperparameters(3)
+    assert have.keys() == want.keys() - {"dampening"}
+    for key, value in have.items():
+        np.testing.assert_allclose(value, want[key], rtol=1e-6)
+
+
+def test_scale_by_rms_and_orthogonalize():
+    params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    grads = {"w": jnp.array([[3.0, -1.0], [2.0, 2.0]])}
+    by_rms = jstep.chain(jstep.scale_by_rms(0.75, 0.0), jstep.scale(-0.5))
+    state = jstep.apply_gradients(jstep.TrainState.create(params, by_rms), grads, by_rms)
+    np.testing.assert_allclose(state.params["w"], params["w"] - jnp.sign(grads["w"]), rtol=1e-6)
+    assert by_rms.hyperparameters(0).keys() == {"decay", "epsilon", "factor"}
+    orthogonal = jstep.chain(
+        jstep.orthogonalize(scale=None, ns_steps=30, ns_coefficients=(1.5, -0.5, 0.0)), jstep.scale(-1.0)
+    )
+    state = jstep.apply_gradients(jstep.TrainState.create(params, orthogonal), grads, orthogonal)
+    u, _, vt = np.linalg.svd(grads["w"])
+    np.testing.assert_allclose(params["w"] - state.params["w"], u @ vt, rtol=1e-4, atol=1e-5)
 
 
 # MADGRAD: its initial parameters, low precision and missing gradients.
