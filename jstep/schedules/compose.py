@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_number, describe_type, format_value
+from jstep.core.checks import as_int, describe_type, format_value
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
 from jstep.schedules import arithmetic
 
@@ -52,7 +51,7 @@ def _floating(value: object) -> Any:
 
 
 @arithmetic.makes_schedule(2)
-def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
+def piecewise_constant(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
     """Piecewise constant schedule: values[0] up to and including step boundaries[0], then values[1], etc.
 
     Args:
@@ -60,7 +59,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
         values: The values, one more than boundaries.
 
     Raises:
-        TypeError: A boundary or a value is not a number.
+        TypeError: A boundary is not an integer, or a value not a number.
         ValueError: The boundaries do not increase, or the numbers of boundaries and values do not match.
 
     Example:
@@ -71,7 +70,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     Source: `tf.train.piecewise_constant`.
     """
-    edges = _increasing(boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
+    edges = _increasing(boundaries)
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}")
@@ -89,16 +88,13 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     return schedule
 
 
-def _increasing(boundaries: Sequence[float], check: Callable[[Any, str], Any]) -> list[int]:
+def _increasing(boundaries: Sequence[int]) -> list[int]:
     boundaries = _listed("boundaries", boundaries)
-    for i, boundary in enumerate(boundaries):
-        check(boundary, f"boundaries[{i}]")
-    edges = [np.asarray(boundary).item() for boundary in boundaries]  # integers beyond 2^53 stay exact
+    edges = [as_int(boundary, f"boundaries[{i}]") for i, boundary in enumerate(boundaries)]
     for edge, following in itertools.pairwise(edges):
         if not following > edge:
             raise ValueError(f"boundaries={boundaries}: must increase, but {edge} comes before {following}")
-    # For integer steps, step ≤ 2.5 means step ≤ 2.
-    return [math.floor(edge) for edge in edges]
+    return edges
 
 
 @arithmetic.makes_schedule(1)
@@ -180,7 +176,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         1.0 1.0 0.5
     """
     schedules = _listed("schedules", schedules)
-    edges = _increasing(boundaries, as_int)
+    edges = _increasing(boundaries)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
             f"schedules: must be {len(edges) + 1} schedules, one more than boundaries, got {len(schedules)}"

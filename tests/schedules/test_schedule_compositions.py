@@ -27,11 +27,6 @@ def test_piecewise_constant_changes_after_a_boundary(boundaries, steps):
         assert float(schedule(step)) == reference.piecewise_constant(step, boundaries, values)
 
 
-def test_piecewise_constant_with_boundaries_between_and_beyond_steps():
-    schedule = jstep.piecewise_constant([2.5, 1e12], [1, 2, 3])
-    assert [float(schedule(n)) for n in (2, 3, LAST)] == [1.0, 2.0, 2.0]
-
-
 @examples(60)
 @given(st.integers(0, LAST), st.integers(1, LAST))
 @example(2**24, 2**24 + 2)
