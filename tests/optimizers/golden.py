@@ -65,22 +65,6 @@ def run_equation(rule, hyper, shapes=SHAPES, steps=STEPS, **static):
     return trajectory
 
 
-def run_optax(transformation, shapes=SHAPES, steps=STEPS):
-    """Return the trajectory of an Optax transformation."""
-    import optax
-
-    trajectory = []
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = jax.tree.map(jnp.float32, initial_params(shapes))
-        state = transformation.init(params)
-        update = jax.jit(transformation.update)
-        for n in range(steps):
-            updates, state = update(jax.tree.map(jnp.float32, gradients(n, shapes)), state, params)
-            params = optax.apply_updates(params, updates)
-            trajectory.append(jax.tree.map(np.asarray, params))
-    return trajectory
-
-
 def run_torch(make, hyper, shapes=SHAPES, steps=STEPS, decay="weight_decay"):
     """Return the trajectory of a torch optimizer; arrays in hyper are set in its groups before each step."""
     import torch

@@ -28,12 +28,15 @@ def run_jstep(optimizer, grads=GRADS, params=PARAMS):
 
 
 def run_optax(transformation, grads=GRADS, params=PARAMS):
+    """Return the parameters after each step."""
+    found = []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         opt_state, update = transformation.init(params), jax.jit(transformation.update)
         for g in grads:
             updates, opt_state = update(g, opt_state, params)
             params = optax.apply_updates(params, updates)
-    return params
+            found.append(params)
+    return found
 
 
 def assert_close(a, b, rtol=1e-5):
