@@ -85,9 +85,10 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN_IN_ORDER, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
-    sums = rules.SharedScalars(progress, estimate)
     prepare = functools.partial(decay_sizes, corrected=corrected, guarded=guarded)
-    return rules.from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
+    return rules.from_update(
+        "prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, measure=progress, conclude=estimate
+    )
 
 
 def decay_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:

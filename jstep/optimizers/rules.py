@@ -119,7 +119,7 @@ class Slot:
 
 
 class Scalar(NamedTuple):
-    """A slot with one float32 value for all parameters; `prepare` and `SharedScalars` return its new values."""
+    """A slot with one float32 value for all parameters; `prepare` and `conclude` return its new values."""
 
     initial: Any = 0.0
 
@@ -127,13 +127,6 @@ class Scalar(NamedTuple):
 class Decay(NamedTuple):
     weight_decay: ScalarOrSchedule
     mask: VarList
-
-
-class SharedScalars(NamedTuple):
-    """Scalars that depend on all leaves: `measure(g, p, s, h)` is summed over them, `conclude(h)` sees the sums."""
-
-    measure: Callable[[Array, Array, Values, Values], dict[str, Any]]
-    conclude: Prepare
 
 
 # Optimizers from an equation: `from_direction` and `from_update`.
@@ -204,8 +197,8 @@ def from_update(
     *,
     flags: Mapping[str, Flag] | None = None,
     prepare: Prepare | None = None,
-    sums: SharedScalars | None = None,
     by_rows: bool = False,
+    **more: Any,
 ) -> Optimizer:
     """An optimizer whose rule returns the update of a leaf.
 
@@ -214,6 +207,7 @@ def from_update(
             that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
         name, prepare, by_rows: As in `from_direction`.
+        **more: Arguments of `leafwise`: `measure` and `conclude`.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
@@ -233,10 +227,9 @@ def from_update(
         scalars=scalars,
         flags=flags,
         prepare=prepare,
-        measure=sums and sums.measure,
-        conclude=sums and sums.conclude,
         aged=prepare is not None,
         sparse=by_rows,
+        **more,
     )
 
 
