@@ -12,7 +12,7 @@ import pytest
 import jstep
 
 VALUES = np.random.default_rng(0).normal(size=(15, 3))
-EMA = "ExponentialMovingAverage"
+AVERAGES = "ExponentialMovingAverage"
 
 
 @pytest.mark.thorough(except_for=["0.3-True-True"])
@@ -52,20 +52,8 @@ def test_num_updates_takes_the_smaller_decay():
 
 # With an optimizer.
 
-
-PARAMS = {"w": jnp.array([1.0, 2.0]), "deep": {"b": jnp.array(3.0)}, "n": jnp.array(4)}
-
-
-def run(optimizer, steps, start=0):
-    """Return the last state and the states after each step."""
-    state = jstep.TrainState.create(PARAMS, optimizer, start)
-    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
-    states = []
-    for i in range(steps):
-        g = jnp.float32(1.0 + i)
-        state = step(state, {"w": jnp.full(2, g), "deep": {"b": g}, "n": None})
-        states.append(state)
-    return state, states
+PARAMS = {"w": jnp.array([1.0, 2.0]), "half": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
+ONES = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "n": None}
 
 
 def test_nonfinite_params_between_updates_are_ignored():
@@ -76,11 +64,11 @@ def test_nonfinite_params_between_updates_are_ignored():
 
 
 def test_var_list_selects_the_averaged_params():
-    ema = jstep.ExponentialMovingAverage(0.5)
-    state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, "w*"), 3)
-    assert jstep.get_slot(state, ema.name, "deep/b") is None
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), jstep.ExponentialMovingAverage(0.5), "w*")
+    state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, optimizer), ONES, optimizer)
+    assert jstep.get_slot(state, AVERAGES, "half") is None
     averaged = jstep.averaged_params(state)
-    np.testing.assert_array_equal(averaged["deep"]["b"], state.params["deep"]["b"])
+    np.testing.assert_array_equal(averaged["half"], state.params["half"])
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
@@ -101,13 +89,10 @@ def test_averaged_params_keep_dtypes_and_other_leaves():
 
 # Moving averages with a decay that changes, and with initial values of their own.
 
-PARAMS_OF_RATES = {"w": jnp.array([1.0, 2.0]), "half": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
-ONES = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "n": None}
-
 
 def averages_of(optimizer, steps=3, changes=None):
     """Return the averages of "w" at each step, and the parameters, after `changes(state, step)`."""
-    state = jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
+    state = jstep.TrainState.create(PARAMS, optimizer)
     averages, params = [state.slots[AVERAGES]["w"]], [state.params["w"]]
     for step in range(steps):
         state = changes(state, step) if changes else state
@@ -117,7 +102,6 @@ def averages_of(optimizer, steps=3, changes=None):
     return averages, params
 
 
-AVERAGES = "ExponentialMovingAverage"
 DECAYS = [0.0, 0.25, 0.75]
 
 
@@ -129,7 +113,7 @@ def test_a_schedule_is_read_at_the_step_of_the_update(zero_debias):
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
     averages, params = averages_of(optimizer)
     average = averages[0]
-    alone = ema.init(PARAMS_OF_RATES)["w"]
+    alone = ema.init(PARAMS)["w"]
     for step, decay in enumerate(DECAYS):
         rate = (1 - decay) / (1 - decay ** (step + 1)) if zero_debias else 1 - decay
         average = average - rate * (average - params[step + 1])
@@ -155,12 +139,12 @@ def test_a_held_decay_is_in_the_state():
     for step, decay in enumerate(DECAYS):
         np.testing.assert_allclose(averages[step + 1], decay * averages[step] + (1 - decay) * params[step + 1])
     step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
-    _, metrics = step(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))
+    _, metrics = step(jstep.TrainState.create(PARAMS, optimizer))
     assert float(metrics["teacher"]) == 0
     with pytest.raises(
         TypeError, match=r"decay=held\('teacher', …\): its value is in the state; use jstep.with_moving"
     ):
-        ema.apply(ema.init(PARAMS_OF_RATES), PARAMS_OF_RATES)
+        ema.apply(ema.init(PARAMS), PARAMS)
 
 
 def moved_by(ema, change=lambda state: state):
@@ -200,29 +184,24 @@ def test_a_rate_with_num_updates_and_zero_debias():
             np.testing.assert_allclose(given.weight(age), same.weight(age), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS_OF_RATES, "w": PARAMS_OF_RATES["w"] * 10}]
-)
+@pytest.mark.parametrize("given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}])
 def test_initial_values(given):
     ema = jstep.ExponentialMovingAverage(0.75)
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema, initial=given)
     averages, params = averages_of(optimizer, steps=1)
     assert averages[0].tolist() == [10.0, 20.0]
     assert averages[1].tolist() == (0.75 * averages[0] + 0.25 * params[1]).tolist()
-    state = jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
+    state = jstep.TrainState.create(PARAMS, optimizer)
     assert state.slots[AVERAGES]["half"].dtype == jnp.float32
     assert state.slots[AVERAGES]["n"] is None
-    assert jax.eval_shape(lambda: jstep.TrainState.create(PARAMS_OF_RATES, optimizer)).slots[AVERAGES]["w"].shape == (
-        2,
-    )
+    assert jax.eval_shape(lambda: jstep.TrainState.create(PARAMS, optimizer)).slots[AVERAGES]["w"].shape == (2,)
     step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
     step(state)  # donates the averages, and neither params nor the initial values
-    assert jstep.averaged_params(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))["w"].tolist() == [10.0, 20.0]
+    assert jstep.averaged_params(jstep.TrainState.create(PARAMS, optimizer))["w"].tolist() == [10.0, 20.0]
 
 
 # Averages move once in each update of their leaf.
 
-EMA_OF_PLAYERS = jstep.ExponentialMovingAverage
 PLAYERS = ("d", "dd", "g")  # a label is the prefix of another one
 
 
@@ -253,20 +232,17 @@ def players(wrap=lambda part: part):
 
 
 AVERAGES_OF_PLAYERS = {
-    "plain": EMA_OF_PLAYERS(0.9),
-    "rate": EMA_OF_PLAYERS(rate=jstep.linear(0.5, 0.1, steps=6)),
-    "num_updates": EMA_OF_PLAYERS(0.95, num_updates=True),
-    "zero_debias": EMA_OF_PLAYERS(0.9, zero_debias=True),
-    "every": EMA_OF_PLAYERS(0.5, start_step=2, every=2),
-    "swa": EMA_OF_PLAYERS(1.0, zero_debias=True, every=2),
-    "swa from a step": EMA_OF_PLAYERS(1.0, zero_debias=True, start_step=2, every=2),
+    "plain": jstep.ExponentialMovingAverage(0.9),
+    "rate": jstep.ExponentialMovingAverage(rate=jstep.linear(0.5, 0.1, steps=6)),
+    "num_updates": jstep.ExponentialMovingAverage(0.95, num_updates=True),
+    "zero_debias": jstep.ExponentialMovingAverage(0.9, zero_debias=True),
+    "every": jstep.ExponentialMovingAverage(0.5, start_step=2, every=2),
+    "swa": jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2),
+    "swa from a step": jstep.ExponentialMovingAverage(1.0, zero_debias=True, start_step=2, every=2),
 }
 
 
-def with_average(inner, ema):
-    return jstep.with_moving_average(inner, ema)
-
-
+with_average = jstep.with_moving_average
 AROUND = {
     "guard outside": lambda ema: jstep.skip_nonfinite(with_average(players(), ema)),
     "guard inside": lambda ema: with_average(jstep.skip_nonfinite(players()), ema),
@@ -284,7 +260,8 @@ AROUND = {
         ema,
     ),
     "two averages": lambda ema: with_average(
-        with_average(jstep.skip_nonfinite(players()), ema), dataclasses.replace(ema, name=f"{ema.name}/all")
+        with_average(jstep.skip_nonfinite(players()), ema),
+        dataclasses.replace(ema, name=f"{ema.name}/all"),
     ),
     "labels": lambda ema: players(lambda part: jstep.skip_nonfinite(with_average(part, ema))),
     "labels of wrappers": lambda ema: players(

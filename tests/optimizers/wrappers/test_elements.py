@@ -27,7 +27,7 @@ def after_one(optimizer, params, grads):
     return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))(state, grads).params
 
 
-@pytest.mark.thorough(except_for=["centralize"])
+@pytest.mark.thorough(except_for=["adaptive", "centralize"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_elements_match_optax(name):
     element, transformation = PAIRS[name]
@@ -73,11 +73,11 @@ def test_the_first_matching_glob_determines_the_factor():
     factors = {"w": 0.5, "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4), "b": jstep.held("b", 0.0)}
     optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors))
     moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(optimizer, [grads]).params)
-    assert moved == pytest.approx({"w": 0.5, "c": 0.25, "b": 0.0, "k": 1.0}, rel=1e-5)
+    assert moved == pytest.approx({"w": 0.5, "c": 0.25, "b": 0.0, "k": 1.0, "r": 1.0}, rel=1e-5)
     assert set(optimizer.hyperparameters(0)) == {"learning_rate", "scale/w", "scale/[wc]"}
     by_depth = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: 0.5**leaf.ndim))
     moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(by_depth, [grads]).params)
-    assert moved == pytest.approx({"w": 0.25, "c": 0.125, "b": 0.5, "k": 0.0625}, rel=1e-4)
+    assert moved == pytest.approx({"w": 0.25, "c": 0.125, "b": 0.5, "k": 0.0625, "r": 0.25}, rel=1e-4)
     with pytest.raises(ValueError, match=r"factors: 'emb/.' matches no parameter"):
         run_jstep(jstep.scale_updates({"emb/*": 0.5}), [grads])
     for wrong, error in ((0.5, TypeError), ({"w": -1.0}, ValueError), ({"w": "x"}, TypeError), ({1: 1.0}, TypeError)):
@@ -146,25 +146,6 @@ def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer):
     new = after_one(optimizer, params, {"zero": jnp.array([1.0, -1.0]), "one": jnp.zeros(2)})
     np.testing.assert_allclose(new["zero"], [-1, 1], rtol=1e-5)
     np.testing.assert_allclose(new["one"], [0, 1])
-
-
-def test_units_of_adaptive_clipping_are_neurons():
-    """All of a vector, or of what is one but for axes of 1; the inputs of each neuron of a matrix or a filter."""
-    optimizer = with_descent(jstep.clip_gradients(adaptive=0.1))
-    params = {
-        "one": jnp.array([3.0, 4.0]),
-        "row": jnp.array([[3.0, 4.0]]),
-        "matrix": jnp.array([[3.0, 1.0], [4.0, 1.0]]),
-        "filters": jnp.array([[3.0, 1.0], [4.0, 1.0]]).reshape(2, 1, 1, 2),
-        "dense": jnp.array([[3.0, 1.0], [4.0, 1.0]]).reshape(2, 1, 2),
-    }
-    new = after_one(optimizer, params, jax.tree.map(jnp.ones_like, params))
-    moved = {name: np.ravel(params[name] - new[name]) for name in params}
-    whole, each = 0.5 / np.sqrt(2), [0.5 / np.sqrt(2), 0.1]
-    for name, expected in {
-        "one": [whole] * 2, "row": [whole] * 2, "matrix": each * 2, "filters": each * 2, "dense": each * 2,
-    }.items():  # fmt: skip
-        np.testing.assert_allclose(moved[name], expected, rtol=1e-5, err_msg=name)
 
 
 # Adaptive clipping by its equation at its borders: the least norms of a parameter and of a gradient.

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 
-MASK = {"w": True, "c": False, "b": True, "k": False}
-LABELS = {"w": "a", "c": "a", "b": "b", "k": "b"}
+MASK = {"w": True, "c": False, "b": True, "k": False, "r": True}
+LABELS = {"w": "a", "c": "a", "b": "b", "k": "b", "r": "a"}
 TRANSFORMATIONS = {
     "adam": optax.adam(1e-2),
     "scheduled momentum": optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9),
