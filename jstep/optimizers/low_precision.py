@@ -60,12 +60,11 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
 
     def widened(leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
-            return leaf
+            return None
         return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
 
     def fresh(params: Params, global_step: Step) -> Any:
-        trained = trained_params(optimizer, params)
-        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, trained)
+        return jax.tree.map(widened, trained_params(optimizer, params))
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
