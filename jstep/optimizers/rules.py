@@ -198,7 +198,7 @@ def from_update(
     flags: Mapping[str, Flag] | None = None,
     prepare: Prepare | None = None,
     by_rows: bool = False,
-    **more: Any,
+    **sums: Any,
 ) -> Optimizer:
     """An optimizer whose rule returns the update of a leaf.
 
@@ -207,7 +207,7 @@ def from_update(
             that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
         name, prepare, by_rows: As in `from_direction`.
-        **more: Arguments of `leafwise`: `measure` and `conclude`.
+        **sums: `measure` and `conclude`, as in `leafwise`.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
@@ -229,7 +229,7 @@ def from_update(
         prepare=prepare,
         aged=prepare is not None,
         sparse=by_rows,
-        **more,
+        **sums,
     )
 
 
