@@ -77,7 +77,7 @@ def picture(
     for tick, text in zip(ticks, _labels(ticks), strict=True):
         drawn.append(_tick(x(int(tick))))
         texts.append(_below(x(int(tick)), text))
-    texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
+    texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
     for i, curve in sorted(enumerate(curves), key=lambda pair: pair[1].color != NEUTRAL):
         kind = f"s{curve.color} pale" if curve.pale else f"s{curve.color}"
         key = i if curve.key is None else curve.key
@@ -108,7 +108,7 @@ def picture(
 
 def _below(x: float, text: str) -> str:
     position = f'x="{x / _WIDTH:.2%}" y="{_HEIGHT + 16}"'
-    return f'<text class="x" {position} text-anchor="middle">{html_text(text)}</text>'
+    return f'<text {position} text-anchor="middle">{html_text(text)}</text>'
 
 
 def _tick(x: float) -> str:

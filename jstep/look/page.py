@@ -160,10 +160,10 @@ def _table(sweep: Sweep) -> list[str]:
     seconds = [None if row.run.error else row.run.wall_seconds for row in rows]
     columns["wall time"] = _number_cells(seconds, duration_text)
     columns["goodput"] = _number_cells([row.run.goodput for row in rows], "{:.1%}".format)
-    drawn = [
-        f"<tr{_row_data(sweep, i)}>{_name_cell(sweep, i, depth)}{''.join(cell(i) for cell in columns.values())}</tr>"
-        for i, depth in sweep.tree()
-    ]
+    drawn = list[str]()
+    for i, depth in sweep.tree():
+        cells = "".join(cell(i) for cell in columns.values())
+        drawn.append(f'<tr data-r="{i}">{_name_cell(sweep, i, depth)}{cells}</tr>')
     words = html_text(f"{_best_words(sweep)}The best is the {sweep.metric}.")
     return [f'<p>{words}</p><div id="controls"></div>', _boxed(["name", *columns], drawn, "runs")]
 
@@ -188,11 +188,6 @@ def _best_words(sweep: Sweep) -> str:
     options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
     name = truncate(sweep.rows[i].name, _MAX_NAME)
     return f"Best: {name}, {best[0]:.4g} at step {best[1]}{options and f' with {options}'}. "
-
-
-def _row_data(sweep: Sweep, i: int) -> str:
-    clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[i].clock)
-    return f' data-r="{i}" data-t="{clock}"'
 
 
 def _name_cell(sweep: Sweep, i: int, depth: int) -> str:

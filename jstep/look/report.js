@@ -1,8 +1,4 @@
 // The values under the pointer, and curves that are switched off by their names; the page is whole without.
-const duration = (seconds) => {
-  const [size, unit] = seconds < 60 ? [1, "s"] : seconds < 3600 ? [60, "min"] : [3600, "h"];
-  return `${+(seconds / size).toPrecision(2)} ${unit}`;
-};
 const rowsOfRuns = [...document.querySelectorAll("#runs [data-r]")];
 const names = new Map(rowsOfRuns.map((row) => [row.dataset.r, row.cells[0].textContent.trim()]));
 for (const figure of document.querySelectorAll("figure.curves")) {
@@ -29,8 +25,8 @@ for (const figure of document.querySelectorAll("figure.curves")) {
     if (names.size) shown = shown.sort((a, b) => a.off - b.off).slice(0, 1); // of many runs, the nearest
     const [first, last] = plot.dataset.x.split(" ").map(Number);
     const at = first + (Math.min(width, Math.max(0, x)) / width) * (last - first);
-    const where = plot.dataset.unit === "time" ? duration(at) : `step ${Math.round(at)}`;
-    output.textContent = shown.length ? `${shown.map(({text}) => text).join(", ")} at ${where}` : "";
+    const texts = shown.map(({text}) => text).join(", ");
+    output.textContent = shown.length ? `${texts} at step ${Math.round(at)}` : "";
   });
   figure.addEventListener("pointerleave", () => (output.textContent = ""));
   for (const key of figure.querySelectorAll(".key[data-i]")) {
@@ -46,7 +42,7 @@ for (const figure of document.querySelectorAll("figure.curves")) {
     key.addEventListener("keydown", (event) => event.key === "Enter" && turn());
   }
 }
-// Sorting, filtering, hiding, smoothing and time for pages of several runs.
+// Sorting, filtering, hiding and smoothing for pages of several runs.
 if (document.getElementById("runs")) {
   const table = document.getElementById("runs"), body = table.tBodies[0], rows = [...body.rows];
   const hidden = new Set(), drawn = new Map();
@@ -131,67 +127,28 @@ if (document.getElementById("runs")) {
   };
   document.getElementById("controls").append(filter, count, button("show these", true), button("hide these", false));
 
-  // Smoothing, and the axis: paths are drawn anew from what the page had.
+  // Smoothing: paths are drawn anew from what the page had.
   const drawing = document.getElementById("drawing");
   if (drawing) {
     const smooth = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: 0, ariaLabel: "smoothing"});
-    const axis = make("select", {ariaLabel: "axis"}, make("option", {}, "step"), make("option", {}, "relative time"));
-    drawing.append(make("label", {}, "smoothing ", smooth), " ", make("label", {}, "axis ", axis));
-    const clocks = new Map(rows.map((row) => {
-      const points = row.dataset.t.split(" ").filter(Boolean).map((point) => point.split(",").map(Number));
-      return [row.dataset.r, points];
-    }));
-    const seconds = (run, step) => {
-      const points = clocks.get(run) ?? [];
-      if (points.length < 2) return NaN;
-      const found = points.findIndex(([at], i) => i > 0 && at >= step), i = found < 0 ? points.length - 1 : found;
-      const [before, after] = [points[i - 1], points[i]];
-      return Math.max(0, before[1] + ((step - before[0]) / (after[0] - before[0])) * (after[1] - before[1]));
-    };
-    const each = /(-?[\d.]+),(-?[\d.]+)/g, plots = [...document.querySelectorAll("svg[data-x]")];
-    const all = (plot, selector, of) => [...plot.querySelectorAll(selector)].map((one) => [one, of(one)]);
-    const lines = plots.map((plot) => all(plot, "[data-i]", (path) => path.getAttribute("d")));
-    const steps = plots.map((plot) => [plot.dataset.x, ...plot.dataset.x.split(" ").map(Number)]);
-    const labels = plots.map((plot) => all(plot.parentNode, "text.x", (text) => text.textContent));
+    drawing.append(make("label", {}, "smoothing ", smooth));
+    const lines = [...document.querySelectorAll("svg[data-x] path.line")].map((path) => [path, path.getAttribute("d")]);
     const draw = () => {
-      const isTime = axis.selectedIndex === 1, share = +smooth.value;
-      plots.forEach((plot, n) => {
-        const width = plot.viewBox.baseVal.width, [text, first, last] = steps[n];
-        const at = (run, x) => seconds(run, first + (x / width) * (last - first));
-        let most = 0;
-        if (isTime) {
-          for (const [path, d] of lines[n]) {
-            for (const [, x] of d.matchAll(each)) most = Math.max(most, at(path.dataset.i, +x) || 0);
-          }
-        }
-        for (const [path, d] of lines[n]) {
-          let before = null, weight = 0;
-          const smoothed = (y) => {
-            [before, weight] = [share * (before ?? 0) + (1 - share) * y, share * weight + 1 - share];
-            return before / weight;
-          };
-          const isLine = path.classList.contains("line");
-          const one = (_, x, y) => {
-            const place = isTime ? ((at(path.dataset.i, +x) / (most || 1)) * width).toFixed(1) : x;
-            return `${place},${isLine && share ? smoothed(+y).toFixed(1) : y}`;
-          };
-          const isKnown = !isTime || clocks.get(path.dataset.i)?.length > 1;
-          path.setAttribute("d", isKnown ? d.replace(each, one) : "");
-        }
-        plot.dataset.x = isTime ? `0 ${most}` : text;
-        plot.dataset.unit = isTime ? "time" : "step";
-        for (const [label, words] of labels[n]) {
-          label.textContent = isTime ? duration((parseFloat(label.getAttribute("x")) / 100) * most) : words;
-        }
-        plot.parentNode.querySelector("text.unit").textContent = isTime ? "time" : "step";
-      });
+      const share = +smooth.value;
+      for (const [path, d] of lines) {
+        let before = null, weight = 0;
+        const smoothed = (y) => {
+          [before, weight] = [share * (before ?? 0) + (1 - share) * y, share * weight + 1 - share];
+          return before / weight;
+        };
+        const point = (_, x, y) => `${x},${smoothed(+y).toFixed(1)}`;
+        path.setAttribute("d", share ? d.replace(/(-?[\d.]+),(-?[\d.]+)/g, point) : d);
+      }
     };
     let waiting = 0;
-    const soon = () => {
+    smooth.addEventListener("input", () => {
       cancelAnimationFrame(waiting);
       waiting = requestAnimationFrame(draw);
-    };
-    smooth.addEventListener("input", soon);
-    axis.addEventListener("change", soon);
+    });
   }
 }

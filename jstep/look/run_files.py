@@ -20,8 +20,8 @@ from jstep.stores.urls import is_url
 
 _SKIPPED = "skipped"
 """The metric of a skipped update, as `training.metrics` names it, which imports JAX."""
-_MAX_TAGS, _KNOTS = 1000, 9
-"""How many scalars of a run are shown, and how many points of its clock are kept."""
+_MAX_TAGS = 1000
+"""How many scalars of a run are shown."""
 
 Points = tuple[Numbers, Numbers]
 """Steps and values."""
@@ -35,7 +35,6 @@ class RunFiles:
         odd: What is odd, as sentences; also why some files are not shown.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
-        clock: Steps and the seconds since the first one.
     """
 
     run: RunSummary
@@ -44,7 +43,6 @@ class RunFiles:
     odd: Sequence[str] = ()
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
-    clock: Sequence[tuple[int, float]] = ()
 
     @classmethod
     def of(cls, run: RunSummary, name: str, columns: int) -> "RunFiles":
@@ -74,7 +72,6 @@ class RunFiles:
             odd=list(dict.fromkeys(problems)),
             series={tag: _thinned(points.steps, points.values, columns) for tag, points in some.items()},
             rewound={tag: [_thinned(*old, columns) for old in points.rewound] for tag, points in some.items()},
-            clock=_clock(max(some.values(), key=lambda points: len(points.steps), default=None)),
         )
 
     def marks(self) -> list[Mark]:
@@ -92,15 +89,6 @@ def _thinned(steps: Sequence[int], values: Sequence[float], columns: int) -> Poi
     x, y = np.asarray(steps, np.int64), np.asarray(values, float)
     kept = thin(x, y, columns)
     return x[kept], y[kept]
-
-
-def _clock(series: Series | None) -> list[tuple[int, float]]:
-    if series is None or len(series.steps) < 2:
-        return []
-    kept = np.unique(np.linspace(0, len(series.steps) - 1, _KNOTS).astype(int))
-    seconds = np.maximum.accumulate(np.asarray(series.times)[kept] - series.times[0])
-    is_known = bool(np.isfinite(seconds).all())
-    return [(series.steps[i], float(at)) for i, at in zip(kept, seconds, strict=True)] if is_known else []
 
 
 def _oddities(run: RunSummary, folder: RunFolder) -> Iterator[str]:
