@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.tables import Tabular
-from jstep.look.cli import Command, answer, table
+from jstep.look.cli import Command, answer
 from jstep.record.process_files import read_processes
 from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
@@ -158,26 +158,17 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    return _goodput_of_run(path, prefix, _starts_of(path, prefix))
-
-
-def _goodput_of_run(path: str | os.PathLike[str], prefix: str, starts: Sequence[Start]) -> Goodput:
-    """Account for the time of a run, and compare its processes."""
-    found, newest = goodput_of_starts(starts), valid(starts)[-1]
-    count = newest["processes"] or 1
-    records = read_processes(absolute(location(path, "path")), prefix, newest["number"], count)
-    return dataclasses.replace(found, processes=count, slow=slow_processes(newest, records))
-
-
-def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
     where = absolute(location(path, "path"))
-    found = find_starts(where)
-    if prefix not in found:
+    of_runs = find_starts(where)
+    if prefix not in of_runs:
         raise ValueError(
-            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, found))}; give "
-            "the checkpoint_prefix of the run"
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, of_runs))}; "
+            "give the checkpoint_prefix of the run"
         )
-    return found[prefix]
+    found, newest = goodput_of_starts(of_runs[prefix]), valid(of_runs[prefix])[-1]
+    count = newest["processes"] or 1
+    records = read_processes(where, prefix, newest["number"], count)
+    return dataclasses.replace(found, processes=count, slow=slow_processes(newest, records))
 
 
 def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
@@ -319,15 +310,9 @@ def _print_goodput(arguments: argparse.Namespace) -> int:
 
 
 def _print_one(path: str, arguments: argparse.Namespace) -> int:
-    starts = _starts_of(path, arguments.prefix)
-    result = _goodput_of_run(path, arguments.prefix, starts)
+    result = goodput(path, arguments.prefix)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
-    times = [(start["number"], start["step"][0], milliseconds(start)) for start in valid(starts) if start["step"]]
-    rows = [{"start": number, "from": first, **by_part} for number, first, by_part in times if by_part]
     lines = [f"{path}:", str(result)] if len(arguments.paths) > 1 else [str(result)]
-    if part_changes(valid(starts)):
-        fields["by_start"] = rows
-        lines += ["milliseconds a step:", *table({name: name for name in rows[0]}, rows, left=1)]
     return answer(arguments, {name: value for name, value in fields.items() if value or value == 0}, lines)
 
 

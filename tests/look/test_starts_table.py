@@ -91,11 +91,8 @@ def test_parts_of_a_step_that_became_slower(tmp_path, capsys):
         write_run(tmp_path, number, step=span, seconds=seconds)
     line = "waiting: 1.3 → 61 ms a step from step 1000 (start 3) on"
     assert jstep.goodput(tmp_path).notes == [line]
-    out = shown(capsys, "goodput", tmp_path)
-    assert line in out
-    assert [row.split()[:4] for row in out.splitlines()[-3:]][2] == ["3", "1000", "10", "61"]
+    assert line in shown(capsys, "goodput", tmp_path)
     assert line in jstep.report(tmp_path).html
-    assert len(json.loads(shown(capsys, "goodput", tmp_path, "--json"))["by_start"]) == 3
     change(tmp_path, 3, seconds={"stepping": 5.0, "waiting": 1.0})
     assert jstep.goodput(tmp_path).notes == []
 
