@@ -10,26 +10,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.core.checks import array_type, format_list, truncate
+from jstep.core.checks import array_type, format_list, in_own_digits, truncate
 from jstep.look.ranges import is_inexact
 from jstep.record.stall_files import in_ranges
 
 _MAX_NAME, _MAX_TEXT, _MAX_ITEMS, _MAX_GROUPS = 200, 80, 8, 8
 """The characters of a name and of a value, the items of a list, and the groups of processes that are shown."""
-_NUMBERS: dict[str, Callable[[str], Any]] = {"$int": lambda text: int(text, 16), "$float": float}
-_ARRAYS = {"$array", "$scalar", "$tensor"}
 
 ReadFile = Callable[[str], bytes]
 """Returns a file of the checkpoint by its name."""
 
 
 class PositionValue(NamedTuple):
-    """A value of a position: its name, JSON, and text; `bits` are equal if two values are, in all bits."""
+    """A value of a position: its name, a number or a text, and a hash of all its bits."""
 
     name: str
     value: Any
-    text: str
     bits: str
+
+    @property
+    def text(self) -> str:
+        is_text = isinstance(self.value, str) and self.value.isprintable()
+        return truncate(self.value if is_text else json.dumps(self.value), _MAX_TEXT)
 
 
 class Position(NamedTuple):
@@ -129,95 +131,60 @@ def _position(saved: Mapping[str, Any], read_file: ReadFile) -> Position:
 
     since = saved.get("after", 0)
     try:
-        entries = list(_entries("", saved["value"], read_file))
+        parts = list(_parts("", saved["value"]))
+        entries = [_entry(name.removeprefix("."), part, read_file) for name, part in parts]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         text = truncate(f"cannot be read: {error}", _MAX_TEXT)
-        entries = [PositionValue("", text, text, text)]
-    entries += [_entry("batches since", since)] if since else []
+        entries = [PositionValue("", text, text)]
+    entries += [PositionValue("batches since", since, json.dumps(since))] if since else []
     names = unique(truncate(entry.name or "position", _MAX_NAME) for entry in entries)
     return Position([entry._replace(name=name) for name, entry in zip(names, entries, strict=True)], since)
 
 
-def _entries(name: str, saved: Any, read_file: ReadFile) -> Iterator[PositionValue]:
-    tag, inner = _tag(saved)
+def _parts(name: str, saved: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the tagged JSON of the values in nested dicts and short lists."""
+    tag, inner = None, saved
+    if isinstance(saved, dict) and len(saved) == 1 and next(iter(saved)).startswith("$"):
+        ((tag, inner),) = saved.items()
+    items = list[tuple[str, Any]]()
     if tag in ("$dict", "$ordered_dict"):
-        for key, item in inner:
-            yield from _entries(f"{name}[{truncate(str(_plain(key)), _MAX_TEXT)}]", item, read_file)
-    elif tag is None and isinstance(inner, dict) and inner:
-        for key, item in inner.items():
-            yield from _entries(f"{name}.{key}" if name else key, item, read_file)
-    elif tag in (None, "$tuple") and isinstance(inner, list) and 0 < len(inner) <= _MAX_ITEMS:
-        for number, item in enumerate(inner):
-            yield from _entries(f"{name}[{number}]", item, read_file)
-    elif tag in (None, "$tuple") and isinstance(inner, list) and inner:
-        yield _long_list(name, inner, read_file)
-    elif tag in _ARRAYS:
-        yield _array(name, inner, read_file)
+        items = [(f"[{truncate(str(key), _MAX_TEXT)}]", item) for key, item in inner]
+    elif tag in (None, "$tuple") and isinstance(inner, list) and len(inner) <= _MAX_ITEMS:
+        items = [(f"[{number}]", item) for number, item in enumerate(inner)]
+    elif tag is None and isinstance(inner, dict):
+        items = [(f".{key}", item) for key, item in inner.items()]
     elif tag == "$jax":  # of a key, its data
-        yield _array(name, inner["data"]["$array"], read_file)
-    elif tag in (None, "$tuple", *_NUMBERS):
-        yield _entry(name, inner if tag == "$tuple" else _plain(saved), saved)
-    else:  # a random generator, or bytes
-        bits = _digest(saved, read_file)
-        text = f"{str(tag)[1:]} {bits[:8]}"
-        yield PositionValue(name, text, text, bits)
+        items = [("", inner["data"])]
+    elif tag == "$tensor":
+        saved = {"$array": inner}
+    for key, item in items:
+        yield from _parts(f"{name}{key}", item)
+    if not items:
+        yield name, saved
 
 
-def _entry(name: str, value: Any, saved: Any = None) -> PositionValue:
-    text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
-    return PositionValue(
-        name, value, truncate(text, _MAX_TEXT), json.dumps(value if saved is None else saved, sort_keys=True)
-    )
+def _entry(name: str, saved: Any, read_file: ReadFile) -> PositionValue:
+    from jstep.stores import tagged_json  # it imports JAX
+
+    whole = tagged_json.with_files(saved, lambda file: tagged_json.LargeBytes(read_file(file)))
+    hashed = json.dumps(whole, sort_keys=True, default=lambda large: large.hash.hex())
+    bits = hashlib.blake2b(hashed.encode()).hexdigest()
+    value = tagged_json.decode(whole)
+    if isinstance(value, np.ndarray | np.generic):
+        return PositionValue(name, _number_or_text(np.asarray(value), bits), bits)
+    if isinstance(value, list | tuple) and value:
+        value = f"{len(value)} items {bits[:8]}"
+    elif not (value is None or isinstance(value, bool | int | float | str | list | tuple | dict)):
+        value = f"{type(value).__name__} {bits[:8]}"  # a random generator, or bytes
+    return PositionValue(name, value, bits)
 
 
-def _long_list(name: str, items: list[Any], read_file: ReadFile) -> PositionValue:
-    bits, numbers = _digest(items, read_file), [_plain(item) for item in items]
-    value: dict[str, Any] = {"items": len(items)}
-    if all(type(number) in (int, float, bool) for number in numbers):
-        value["mean"] = float(np.mean(np.asarray(numbers, np.float64)))
-    return PositionValue(name, value, ", ".join(f"{key} {number:.6g}" for key, number in value.items()), bits)
-
-
-def _array(name: str, parts: Any, read_file: ReadFile) -> PositionValue:
-    from jstep.stores import tagged_arrays, tagged_json  # they import JAX
-
-    data = tagged_json.with_files(parts["data"], lambda file: tagged_json.LargeBytes(read_file(file)))
-    array = tagged_arrays.decode_array({**parts, "data": tagged_json.decode(data)})
+def _number_or_text(array: np.ndarray[Any, Any], bits: str) -> Any:
     kind = array_type(array.shape, str(array.dtype))
-    bits = hashlib.blake2b(f"{kind} {parts.get('axes')}".encode() + array.tobytes()).hexdigest()
     is_number = is_inexact(array.dtype) or array.dtype == bool or np.issubdtype(array.dtype, np.integer)
     if np.iscomplexobj(array) or not (is_number and array.size):
-        return PositionValue(name, kind, f"{kind} {bits[:8]}", bits)
+        return f"{kind} {bits[:8]}"
     if not array.shape:
-        return PositionValue(name, array.item(), str(array[()]), bits)
+        return in_own_digits(array.item()) if is_inexact(array.dtype) else array.item()
     with np.errstate(all="ignore"):
-        mean = float(np.mean(array, dtype=np.float64))
-    return PositionValue(name, {"type": kind, "mean": mean}, f"{kind} mean {mean:.6g}", bits)
-
-
-def _tag(saved: Any) -> tuple[str | None, Any]:
-    if isinstance(saved, dict) and len(saved) == 1:
-        ((key, inner),) = saved.items()
-        return (key, inner) if key.startswith("$") else (None, saved)
-    return None, saved
-
-
-def _plain(saved: Any) -> Any:
-    """Return the number of a tag, or the value as it is."""
-    tag, inner = _tag(saved)
-    return _NUMBERS[tag](inner) if tag in _NUMBERS else saved
-
-
-def _digest(saved: Any, read_file: ReadFile) -> str:
-    """Return a hash of a value and its files, whatever their names are."""
-    return hashlib.blake2b(json.dumps(_with_hashes(saved, read_file), sort_keys=True).encode()).hexdigest()
-
-
-def _with_hashes(saved: Any, read_file: ReadFile) -> Any:
-    if isinstance(saved, list):
-        return [_with_hashes(item, read_file) for item in saved]
-    if not isinstance(saved, dict):
-        return saved
-    if saved.keys() == {"$file"}:
-        return hashlib.blake2b(read_file(saved["$file"])).hexdigest()
-    return {key: _with_hashes(item, read_file) for key, item in saved.items()}
+        return f"{kind} mean {float(np.mean(array, dtype=np.float64)):.6g}"

@@ -64,12 +64,12 @@ def test_processes_with_other_values_are_named(save, cli):
 VALUES = [
     (3, "3"), (2.5, "2.5"), (True, "true"), (None, "null"), ("text", "text"), (2**70, str(2**70)), ([], "[]"),
     ((), "[]"), ({}, "{}"), (float("nan"), "NaN"), (np.float32(0.1), "0.1"), (np.arange(5), "int64[5] mean 2"),
-    (b"abc", "bytes "), (list(range(9)), "items 9, mean 4"), (["a"] * 9, "items 9"),
+    (b"abc", "bytes "), (list(range(9)), "9 items "), (("a",) * 9, "9 items "),
     (np.ones(2, ml_dtypes.bfloat16), "bfloat16[2] mean 1"), (jnp.float32(3), "3.0"),
     (jnp.ones(3), "float32[3] mean 1"), (np.asfortranarray(np.eye(2)), "float64[2,2] mean 0.5"),
     (np.array([True, False]), "bool[2] mean 0.5"), (np.zeros(0), "float64[0] "), (np.array(["a"]), "<U1[1] "),
-    (np.array([1j]), "complex128[1] "), (np.random.default_rng(0), "generator "), (random.Random(0), "random "),
-    (np.random.RandomState(1), "random_state "), (jax.random.key(1), "uint32[2] mean 0.5"),
+    (np.array([1j]), "complex128[1] "), (np.random.default_rng(0), "Generator "), (random.Random(0), "Random "),
+    (np.random.RandomState(1), "RandomState "), (jax.random.key(1), "uint32[2] mean 0.5"),
     ("\x1b[31m", '"\\u001b[31m"'), ("x" * 900, "x" * 79 + "…"),
 ]  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_objects_of_a_run_are_shown_with_their_large_arrays(tmp_path, cli):
                 run.train_step(jnp.float32(1))
     lines = shown(cli, tmp_path / "a" / "model-2")
     assert lines[0] == "  env.board float64[200,100] mean 2"
-    assert [line.rpartition(" ")[0] for line in lines[1:]] == ["  env.rng generator", "  kept.raw bytes"]
+    assert [line.rpartition(" ")[0] for line in lines[1:]] == ["  env.rng Generator", "  kept.raw bytes"]
     out = cli("diff", tmp_path / "a" / "model-2", tmp_path / "b" / "model-2", code=1).out
     assert "1 position differs\n  env.board  float64[200,100] mean 2 in A, float64[200,100] mean 4 in B\n" in out
 
