@@ -13,7 +13,7 @@ from jstep.core.checks import as_function, format_list
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.debug.nonfinite_search import Search, holds_floats, value_range
-from jstep.look.ranges import Range
+from jstep.look.arrays import Range
 from jstep.training.step import TrainStep
 
 

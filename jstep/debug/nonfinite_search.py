@@ -14,8 +14,8 @@ from jax import lax
 from jstep.core import jaxprs
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
 from jstep.core.meshes import reduce_unreduced
-from jstep.look import ranges
-from jstep.look.ranges import Range
+from jstep.look import arrays
+from jstep.look.arrays import Range
 
 
 def holds_floats(value: object) -> bool:
@@ -24,7 +24,7 @@ def holds_floats(value: object) -> bool:
 
 
 def value_range(value: object) -> Range:
-    return dataclasses.replace(ranges.array_range(np.asarray(value)), dtype=str(jnp.result_type(value)))
+    return dataclasses.replace(arrays.array_range(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
 
 @jax.jit

@@ -202,11 +202,12 @@ class _Recorded:
 
     def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
         self._start, self._step = start, step
-        self._fingerprints = {} if where is None else self._between(logged_states(where))
-        self._losses = dict[int, float]()
+        self._fingerprints, self._losses = dict[int, str](), dict[int, float]()
         with contextlib.suppress(OSError):
-            if where is not None and not self._fingerprints:
-                self._losses = self._between(run_folder(where, prefix).losses())
+            if where is not None:
+                folder = run_folder(where, prefix)
+                self._fingerprints = self._between(logged_states(where, [folder]))
+                self._losses = {} if self._fingerprints else self._between(folder.losses())
         self.steps = sorted({*self._fingerprints, *self._losses})
 
     def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:

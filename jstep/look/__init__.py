@@ -6,11 +6,10 @@
 - `run_summary`: what a run was and how it ended.
 - `starts`: the starts of a run as text.
 - `goodput`: where the time of a run went.
-- `diff`: how two checkpoints or runs differ.
-- `divergence`: the step at which two runs diverge.
+- `diff`: how two checkpoints or runs differ, and from which step on.
 - `checkpoints`: `inspect`.
 - `positions`: the positions in a checkpoint.
-- `ranges`: the range of an array.
+- `arrays`: the range of an array, and how two differ.
 - `events`: scalars of runs by step.
 - `stalls`: processes that hang, and what they wait for.
 - `report`: the page of runs.

@@ -1,127 +1,45 @@
-"""`diff` of the command line: comparison of checkpoints, arrays and starts of runs."""
+"""`diff` of the command line: how two checkpoints or runs differ, and from which step on."""
 
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.look import cli
+from jstep.look.arrays import LeafDifference, array_difference
 from jstep.look.checkpoints import Checkpoint, at, below
-from jstep.look.divergence import divergence
 from jstep.look.positions import position_differences
-from jstep.look.ranges import is_inexact, norm
-from jstep.look.run_folder import RunFolder, find_run_folders, run_folders
+from jstep.look.run_folder import RunFolder, find_run_folders, logged_states, run_folders
 from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes, state_change_lines
 from jstep.record.differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 
-# Comparison of two arrays, by absolute difference and by units in the last place.
+# What two directories have recorded of their runs.
 
 
-class LeafDifference(NamedTuple):
-    """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
-
-    `max_abs` and `max_ulps` are the largest differences of two finite numbers; `norms` are those of both arrays.
-    """
+class RecordedRuns(NamedTuple):
+    """The runs that a directory has recorded: the one that is compared, or all."""
 
     path: str
-    why: str
-    detail: str
-    number: int | None = None
-    size: int | None = None
-    max_abs: float | None = None
-    max_ulps: int | None = None
-    norms: tuple[float, float] | None = None
-
-
-def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
-    """Return the difference of two arrays of one dtype; None if they are bitwise identical."""
-    if a.shape != b.shape:
-        return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
-    bits_a, bits_b = _bits(a), _bits(b)
-    other = np.any(bits_a != bits_b, axis=1)
-    number = int(other.sum())
-    if not number:
-        return None
-    of_a, of_b = a.reshape(-1)[other], b.reshape(-1)[other]
-    max_abs, ulps = _by_how_much(of_a, of_b)
-    words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
-    words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
-    words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
-    if is_inexact(a.dtype) and (bad := int(np.sum(~(np.isfinite(of_a) & np.isfinite(of_b))))):
-        words.append(f"with {bad} not finite")
-    norms = (norm(a), norm(b)) if a.size > 1 and is_inexact(a.dtype) else None
-    if norms is not None:
-        words[-1] += f", norm {norms[0]:.6g} in A, {norms[1]:.6g} in B"
-    return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps, norms)
-
-
-def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.dtype.itemsize)
-
-
-def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
-    if np.iscomplexobj(a):
-        return _by_how_much(a.view(a.real.dtype), b.view(b.real.dtype))
-    if not is_inexact(a.dtype):
-        if a.dtype == np.bool_:
-            return None, None
-        return float(_gap(a, b)), None
-    finite = np.isfinite(a) & np.isfinite(b)
-    if not finite.any():
-        return None, None
-    with np.errstate(over="ignore"):
-        max_abs = float(np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64)).max())
-    return (max_abs if np.isfinite(max_abs) else None), _gap(_order(a[finite]), _order(b[finite]))
-
-
-def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """The largest difference of integers, computed in uint64 because two int64 may overflow int64."""
-    above, under = np.maximum(a, b), np.minimum(a, b)
-    return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
-
-
-def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
-    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
-    magnitude = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)  # all bits except the sign
-    return np.where(bits & ~magnitude, -(bits & magnitude), bits)
-
-
-# Comparison of the starts of runs, as the next start of a run does it.
-
-
-class _Recorded(NamedTuple):
-    """The runs that a directory has recorded, and the prefix of the one that is compared, or None for all."""
-
-    prefix: str | None
-    folders: list[RunFolder]
+    folders: Sequence[RunFolder]
 
     @classmethod
-    def at(cls, where: str, prefix: str | None) -> "_Recorded":
+    def at(cls, path: str, prefix: str | None) -> "RecordedRuns":
+        """Return the run with a prefix; all runs without a prefix, or if none has it, as for the best checkpoints."""
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            return cls(prefix, run_folders(where))
-        return cls(prefix, [])
-
-    def trained(self) -> dict[str, Mapping[str, Any]]:
-        found = {folder.prefix: folder.trained_with_card for folder in self.folders if folder.trained_with_card}
-        # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
-        return {self.prefix: found[self.prefix]} if self.prefix in found else found
-
-    def state_changes(self) -> list[str]:
-        folders = [folder for folder in self.folders if self.prefix in (None, folder.prefix)]
-        return [line for folder in folders for start in folder.valid_starts for line in state_change_lines(start)]
+            every = run_folders(path)
+            return cls(path, [folder for folder in every if folder.prefix == prefix] or every)
+        return cls(path, [])
 
 
-def _start_differences(a: _Recorded, b: _Recorded) -> list[str] | None:
-    """Describe the differences between two runs, as they were trained; None if there is no record of one."""
-    of_a, of_b = a.trained(), b.trained()
+def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
+    """Describe the differences between the last starts of two runs that trained; None if there is no record of one."""
+    of_a, of_b = ({run.prefix: run.trained_with_card for run in x.folders if run.trained_with_card} for x in (a, b))
     pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]
@@ -137,7 +55,84 @@ def changes_text(lines: list[str] | None) -> list[str]:
     return ["the last starts differ:", *first_lines(lines)]
 
 
-# `diff` of two runs: the first step at which they diverge; of two checkpoints: the leaves that differ.
+def _state_changes(runs: Sequence[RecordedRuns]) -> list[str]:
+    """Describe what replaced the state in one of two runs only."""
+    of_a, of_b = (
+        [line for folder in x.folders for start in folder.valid_starts for line in state_change_lines(start)]
+        for x in runs
+    )
+    only = [("A", line) for line in of_a if line not in of_b] + [("B", line) for line in of_b if line not in of_a]
+    return [f"in {name}, the state was {line}" for name, line in only]
+
+
+# The steps between which two runs diverge, by their checkpoints, fingerprints and common scalars.
+
+_TIMED = re.compile(
+    r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b", re.IGNORECASE
+)
+"""Tags of scalars that measure time, and differ in each run."""
+
+
+class Divergence(NamedTuple):
+    """The last step at which all that was compared is equal, and the first at which something differs, if known."""
+
+    equal_at: int | None
+    differ_at: int | None
+    compared_by: list[str]
+
+    def text(self, runs: Sequence[RecordedRuns]) -> str:
+        if self.differ_at is None:
+            return ""
+        equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
+        text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
+        for path, folders in runs:
+            spans = [start["step"] for folder in folders for start in folder.valid_starts]
+            firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
+            text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
+        return text
+
+
+def divergence(
+    runs: Sequence[RecordedRuns], source: str = "", compared: Mapping[int, bool] | None = None
+) -> Divergence:
+    """Compare two runs by their logs; `compared` has the steps that `source` has compared: step → whether equal."""
+    sources = [source] if source else []
+    same = dict(compared or {})
+    # Two runs in one directory have one file of fingerprints.
+    states = [{} if runs[0].path == runs[1].path else logged_states(*run) for run in runs]
+    logs: dict[str, list[dict[tuple[int, str], Any]]] = {
+        "fingerprints": [{(step, ""): state for step, state in log.items()} for log in states],
+        "scalars": _scalars(runs),
+    }
+    for name, (of_a, of_b) in logs.items():
+        common = of_a.keys() & of_b.keys()
+        if common and name not in sources:
+            sources.append(name)
+        for key in common:  # equal numbers do not prove equal states, but different ones prove different states
+            same[key[0]] = same.get(key[0], True) and of_a[key] == of_b[key]
+    differ = min((step for step, is_same in same.items() if not is_same), default=None)
+    equal = max((step for step, is_same in same.items() if is_same and (differ is None or step < differ)), default=None)
+    return Divergence(equal, differ, sources)
+
+
+def _scalars(runs: Sequence[RecordedRuns]) -> list[dict[tuple[int, str], Any]]:
+    """The scalars of each run by step and tag; several prefixes of a directory are compared by name."""
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        is_pair = all(len(run.folders) == 1 for run in runs)
+        return [
+            {
+                (step, tag if is_pair else f"{folder.prefix}: {tag}"): value
+                for folder in run.folders
+                for tag, points in folder.series().items()
+                if not _TIMED.search(tag)
+                for step, value in zip(points.steps, points.values, strict=True)
+            }
+            for run in runs
+        ]
+    return [{}, {}]
+
+
+# The command: of two runs, the first step at which they differ; of two checkpoints, the leaves.
 
 
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
@@ -192,11 +187,10 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    places = [(x.folder, x.prefix) for x in (a, b)]
-    recorded = [_Recorded.at(where, prefix) for where, prefix in places]
-    folders = [folder for x in recorded for folder in x.folders]
+    runs = [RecordedRuns.at(x.folder, x.prefix) for x in (a, b)]
+    folders = [folder for run in runs for folder in run.folders]
     problems = [f"{folder.path}: {problem}" for folder in folders for problem in folder.unreadable_starts]
-    of_starts, of_states = _start_differences(*recorded), [x.state_changes() for x in recorded]
+    of_starts, changed = _start_differences(*runs), _state_changes(runs)
     if a.kind == _CHECKPOINT:
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -206,16 +200,13 @@ def _print_differences(arguments: argparse.Namespace) -> int:
             result["positions"] = positions
     else:
         result = _runs(a, b)
-    of_both = {*of_states[0]}.intersection(of_states[1])
-    named = [(x, line) for x, lines in zip("AB", of_states, strict=True) for line in lines]
-    changed = [f"in {x}, the state was {line}" for x, line in named if line not in of_both]
     lines = [*problems, *changes_text(of_starts), *first_lines(changed, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
         first = result.get("step")
         same = {step: step != first for step in result["common"] if first is None or step <= first}
-        found = divergence(places, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
+        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()
-        lines += filter(None, [found.text(places)])
+        lines += filter(None, [found.text(runs)])
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
     result |= {"state_changes": changed} if changed else {}
     is_same = result["same"] and not result.get("positions")
@@ -265,15 +256,14 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
     positions = dict[str, Any]()
     for before, key in enumerate(keys):
         if a.kind == _LOG:
-            differing = _of_entries(of_a[key], of_b[key])
+            leaves = _of_entries(of_a[key], of_b[key])
         else:
-            leaves = _leaves(of_a[key], of_b[key])
-            differing = (leaves, {}) if leaves else None
+            leaves = _leaves(of_a[key], of_b[key]) or None
             if not positions and (found := _positions(of_a[key], of_b[key])):
                 positions = {"positions": found, "positions_step": key[0]}
-        if differing is not None:
+        if leaves is not None:
             at_step = {"step": key[0], "common": common, "same_before": before, "same": False}
-            return _result(a, b, differing[0], **at_step, **differing[1], **positions)
+            return _result(a, b, leaves, **at_step, **positions)
     return _result(a, b, [], common=common, **positions)
 
 
@@ -282,16 +272,16 @@ def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
     return [{"name": name, "detail": detail} for name, detail in found]
 
 
-def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
+def _of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
+    """Return the leaves that differ, [] if a log has none; None if the states are the same."""
     from jstep.hooks.fingerprints import compare_logs
 
     result = compare_logs(a, b)
     if result is None:
         return None
-    if result.leaves is None:
-        return [], {"leaves_known": False}
     only = dict.fromkeys(result.first_only, "only in A") | dict.fromkeys(result.second_only, "only in B")
-    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in result.leaves], {}
+    leaves = result.leaves or ()
+    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in leaves]
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
@@ -343,7 +333,7 @@ def _leaves_text(result: dict[str, Any]) -> list[str]:
     else:
         place = f"number {result['same_before'] + 1} of {len(common)} common steps"
         lines = [f"the runs diverge at step {result['step']}, {place}"]
-        if result.get("leaves_known", True):
+        if leaves:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")

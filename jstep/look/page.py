@@ -9,7 +9,7 @@ from jstep.core.checks import format_list, truncate
 from jstep.core.drawing import NEUTRAL, Curve, Mark, legend_key, picture
 from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
-from jstep.look.divergence import divergence
+from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
 from jstep.look.run_files import RunFiles
 from jstep.look.run_summary import RunSummary
@@ -292,7 +292,7 @@ def _differences(sweep: Sweep) -> list[str]:
     table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
     if len(sweep.rows) != 2:
         return table
-    pair = [(row.run.path, row.run.prefix) for row in sweep.rows]
+    pair = [RecordedRuns(row.run.path, [row.folder]) for row in sweep.rows]
     text = divergence(pair).text(pair)
     return [f"<p>{html_text(text)}</p>", *table] if text else table
 

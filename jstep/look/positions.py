@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.core.checks import array_type, format_list, in_own_digits, truncate
-from jstep.look.ranges import is_inexact
+from jstep.look.arrays import is_inexact
 from jstep.record.stall_files import in_ranges
 
 _MAX_NAME, _MAX_TEXT, _MAX_ITEMS, _MAX_GROUPS = 200, 80, 8, 8

@@ -227,14 +227,12 @@ def run_folder(path: str, prefix: str) -> RunFolder:
     return RunFolder(path, prefix, read_starts(path).get(prefix, ()))
 
 
-def logged_states(path: str) -> dict[int, str]:
+def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
     from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # it imports JAX
 
-    places = [path]
-    with contextlib.suppress(OSError):
-        places += [start["logdir"] or path for folder in run_folders(path) for start in folder.valid_starts]
-    for place in dict.fromkeys(places):
+    logdirs = [start["logdir"] for folder in folders for start in folder.valid_starts if start["logdir"]]
+    for place in dict.fromkeys([path, *logdirs]):
         with contextlib.suppress(OSError, ValueError):
             return {step: entry.state for step, entry in read_log(join_path(place, FINGERPRINTS_FILE)).entries.items()}
     return {}

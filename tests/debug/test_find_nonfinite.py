@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jstep
-from jstep.look.ranges import array_range
+from jstep.look.arrays import array_range
 
 X = np.float32([1.0, 0.0, 2.0])
 

@@ -13,8 +13,8 @@ from source_files import ROOT, text_of
 
 import jstep
 from jstep.core.tables import columns
+from jstep.look.arrays import is_inexact
 from jstep.look.cli import COMMANDS, Command, main
-from jstep.look.ranges import is_inexact
 
 
 @pytest.fixture(scope="module")

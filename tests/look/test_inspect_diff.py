@@ -12,7 +12,7 @@ import pytest
 from written_runs import write_run
 
 import jstep
-from jstep.look.diff import array_difference
+from jstep.look.arrays import array_difference
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 

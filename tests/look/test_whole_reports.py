@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.look.arrays import array_difference
 from jstep.look.cli import main
-from jstep.look.diff import array_difference, changes_text, differences_left_out
+from jstep.look.diff import changes_text, differences_left_out
 
 FILE = pathlib.Path(__file__).with_name("whole_reports.txt")
 SLOW = jstep.adam(jstep.linear(0.1, 0.0, steps=1000))
