@@ -1,11 +1,10 @@
 """Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
 
 import math
-import operator
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -95,16 +94,6 @@ class CallbackState(NamedTuple):
     stopped_at: int | None = None
     cooling: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        best = self.best if self.best is None or math.isfinite(self.best) else str(self.best)
-        return self._replace(best=best)._asdict()  # type: ignore[arg-type]
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        best, at = saved["best"], saved.get("stopped_at")
-        bad, cooling = operator.index(saved["bad"]), operator.index(saved.get("cooling", 0))
-        return cls(None if best is None else float(best), bad, None if at is None else operator.index(at), cooling)
-
 
 class MetricCallback(MetricReader):
     """Base class of callbacks that react to a metric, and whose state is saved."""
@@ -117,7 +106,7 @@ class MetricCallback(MetricReader):
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         super().__init__(watched["metric"], watched["mode"])
         self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
-        self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
+        self._watched = {**watched, "mode": self._mode}
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
 
     @property
@@ -136,17 +125,14 @@ class MetricCallback(MetricReader):
         self._progress = CallbackState()
 
     def get_state(self) -> Any:
-        return {**self._watched, **self._progress.to_json()}
+        return {**self._watched, **self._progress._asdict()}
 
     def set_state(self, value: Any) -> bool | None:
-        try:
-            saved = {name: value[name] for name in self._watched}
-            if saved == self._watched:
-                self._progress = CallbackState.from_json(value)
-            else:
-                self._start_fresh(f"is for {saved}, but it has {self._watched}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._start_fresh(f"cannot be read ({type(error).__name__}: {error})")
+        saved = {name: value.get(name) for name in self._watched}
+        if saved == self._watched:
+            self._progress = CallbackState(*(value[name] for name in CallbackState._fields))
+        else:
+            self._start_fresh(f"is for {saved}, but it has {self._watched}")
         return None
 
     def _start_fresh(self, why: str) -> None:
