@@ -157,15 +157,10 @@ class EvaluationHook(RunHook):
         interrupted = {"interrupted_step": self._interrupted_step, "was_due": self._was_due}
         return {"step": self._reported_step, **interrupted, "callbacks": states}
 
-    def set_state(self, value: object) -> bool:
-        fields = value if isinstance(value, dict) else {}
-        steps = [fields.get("step", ""), fields.get("interrupted_step", "")]
-        if not all(step is None or type(step) is int for step in steps):
-            logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
-            return False
-        self._reported_step, self._interrupted_step = steps
-        self._was_due = fields.get("was_due") is True
-        return set_states(self._callbacks, fields.get("callbacks"), _CALLBACKS)
+    def set_state(self, value: Any) -> bool:
+        self._reported_step, self._interrupted_step = value["step"], value["interrupted_step"]
+        self._was_due = value["was_due"]
+        return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
@@ -214,57 +209,63 @@ class EvaluationHook(RunHook):
         return self._interrupted_step == step and self._was_due == was_due
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
-        require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
+        """Evaluate and report the results; return what callbacks want of the run."""
         # If this evaluation is interrupted, the checkpoint of this step records it.
         self._interrupted_step, self._was_due = step, on_cadence
-        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
-            jax.block_until_ready(state)
-        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
-            with setting(STOP_REQUESTED, self.run.to_stop):
-                values = self._evaluate(state)
+            results = self._results_of(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
                 logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
             return None
-        if not isinstance(values, Mapping):
-            raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
-        for name, value in values.items():
+        self._interrupted_step = None
+        self._report(step, results)
+        # A finished run that is restarted before its hooks had ended repeats an evaluation that callbacks have seen.
+        if self._reported_step == step:
+            return None
+        self._reported_step = step
+        return self._run_callbacks(step, state, results, on_cadence)
+
+    def _results_of(self, state: TrainState) -> Mapping[str, Any]:
+        require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
+        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+            jax.block_until_ready(state)
+        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
+        with setting(STOP_REQUESTED, self.run.to_stop):
+            results = self._evaluate(state)
+        if not isinstance(results, Mapping):
+            raise TypeError(f"evaluate returned {type(results).__name__}; it must return a mapping of names to numbers")
+        for name, value in results.items():
             if not is_numeric(value) or np.size(value) != 1:
                 raise TypeError(
                     f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate"
                 )
         if (path := trees.find_donated(state)) is not None:
             raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
-        self._interrupted_step = None
         if self._callbacks and not processes.is_single_process():
-            values = {**values, **_broadcast_from_0(values)}
-        self.results[step] = values
-        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+            return {**results, **_broadcast_from_0(results)}
+        return results
+
+    def _report(self, step: int, results: Mapping[str, Any]) -> None:
+        self.results[step] = results
+        named = {f"{self.prefix}/{name}": value for name, value in results.items()}
         self.newest = (step, as_numbers(named))
         if jax.process_index() == 0:
             logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
-        if self._writer is not None:
-            try:
-                with internal_transfers():
-                    for name, value in named.items():
-                        self._writer.add_summary(summary.scalar(name, value, collections=()), step)
-            except Exception as error:
-                if self._given_writer is not None:
-                    raise
-                self.run.log_failed(self, error)  # callbacks may save
-        # A finished run that is restarted before its hooks had ended repeats an evaluation that callbacks have seen.
-        if self._reported_step == step:
-            return None
-        self._reported_step = step
-        if not on_cadence:
-            self.run.before_off_cadence()
-        result = self._run_callbacks(step, state, values, on_cadence)
-        if self.run.saver is not None and len(self.results) == 1:
-            self.get_state()  # raises now, not at the first save, if a state cannot be saved
-        return result
+        if self._writer is None:
+            return
+        try:
+            with internal_transfers():
+                for name, value in named.items():
+                    self._writer.add_summary(summary.scalar(name, value, collections=()), step)
+        except Exception as error:
+            if self._given_writer is not None:
+                raise
+            self.run.log_failed(self, error)  # callbacks may save
 
     def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
+        if not on_cadence:
+            self.run.before_off_cadence()
         new_state, stopped_by = state, None
         for function in self._callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
@@ -273,6 +274,8 @@ class EvaluationHook(RunHook):
             stop, new_state = check_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
             if stop and stopped_by is None:
                 stopped_by = hook_key(function)
+        if self.run.saver is not None and len(self.results) == 1:
+            self.get_state()  # raises now, not at the first save, if a state cannot be saved
         self.stopped_by = self.stopped_by or stopped_by
         if new_state is state:
             return None if stopped_by is None else True
