@@ -119,8 +119,6 @@ class Batches(BatchSequence[T]):
     numbered from 0.
     """
 
-    _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
-
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
         return f"<Batches of {format_value(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"

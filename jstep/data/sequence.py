@@ -28,9 +28,6 @@ _IF_TRACED = (
 class BatchSequence(abc.ABC, Generic[T]):
     """A sequence of batches by step."""
 
-    _ways_to_end = "give a slice with a stop"
-    """How to give the sequence an end, for the error of `len`."""
-
     def __init__(self, plan: RowPlan, rows: Mapping[str, Rows], steps: Steps) -> None:
         self._plan = plan
         self._rows = rows
@@ -205,7 +202,7 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     def __len__(self) -> int:
         if self.is_endless:
-            raise TypeError(f"these batches have no end and no len(): {self._ways_to_end}")
+            raise TypeError("these batches have no end and no len(): give num_epochs, or a slice with a stop")
         return self._steps.count
 
     def __bool__(self) -> bool:
@@ -237,8 +234,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
         if step >= self._steps.count + end:
-            extent = "num_epochs gives" if self._steps.parts == (range(self._steps.count),) else "these batches have"
-            raise IndexError(f"step={step}: past the end, {extent} the steps 0 to {self._steps.count - 1}")
+            raise IndexError(f"step={step}: past the end, these batches have the steps 0 to {self._steps.count - 1}")
         return step
 
 
