@@ -1,7 +1,6 @@
 """Which batch belongs to a step?
 
-- `batch_hashes`: hashes of batches.
-- `batch_placement`: placement of host data on devices.
+- `batch_placement`: placement of host data on devices; copies and hashes of batches.
 - `batch_rows`: the rows of each batch.
 - `batches`: batches and mixtures as functions of the step.
 - `loaders`: iterators over all sources of batches.

@@ -22,11 +22,11 @@ from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import evaluation_batches_taken
 from jstep.core.trees import Tree, shape_of
-from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import (
     as_shardings,
     copy_batch,
     fitting,
+    hash_batch,
     is_axes,
     make_placer,
     over_axes,

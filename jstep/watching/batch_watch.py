@@ -17,8 +17,7 @@ from jstep.core.jaxprs import hash_strings
 from jstep.core.logs import logger
 from jstep.core.threads import SerialTasks
 from jstep.core.trees import Tree
-from jstep.data.batch_hashes import hash_batch
-from jstep.data.batch_placement import copy_batch
+from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
 from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
