@@ -11,7 +11,7 @@
 - `origin`: what a run begins from.
 - `programs`: stages, programs and chunks.
 - `run`: `Run`, with the body of a loop.
-- `run_context`: what the loop, its hooks and its observers share.
+- `run_context`: what the loop, its hooks and its observers share; the interface of observers.
 - `saving`: the checkpoint of a run.
 - `signals`: signals, a time limit, and stops of several processes.
 - `start`: how a run is opened, with its hooks, the user's and the built-in ones.

@@ -32,7 +32,7 @@ from jstep.loop.course import AFTER_LOOP, BEGINNING, BETWEEN, BODY, ENDING, LEAV
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
 from jstep.loop.programs import Chunk, as_stages
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
@@ -40,7 +40,6 @@ from jstep.state.global_step import check_step
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 from jstep.watching.batch_watch import BatchWatch
-from jstep.watching.observer import Observer
 from jstep.watching.process_recorder import ProcessRecorder
 from jstep.watching.progress import Progress
 from jstep.watching.recorder import Recorder

@@ -1,4 +1,4 @@
-"""The run that its loop, its hooks and its observers share: its arguments, services, course, and what it has opened.
+"""The run that its loop, its hooks and its observers share, and the interface of observers.
 
 `hooks.run_hook.RunInfo` is the part that hooks see. `start.py` sets what is opened.
 """
@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.exceptions import WrongStateError
 from jstep.core.stopwatch import STEPPING, new_watch
+from jstep.core.trees import Tree
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import LoopState, RunInfo
 from jstep.loop.arguments import Options
@@ -23,7 +24,7 @@ from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.origin import Branched, Fresh, Opening, Origin
-from jstep.loop.programs import TrainSteps
+from jstep.loop.programs import Chunk, TrainSteps
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
@@ -31,7 +32,53 @@ from jstep.metering.numbers import TransferQueue
 from jstep.record.process_files import ProcessFile
 from jstep.record.starts import StartFile, valid
 from jstep.state.train_state import TrainState
-from jstep.watching.observer import Observers
+
+
+class Observer(contextlib.AbstractContextManager["Observer"]):
+    """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
+
+    Methods are roughly in the order of a run.
+    """
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        return None
+
+    def opened(self) -> None:
+        """Called once the run may write to its directory, before the state is restored."""
+
+    def progress_hook(self) -> Any:
+        """Return a hook that replaces log lines, or None."""
+        return None
+
+    def before_begin(self) -> None:
+        """Called once the run is open, and its state is restored."""
+
+    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+        """Return a meter of the utilization, or None."""
+        return None
+
+    def idle(self) -> None:
+        """Called if the run takes no step."""
+
+    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context for the time in which the loop waits for a program."""
+        return contextlib.nullcontext()
+
+    def after_first(self, chunk: Chunk, state: Tree) -> None:
+        """Called after the first call of each stage, with the state that it returned."""
+
+    def flush(self) -> None:
+        """Called in the background before each checkpoint appears: flush anything that must not be older."""
+
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
+
+        An entry may be a function that returns it.
+        """
+        return {}
+
+    def before_close(self) -> None:
+        """Called when the run is over, while its last state and metrics still exist."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -72,7 +119,7 @@ class RunContext(RunInfo):
         self.options, self.train_steps, self.times = options, train_steps, times
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
         self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
-        self.observers: Observers = ()
+        self.observers: tuple[Observer, ...] = ()
         self.opening = Opening()
         self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
@@ -99,6 +146,14 @@ class RunContext(RunInfo):
         except Exception as error:
             self.log_failed(hook, error, call.method)
         self.course.calling = outer
+
+    @contextlib.contextmanager
+    def compiling(self, name: str) -> Iterator[None]:
+        """Tell the observers that the loop waits for a program."""
+        with contextlib.ExitStack() as contexts:
+            for observer in self.observers:
+                contexts.enter_context(observer.compiling(name))
+            yield
 
     def recorded_times(self) -> dict[str, Any]:
         """Return the span of steps that the device has finished, and the seconds of each phase."""

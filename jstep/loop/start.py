@@ -43,7 +43,6 @@ from jstep.stores.owners import is_alive, remove_temporary, this_process
 from jstep.stores.urls import is_url, location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
-from jstep.watching.observer import compiling_for
 
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 
@@ -176,9 +175,8 @@ def _open_logs(run: RunContext) -> tuple[int]:
 
 def _dispatch_of(run: RunContext) -> Dispatch:
     options = run.options
-    compiling = functools.partial(compiling_for, run.observers)
     steps_per_call = options.steps_per_call
-    table = ProgramTable(run.train_steps, steps_per_call, state=run.state, sums=run.sums, compiling=compiling)
+    table = ProgramTable(run.train_steps, steps_per_call, state=run.state, sums=run.sums, compiling=run.compiling)
     return Dispatch(
         table,
         signals=run.signals,

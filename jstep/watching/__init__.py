@@ -2,7 +2,6 @@
 
 - `batch_watch`: whether a restart reads the same batch.
 - `card`: what a program is made of.
-- `observer`: the interface of observers.
 - `process_recorder`: the times of a process other than the first.
 - `progress`: a progress bar.
 - `recorder`: the file of a start.

@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from jstep.core.stopwatch import CLOCKS
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.record.process_files import ProcessFile, read_process
 from jstep.stores.owners import this_process
 from jstep.stores.urls import absolute
-from jstep.watching.observer import Observer
 
 
 class ProcessRecorder(Observer):

@@ -18,14 +18,13 @@ from jstep.hooks.history import History
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.cadence import Cadence, Clock
 from jstep.metering.numbers import TransferQueue, as_numbers, format_number, scalars, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
-from jstep.watching.observer import Observer
 
 
 class Progress(Observer):

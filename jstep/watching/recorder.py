@@ -24,9 +24,9 @@ from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.callbacks import KeepBest
-from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED
+from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
 from jstep.loop.programs import Chunk, Stage, lanes_of
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line, encoded
@@ -40,7 +40,6 @@ from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS
 from jstep.training.step import step_function
 from jstep.watching.card import card, program_card, shortened
-from jstep.watching.observer import PAST, START, Observer
 
 _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 

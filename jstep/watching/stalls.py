@@ -23,10 +23,9 @@ from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.watching.observer import Observer
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""

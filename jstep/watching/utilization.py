@@ -14,10 +14,9 @@ from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
 from jstep.core.trees import Tree
 from jstep.loop.programs import Chunk
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
-from jstep.watching.observer import Observer
 
 # Peak operations per second of a device, by the format of its matrix products.
 #
