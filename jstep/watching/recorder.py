@@ -15,6 +15,7 @@ import jax
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import processes, stopwatch
+from jstep.core.checks import truncate
 from jstep.core.jaxprs import without_addresses
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
@@ -400,11 +401,6 @@ def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
 
 
-def _cut(text: str, most: int = 1000) -> str:
-    blank = text.rfind(" ", most - 100, most)
-    return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
-
-
 def _not_recorded(error: Exception) -> None:
     logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
 
@@ -416,7 +412,7 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = error_text(error).strip().partition("\n")[0]
-        return "failed", _cut(f"{kind}: {first}".rstrip(": ")), kind
+        return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
     earlier = run.origin.extra.get(STOPPED) if run.step <= run.course.first else None  # if this one took no step
