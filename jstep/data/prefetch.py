@@ -76,7 +76,6 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     It is also a context manager, which calls `close` on exit.
 
     Attributes:
-        handed_out: The number of items that `next` has returned.
         state: The value of `state_fn` for the last item that `next` has returned, or from before anything was read;
             None without a `state_fn`. Restored in a new source, it resumes with the next item.
 
@@ -85,26 +84,21 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
         >>> read = []
         >>> with jstep.prefetch_to_device(map(read.append, range(9)), state_fn=lambda: len(read)) as items:
         ...     _ = next(items)
-        ...     print(items.handed_out, items.state)
-        1 1
+        ...     print(items.state)
+        1
     """
 
     def __init__(
         self, source: Iterator[Any], size: int, place: Callable[[Any], Any], state_fn: Callable[[], Any] | None
     ) -> None:
-        self.handed_out = 0
         self.state = state_fn() if state_fn else None
         self._reader = ReaderThread(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
-
-    def __repr__(self) -> str:
-        return f"<PrefetchIterator, {self.handed_out} items taken>"
 
     @shortens_tracebacks
     def __next__(self) -> Any:
         item, self.state = self._reader.take()
         self._reader.request()  # only now: at most `size` items are ahead of the loop
-        self.handed_out += 1
         return item
 
     def close(self) -> None:
