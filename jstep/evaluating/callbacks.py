@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choic
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
-from jstep.core.selection import VarList, check_form
+from jstep.core.selection import VarList
 from jstep.core.threads import Task, in_background
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
@@ -357,10 +357,11 @@ _CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was
-    measured with averages of the parameters. Every run competes with the checkpoints in `directory`; a warning is
-    logged if the best value was measured with another config, or on other data. On a tie the earlier checkpoint is
-    kept. A nonfinite value is never kept, nor are parameters with NaN.
+    Each checkpoint leaves out the parameters that the run's checkpoints leave out, and stores its value
+    (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was measured with averages of the
+    parameters. Every run competes with the checkpoints in `directory`; a warning is logged if the best value was
+    measured with another config, or on other data. On a tie the earlier checkpoint is kept. A nonfinite value is never
+    kept, nor are parameters with NaN.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -368,7 +369,6 @@ class KeepBest(MetricReader):
         mode: As in `EarlyStopping`.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
         prefix: The prefix of their names, before the step.
-        leave_out: Parameters that are not saved, as in `Saver`; None for the setting of the run's Saver.
 
     Attributes:
         values: Step → value of each checkpoint that is kept.
@@ -399,15 +399,12 @@ class KeepBest(MetricReader):
         mode: str | None = None,
         keep: int = 1,
         prefix: str = "best",
-        *,
-        leave_out: VarList = None,
     ) -> None:
         super().__init__(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
         self._directory, self._prefix = location(directory, "directory"), prefix
-        check_form(leave_out, "leave_out")
-        self._given = self._leave_out = leave_out
+        self._leave_out: VarList = None
         self._saver: Saver | None = None
         self._config: dict[str, Any] | None = None
         self._listener: Listener | None = None
@@ -425,7 +422,7 @@ class KeepBest(MetricReader):
         self._has_kept = run.has_kept
         self._config, self._listener = run.config, run.background
         self._failed = run.log_failed
-        self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
+        self._leave_out = None if saver is None else saver.leave_out
         if saver is None or saver.prefix != self._prefix:
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
