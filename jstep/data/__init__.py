@@ -1,14 +1,13 @@
 """Which batch belongs to a step?
 
 - `batch_placement`: placement of host data on devices; copies and hashes of batches.
-- `batch_rows`: the rows of each batch.
+- `batch_rows`: the rows of each batch, and how many come from each source.
 - `batches`: batches and mixtures as functions of the step.
 - `loaders`: iterators over all sources of batches.
 - `loop_batches`: `from_loop`.
 - `permutation`: shuffling without a stored permutation.
 - `positions`: positions of loaders.
 - `prefetch`: reading ahead of the loop.
-- `proportions`: the weights of a mixture.
 - `sequence`: the base class of batch sequences.
 - `sources`: rows of data sources.
 - `steps`: the steps of a batch sequence.

@@ -1,16 +1,16 @@
-"""The rows of each batch as pure functions of the step, and the share of each process."""
+"""The rows of each batch as pure functions of the step: how many, from which sources, and the share of each process."""
 
 import bisect
-from collections.abc import Iterable, Iterator
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jstep.core.checks import as_int
 from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_in_epoch
-from jstep.data.proportions import CountStage, Weights
 from jstep.data.steps import Staircase, clamp_range, range_length
 
 # The number of rows of each batch, in closed form over runs of steps, and the share of each process.
@@ -103,15 +103,117 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
             )
 
 
-def check_process(index: object, count: object) -> tuple[int, int] | None:
-    if index is None and count is None:
-        return None
-    if index is None or count is None:
-        raise ValueError(f"process_index={index!r}, process_count={count!r}: give both of them, or neither")
-    index, count = as_int(index, "process_index"), as_int(count, "process_count")
-    if not 0 <= index < count:
-        raise ValueError(f"process_index={index}: must be in range({count}), as process_count={count}")
-    return index, count
+# The number of rows that come from each source of a mixture, in exact arithmetic.
+#
+# Consider a stage that begins with counts c and ideals I, and whose weights w sum to 1. A fluid flows into the sources
+# at one row per time unit. It first fills the sources that are furthest behind, measured by c - I, until they are level
+# with the next, and then follows the weights: F_s(t) = max(c_s, I_s + w_s·t + level(t)), where the F_s sum to t plus
+# the sum of the c_s.
+#
+# Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. The level never
+# falls within a stage. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2: a single
+# source is never further than (n - 1)/2 from its ideal.
+
+Weights = tuple[Fraction, ...]
+
+_HALF = Fraction(1, 2)
+_PRECISION = 2**128
+"""Errors are carried from stage to stage in units of 1/_PRECISION row."""
+
+
+class Phase(NamedTuple):
+    """A period of constant rates: each source has floor((offset + rate·t) / unit) rows at time t.
+
+    Attributes:
+        start: In rows since the stage began.
+        rates: The rate of each source; 0 if it is waiting.
+    """
+
+    start: Fraction
+    unit: int
+    offsets: tuple[int, ...]
+    rates: tuple[int, ...]
+
+
+class CountStage(NamedTuple):
+    """A stage with constant weights.
+
+    Attributes:
+        first: The number of rows before the stage.
+        slack: The number of sources with a positive weight.
+    """
+
+    first: int
+    phases: tuple[Phase, ...]
+    slack: int
+
+    def counts(self, rows: int) -> tuple[int, ...]:
+        # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
+        twice = max(2 * (rows - self.first) - self.slack, 0)
+        number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1
+        phase = self.phases[number]
+        counts = [
+            (2 * offset + rate * twice) // (2 * phase.unit)
+            for offset, rate in zip(phase.offsets, phase.rates, strict=True)
+        ]
+        missing = rows - sum(counts)  # fewer than there are sources
+        due = [(self._due(source, count, number), source) for source, count in enumerate(counts)] if missing else []
+        heapq.heapify(due)
+        for _ in range(missing):
+            source = due[0][1]  # the first of the sources that are due at the same time
+            counts[source] += 1
+            heapq.heapreplace(due, (self._due(source, counts[source], number), source))
+        return tuple(counts)
+
+    def _due(self, source: int, count: int, number: int) -> Fraction | float:
+        for i, phase in enumerate(self.phases[number:], number + 1):
+            if phase.rates[source]:
+                time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])
+                if i == len(self.phases) or time <= self.phases[i].start:
+                    return time
+        return math.inf
+
+
+def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
+    stairs: list[CountStage] = []
+    start, before = stages[0]
+    counts = (0,) * len(before)
+    ideals: list[Fraction] = [Fraction(0)] * len(before)
+    for first, weights in stages:
+        if stairs and weights == before:  # its order continues
+            continue
+        if stairs:
+            grown = [i + w * (first - start) for i, w in zip(ideals, before, strict=True)]
+            counts = stairs[-1].counts(first)
+            errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
+            ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
+        stairs.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
+        start, before = first, weights
+    return Staircase(tuple(stage.first for stage in stairs), tuple(stairs))
+
+
+def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
+    excess = [c - i for c, i in zip(counts, ideals, strict=True)]
+    waiting = {s for s, weight in enumerate(weights) if weight > 0}
+    level, time = min(excess[s] for s in waiting), Fraction(0)
+    filling: set[int] = set()
+    phases = []
+    while True:
+        filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
+        waiting -= filling
+        rise = (1 - sum(weights[s] for s in filling)) / Fraction(len(filling))
+        at_zero = [
+            (i + level - rise * time if s in filling else c) + _HALF
+            for s, (c, i) in enumerate(zip(counts, ideals, strict=True))
+        ]
+        rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
+        unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
+        phases.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
+        if not waiting:
+            return tuple(phases)
+        # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
+        times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
+        level, time = level + rise * (min(times) - time), min(times)
 
 
 # The rows of each batch.

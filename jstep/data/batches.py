@@ -1,18 +1,18 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, overload
 
 import jax
 import numpy as np
 
-from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
+from jstep.core.checks import as_bool, as_int, as_mapping, as_number, as_string, check_choice, format_value
 from jstep.core.trees import T, structure
-from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
-from jstep.data.proportions import Weights, as_weights, count_stages
+from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, Weights, count_stages, derive_seed
 from jstep.data.sequence import BatchSequence, as_row_numbers
 from jstep.data.sources import Rows, open_rows
-from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
+from jstep.data.steps import NO_END, Staircase, Steps, as_staircase, staircase
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
@@ -102,7 +102,7 @@ def batches(
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
-    process = check_process(process_index, process_count)
+    process = _check_process(process_index, process_count)
     all_sizes = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     streams = ((len(rows), seed),)
     plan = RowPlan(
@@ -156,6 +156,17 @@ class Batches(BatchSequence[T]):
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the steps from `start` to `stop` whose batches contain a row, without iterating over them."""
         return self._steps_with("", row, start, stop)
+
+
+def _check_process(index: object, count: object) -> tuple[int, int] | None:
+    if index is None and count is None:
+        return None
+    if index is None or count is None:
+        raise ValueError(f"process_index={index!r}, process_count={count!r}: give both of them, or neither")
+    index, count = as_int(index, "process_index"), as_int(count, "process_count")
+    if not 0 <= index < count:
+        raise ValueError(f"process_index={index}: must be in range({count}), as process_count={count}")
+    return index, count
 
 
 def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
@@ -243,12 +254,36 @@ def mixture(
     names = sorted(rows)
     stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
     sizes = _sizes_in_epochs(NO_END, stairs, True, None)  # without a last batch of an epoch
-    stages = as_weights(weights, names)
+    stages = _as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
-    share = Share(stairs, check_process(process_index, process_count))
+    share = Share(stairs, _check_process(process_index, process_count))
     streams = tuple((len(rows[name]), derive_seed(seed, ROWS, name)) for name in names)
     plan = _weighted(RowPlan(streams, sizes, share, seed, shuffle), stages)
     return Mixture(plan, rows, Steps([range(NO_END)]))
+
+
+def _as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
+    expected = set(names)
+
+    def check(value: Any, argument: str) -> Weights:
+        as_mapping(value, argument, "from the name of each source to its weight")
+        if set(value) != expected:
+            raise ValueError(
+                f"{argument}={format_value(value)}: must have exactly the keys {format_value(list(names))}"
+            )
+        exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
+        if not any(exact):
+            raise ValueError(
+                f"{argument}={format_value(value)}: must have a weight above 0 for at least one source, got none"
+            )
+        total = sum(exact)
+        return tuple(weight / total for weight in exact)
+
+    if isinstance(weights, Mapping) and any(
+        not isinstance(k, str) or isinstance(v, Mapping) for k, v in weights.items()
+    ):
+        return staircase(weights, "weights", check)
+    return Staircase((0,), (check(weights, "weights"),))
 
 
 def _weighted(plan: RowPlan, weights: Staircase[Weights]) -> RowPlan:

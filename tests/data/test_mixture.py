@@ -16,8 +16,8 @@ from thorough import examples
 
 import jstep
 from jstep.data import permutation
+from jstep.data.batch_rows import count_stages
 from jstep.data.batches import Batches, batches, mixture
-from jstep.data.proportions import count_stages
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
