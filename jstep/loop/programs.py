@@ -27,12 +27,12 @@ from jstep.core.trees import Tree, batch_to_args, shape_of
 from jstep.data.batch_placement import as_shardings, make_placer
 from jstep.data.steps import Staircase, as_staircase
 from jstep.metering.cadence import NEVER
-from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
+from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
-from jstep.training.metrics import Constants, has_ratios
+from jstep.training.metrics import SKIPPED, Constants, has_ratios
 from jstep.training.state_kind import keep_kind
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
 from jstep.training.step_updates import watch_updates
@@ -129,6 +129,9 @@ def _stack_shapes(tree: Tree, steps: int) -> Any:
 
 # Programs.
 
+_OF_CUSTOM_STEPS = Constants({}, SKIPPED)
+"""No metric of a step that jstep did not make is known before it runs."""
+
 
 class Program:
     """The training step of a stage, or a loop over 1 to `max_steps` of its steps.
@@ -183,9 +186,9 @@ class Program:
         result = call(state, *chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
-        self.constants = Constants({}, find_skip_metric(self.step))
+        self.constants = _OF_CUSTOM_STEPS
         if isinstance(result[1], Mapping) and (sums.is_wanted or has_ratios(result[1])):
-            sums.add(chunk.first, result[1], self.constants.skipped)
+            sums.add(chunk.first, result[1])
         is_known = self.is_called and self.stage.is_compilable  # by its first call, which was traced
         new = keep_roles(state, result[0]) if is_known else keep_kind(self.stage.name, state, result[0])
         return trees.copy_numpy(new, "the state that the step returned"), result[1]

@@ -537,10 +537,5 @@ def _total(numbers: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def find_skip_metric(train_step: object) -> str | None:
-    name = getattr(train_step, "skip_metric", SKIPPED)
-    return name if isinstance(name, str) else None
-
-
 def is_bad(finite: Any, skipped: Any) -> Any:
     return ~(finite | skipped)

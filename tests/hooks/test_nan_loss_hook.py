@@ -98,9 +98,6 @@ def test_a_custom_step_returns_the_skipped_metric():
     state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
     hooks = [jstep.NanLossHook(every_n_steps=1)]
     assert jstep.global_step(jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)) == 5
-    step.skip_metric = None  # the metric "skipped" means something else here
-    with pytest.raises(jstep.NanLossDuringTrainingError):
-        jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
