@@ -157,12 +157,10 @@ def test_transfer_guard_applies_only_to_the_source(sharding, level):
 class TestProcesses:
     @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12])
     @pytest.mark.parametrize("shuffle", [True, False])
-    def test_processes_get_contiguous_rows_of_the_global_batch(self, count, shuffle):
-        x, y = rows(100)
-        full = batches((x, y), 12, seed=1, shuffle=shuffle)
-        parts = [
-            batches((x, y), 12, seed=1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
-        ]
+    @pytest.mark.parametrize("sizes", [12, {0: 12, 7: 24, 20: 36}], ids=["one size", "sizes"])
+    def test_processes_get_contiguous_rows_of_the_global_batch(self, count, shuffle, sizes):
+        full = batches(rows(100), sizes, 1, shuffle)
+        parts = [batches(rows(100), sizes, 1, shuffle, process_index=i, process_count=count) for i in range(count)]
         iterators = [p.from_step(5) for p in parts]
         for step in (0, 5, 6, 7, 8, 10**9):
             assert same(jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), full[step])
@@ -250,17 +248,6 @@ def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     changes = [i for i in range(start + 1, len(want)) if len(expected[i]) != len(expected[start])]
     change = data.next_change(start)
     assert change == changes[0] if changes else change is None or change >= len(want)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_processes_split_batches_of_every_size(shuffle):
-    sizes = {0: 4, 7: 12, 20: 8}
-    full = batches(np.arange(50), sizes, 2, shuffle)
-    parts = [batches(np.arange(50), sizes, 2, shuffle, process_index=i, process_count=4) for i in range(4)]
-    for step, joined in enumerate(zip(*[part[:40] for part in parts], strict=True)):
-        assert np.array_equal(np.concatenate(joined), full[step])
-    with pytest.raises(ValueError, match=r"batch_size\[7\]=10: must be a multiple of 4"):
-        batches(np.arange(50), {0: 4, 7: 10}, process_index=0, process_count=4)
 
 
 def test_properties():

@@ -344,10 +344,6 @@ def callbacks(seen):
     ]
 
 
-def same_of_signals(a, b):
-    return np.asarray(a.params["w"]).tobytes() == np.asarray(b.params["w"]).tobytes() and rate(a) == rate(b)
-
-
 @pytest.mark.thorough(except_for=["9-2-KeyboardInterrupt-3-True"])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
@@ -368,7 +364,7 @@ def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, ste
     assert "step 6: stopping; EvaluationHook(eval) is interrupted and runs after the restart" in caplog.text
     resumed = train(12, hooks_of_signals(Validation(), callbacks(seen), wrapped), **kwargs)
     assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
-    assert same_of_signals(resumed, uninterrupted)
+    assert same(resumed, uninterrupted)
     assert rate(uninterrupted) == 0.25 / 8
 
 
