@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,6 @@ from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choic
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
-from jstep.core.selection import VarList
 from jstep.core.threads import Task, in_background
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
@@ -347,10 +346,6 @@ class _Complete:
         return self.notifier is not None and self.notifier.is_calling()
 
 
-def _none_is_kept(path: str) -> bool:
-    return False
-
-
 _CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
 
 
@@ -404,12 +399,8 @@ class KeepBest(MetricReader):
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
         self._directory, self._prefix = location(directory, "directory"), prefix
-        self._leave_out: VarList = None
+        self._run: RunInfo | None = None  # None if it is called outside of a run
         self._saver: Saver | None = None
-        self._config: dict[str, Any] | None = None
-        self._listener: Listener | None = None
-        self._failed: Callable[[Any, Exception, str], None] | None = None
-        self._is_fresh, self._has_kept = False, _none_is_kept
         self._at_start: StateContents | None = None
         self._are_averages = False
         self._data: Task[str | None] | None = None
@@ -418,17 +409,18 @@ class KeepBest(MetricReader):
         self._complete = _Complete()
 
     def use_run(self, run: RunInfo) -> None:
-        saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
-        self._has_kept = run.has_kept
-        self._config, self._listener = run.config, run.background
-        self._failed = run.log_failed
-        self._leave_out = None if saver is None else saver.leave_out
+        self._run = run
+        saver = run.saver
         if saver is None or saver.prefix != self._prefix:
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
             raise ValueError(
                 f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
             )
+
+    @property
+    def _config(self) -> dict[str, Any] | None:
+        return None if self._run is None else self._run.config
 
     def use_evaluator(self, evaluate: Any) -> None:
         """Note whether values are measured with averages, and hash the data in the background."""
@@ -481,12 +473,13 @@ class KeepBest(MetricReader):
 
     def begin(self, state: TrainState) -> None:
         saver = self._open()
-        if not self._is_fresh:
-            self._warn_of_config(saver)
         self._at_start = StateContents(state, params_only=True)
+        run = self._run
         best = self._best_step()
-        if self._is_fresh and best is not None and jax.process_index() == 0:
-            is_own = self._has_kept(absolute(self._complete.paths[best]))
+        if run is None or (run.restored is not None and not run.is_new_branch):
+            self._warn_of_config(saver)
+        elif best is not None and jax.process_index() == 0:
+            is_own = run.has_kept(absolute(self._complete.paths[best]))
             logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
                 "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
@@ -516,9 +509,9 @@ class KeepBest(MetricReader):
         try:
             self._save(saver, step, state, value, is_finite=not worse)
         except Exception as error:
-            if self._failed is None:  # it is called outside of a run
+            if self._run is None:
                 raise
-            self._failed(self, error, "save")
+            self._run.log_failed(self, error, "save")
 
     def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
         wait([] if self._data is None else [self._data], timeout=10)  # it hashes a batch that this evaluation has read
@@ -568,9 +561,11 @@ class KeepBest(MetricReader):
 
     def _open(self) -> Saver:
         self.close()
-        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=self._leave_out)
+        run = self._run
+        leave_out = None if run is None or run.saver is None else run.saver.leave_out
+        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
         self._saver = saver
-        self._complete = _Complete(self._listener)
+        self._complete = _Complete(None if run is None else run.background)
         saver.set_listener(self._complete)
         self.values = {}
         for step in saver.all_steps():
