@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_steps import bytes_per_device, check, compiled
+from compiled_steps import batch, bytes_per_device, check, compiled, loss, state
 from compiled_text import collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -98,3 +98,23 @@ def test_on_several_gpu_hosts():
     done = compiled(step, state, tokens)
     check(done, state)
     assert {"all-gather", "all-reduce"} <= set(collectives(done.as_text()))
+
+
+# Microbatches of a sharded batch: no rows move between devices.
+
+OPTIMIZER = jstep.adam(1e-3)
+STEP = jstep.minimize(loss, OPTIMIZER, num_microbatches=4)
+
+
+def kinds(mesh, layout):
+    return set(collectives(compiled(STEP, state(OPTIMIZER, mesh, layout), *batch(mesh)).as_text()))
+
+
+@pytest.mark.tpu_compiler
+def test_microbatches_move_no_rows():
+    mesh = jstep.topology("v5e:2x4")
+    assert kinds(mesh, "replicated") == {"all-reduce"}
+    assert not {"all-to-all", "collective-permute"} & (kinds(mesh, "zero1") | kinds(mesh, "fsdp"))
+    scanned = jstep.scan_steps(STEP, 2)
+    found = collectives(compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)).as_text())
+    assert set(found) == {"all-reduce"}

@@ -274,9 +274,3 @@ def test_a_decay_mask_of_one_label_may_select_nothing_if_another_selects(other, 
         optimizer = jstep.partition({"both": optimizer}, lambda path, leaf: "both")
     run_two_steps(optimizer)
     assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == warnings
-
-
-@pytest.mark.parametrize("mask", [None, lambda path, leaf: path == "a", ["a"]])
-def test_other_decay_masks_are_not(mask, caplog):
-    run_two_steps(jstep.adamw(0.1, weight_decay_mask=mask))
-    assert "selects none" not in caplog.text
