@@ -31,7 +31,7 @@ from jstep.state.fingerprints import (
 )
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.line_logs import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
+from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
 from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 

@@ -10,7 +10,7 @@ from jstep.checkpoint.claims import claim_file
 from jstep.core.checks import describe_type, format_value
 from jstep.core.logs import logger
 from jstep.stores import files
-from jstep.stores.line_logs import BEGINNING, LineFile, split_lines
+from jstep.stores.growing_files import BEGINNING, LineFile, split_lines
 from jstep.stores.urls import is_url, location
 
 Row = dict[str, float]

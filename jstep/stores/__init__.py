@@ -3,8 +3,7 @@
 - `compile_cache`: JAX's compilation cache during a run.
 - `event_files`: reading of event files.
 - `files`: atomic and durable files and objects.
-- `growing_files`: growing files, also in buckets.
-- `line_logs`: logs of JSON lines.
+- `growing_files`: growing files and logs of lines, also in buckets.
 - `objects`: the objects below a URL.
 - `owners`: the process that a file names.
 - `tagged_arrays`: arrays in tagged JSON.

@@ -1,16 +1,34 @@
-"""Growing files, and growing objects, which are uploaded periodically, since stores cannot append."""
+"""Growing files and objects, and logs of JSON lines in them, each of a step: `{"step": N, …}`.
+
+Stores cannot append, so an object is uploaded again, periodically. A log grows at its path: a file or object that is
+full, or holds the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the order of writing. A process that is
+killed may leave a torn last line, and a power cut zeros.
+"""
 
 import contextlib
+import functools
 import io
+import itertools
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
 
 from jstep.core.logs import logger
-from jstep.stores.files import sync, sync_directory
-from jstep.stores.objects import Objects, StoreError
+from jstep.stores.files import (
+    decode_json,
+    foreign_file,
+    make_directories,
+    open_for_reading,
+    open_own,
+    sync,
+    sync_directory,
+)
+from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
+from jstep.stores.urls import is_url, split_path
 
 SEGMENT = 2**20
 """Bytes after which the next object begins, so that the cost of an upload stays bounded."""
@@ -144,3 +162,183 @@ class GrowingFile:
             self.sync()
         finally:
             self._file.close()
+
+
+# Logs of JSON lines.
+
+BEGINNING = b'{"step": '
+MAX_BYTES = 2**31
+"""The size above which a file continues in another one."""
+LOG_SEGMENT = 2**23
+"""The size of an object of a log, which is uploaded as a whole."""
+TAIL = 2**26
+"""How many bytes of a log a run reads that continues it."""
+
+_HEAD = 2**20
+_MAX_LINE = 2**26
+"""The maximum bytes of a line; a file of others may be without line breaks."""
+_NUMBER = re.compile(r"\.([1-9][0-9]*)")
+
+
+def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the complete lines, and the torn one after them."""
+    *lines, torn = data.rstrip(b"\0").split(b"\n")
+    return lines, torn
+
+
+def _earlier_parts(path: str) -> list[str]:
+    """Return the paths of `PATH.1`, `PATH.2`, … that exist."""
+    if is_url(path):
+        above, name = split_path(path)
+        return [f"{path}.{n}" for n in _numbers(Objects(above), name)]
+    named = itertools.takewhile(os.path.lexists, (f"{path}.{n}" for n in itertools.count(1)))
+    return list(filter(os.path.isfile, named))
+
+
+def _numbers(objects: Objects, name: str) -> list[int]:
+    keys = objects.list(f"{name}.", f"{name}.:")  # digits sort before a colon
+    matches = (_NUMBER.fullmatch(key.removeprefix(name)) for key in keys)
+    return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Yield the parts of a log in the order of writing, with their lines.
+
+    Raises:
+        FileNotFoundError: There is no such log.
+    """
+    earlier = _earlier_parts(path)
+    for part in [*earlier, path]:
+        try:
+            file = open_for_reading(part)
+        except FileNotFoundError:
+            if not earlier:
+                raise
+            return  # the run was killed when it had renamed the file
+        with file:
+            yield part, iter(functools.partial(file.readline, _MAX_LINE), b"")
+
+
+class LogTail(NamedTuple):
+    """The end of a part of a log: its lines with their line breaks; `is_whole` if it is all of the part."""
+
+    part: str
+    lines: list[bytes]
+    is_whole: bool
+
+
+def read_tail(path: str) -> list[LogTail]:
+    """Return the ends of the last parts of a log, at most `TAIL` bytes; empty if there is none."""
+    tails: list[LogTail] = []
+    left = TAIL
+    for part in reversed([*_earlier_parts(path), path]):
+        with contextlib.suppress(FileNotFoundError), open_for_reading(part) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - left))
+            lines = file.read().splitlines(keepends=True)
+            is_whole = size <= left
+            tails.append(LogTail(part, lines if is_whole else lines[1:], is_whole))
+            left -= size
+        if left <= 0:
+            break
+    return tails[::-1]
+
+
+class LineFile(GrowingFile):
+    """A file of lines; its directory is created if necessary.
+
+    Raises:
+        ForeignFileError: The file has another beginning, and stays unchanged.
+    """
+
+    def __init__(self, path: str, max_bytes: float = math.inf) -> None:
+        make_directories(os.path.dirname(path))
+        super().__init__(path, open_own(path, BEGINNING))
+        self._max_bytes = max_bytes
+        self._size = self._file.seek(0, os.SEEK_END)
+
+    @property
+    def is_full(self) -> bool:
+        return self._size > self._max_bytes
+
+    def write(self, data: bytes) -> None:
+        if self.is_full:
+            logger.info("%s: is full, and is now %s", self.path, self.set_aside())
+        super().write(data)
+        self._size += len(data)
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+        self._size = size
+
+    def set_aside(self) -> str:
+        """Rename the file, and begin another one; return its new path."""
+        moved = next(path for n in itertools.count(1) if not os.path.lexists(path := f"{self.path}.{n}"))
+        self.sync()
+        os.rename(self.path, moved)
+        self._file.close()
+        self._file = open_own(self.path, BEGINNING)
+        self._size = 0
+        sync_directory(os.path.dirname(self.path))
+        return moved
+
+
+class LineObject(ObjectAppender):
+    """An object of lines, uploaded periodically; a full one is uploaded once more, as `NAME.1`, `NAME.2`, ….
+
+    Raises:
+        ForeignFileError: The object has other lines, and stays unchanged.
+    """
+
+    def __init__(self, url: str, is_line: Callable[[bytes], bool]) -> None:
+        above, name = split_path(url)
+        objects = Objects(above)
+        with objects.within(START_TIMEOUT_SECS):
+            data = objects.read(name).data or b""
+            _check_first(url, data, is_line)
+            first = max(_numbers(objects, name), default=0) + 1
+            while objects.read(f"{name}.{first}").data is not None:  # a list may be incomplete
+                first += 1
+            keys = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(first)))
+            super().__init__(objects, keys.__next__, kept=data[: data.rfind(b"\n") + 1], segment=LOG_SEGMENT)
+
+    def _begin_segment(self) -> None:
+        self._full.append((self._next_key(), bytes(self._data)))
+        self._data.clear()
+        self._uploaded = 0
+
+
+def append_to(path: str, is_line: Callable[[bytes], bool]) -> LineFile | LineObject:
+    """Open a log for appending; a torn last line is removed first.
+
+    Raises:
+        ForeignFileError: The file has other lines, and stays unchanged.
+    """
+    if is_url(path):
+        return LineObject(path, is_line)
+    file = LineFile(path, MAX_BYTES)
+    try:
+        with open_for_reading(path) as reader:
+            _check_first(path, reader.read(_HEAD), is_line)
+            if not file.is_full:
+                file.truncate(_end_of_lines(reader))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    start, last = file.seek(0, os.SEEK_END), -1
+    while start and last < 0:
+        end, start = start, max(0, start - _HEAD)
+        file.seek(start)
+        last = file.read(end - start).rfind(b"\n")
+    return start + last + 1
+
+
+def _check_first(path: str, head: bytes, is_line: Callable[[bytes], bool]) -> None:
+    """Raise an error if the first line is JSON that is not a line of the log; others are torn."""
+    first = head.lstrip(b"\0").partition(b"\n")[0]
+    if first and not is_line(first) and decode_json(first) is not None:
+        raise foreign_file(path, f"begins with {first[:50]!r}")

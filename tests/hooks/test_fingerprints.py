@@ -10,7 +10,7 @@ import jstep
 from jstep.hooks.fingerprints import Difference, Entry, compare_logs, read_log
 from jstep.hooks.run_hook import RunHook
 from jstep.look.cli import main
-from jstep.stores import line_logs
+from jstep.stores import growing_files
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)
@@ -133,12 +133,12 @@ def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
 
 
 def test_a_log_of_several_files_is_compared_at_its_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(line_logs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(growing_files, "MAX_BYTES", 1000)
     path = tmp_path / "fingerprints.jsonl"
     run(40, jstep.FingerprintHook(1, path))
     parts = [path.with_name(f"{path.name}.{n}") for n in range(1, 4)]
     assert all(800 < part.stat().st_size < 2000 for part in parts)
-    monkeypatch.setattr(line_logs, "TAIL", 2000)
+    monkeypatch.setattr(growing_files, "TAIL", 2000)
     run(42, jstep.FingerprintHook(1, path), batches=lambda step: batch(step + 1))
     warned = [int(text.split()[1]) for text in messages(caplog) if "different result" in text]
     assert warned == [*range(warned[0], 41)]

@@ -12,7 +12,7 @@ import pytest
 from test_history import StopError, batch, run, stop_at, train_step
 
 import jstep
-from jstep.stores import line_logs
+from jstep.stores import growing_files
 
 ROW = b'{"step": 5, "loss": 0.5}\n'
 
@@ -160,7 +160,7 @@ class Disk(io.FileIO):
 
 @pytest.fixture
 def disk(monkeypatch):
-    monkeypatch.setattr(line_logs, "open_own", lambda path, beginning: Disk(path, "a+"))
+    monkeypatch.setattr(growing_files, "open_own", lambda path, beginning: Disk(path, "a+"))
     monkeypatch.setattr(Disk, "room", math.inf)
     return Disk
 

@@ -9,7 +9,7 @@ from loop_runs import train
 
 import jstep
 from jstep.metering import history_file
-from jstep.stores import growing_files, line_logs
+from jstep.stores import growing_files
 
 
 class Full:
@@ -29,7 +29,7 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, line_logs.LineFile) else [getattr(log, "path", None) or log._path]
+        return [] if isinstance(log, growing_files.LineFile) else [getattr(log, "path", None) or log._path]
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def of_event_files(full, where):
 
 
 def of_fingerprints(full, where):
-    full.fills(line_logs.LineFile, "write")
-    full.fills(line_logs.LineFile, "sync")
+    full.fills(growing_files.LineFile, "write")
+    full.fills(growing_files.LineFile, "sync")
     hook = jstep.FingerprintHook(1, where / "fingerprints.jsonl")
     return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
 

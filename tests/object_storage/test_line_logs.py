@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from jstep.stores import line_logs
-from jstep.stores.line_logs import append_to, read_log_files, read_tail
+from jstep.stores import growing_files
+from jstep.stores.growing_files import append_to, read_log_files, read_tail
 from jstep.stores.objects import Objects
 
 
@@ -84,8 +84,8 @@ def test_an_incomplete_last_line_is_removed(log, rest, whole):
 def test_a_full_log_continues_in_another_file(log, monkeypatch):
     """In this run, and when a run continues a log that is larger than a file may be."""
     size = 4 * len(line(0))
-    monkeypatch.setattr(line_logs, "MAX_BYTES", size - 1)
-    monkeypatch.setattr(line_logs, "SEGMENT", size)
+    monkeypatch.setattr(growing_files, "MAX_BYTES", size - 1)
+    monkeypatch.setattr(growing_files, "LOG_SEGMENT", size)
     log.put("log.jsonl", b"".join(map(line, range(6))))
     append(log, *range(6, 13))
     append(log, 13)
@@ -108,7 +108,7 @@ def test_the_end_of_a_log_is_read(log, monkeypatch):
         (len(line(0)), {"": [line(5)]}),
         (len(line(0)) - 1, {"": []}),
     ]:
-        monkeypatch.setattr(line_logs, "TAIL", nbytes)
+        monkeypatch.setattr(growing_files, "TAIL", nbytes)
         tails = read_tail(log.path)
         assert {tail.part.removeprefix(log.path): tail.lines for tail in tails} == expected
         assert [tail.is_whole for tail in tails][1:] == [True] * (len(tails) - 1)
@@ -123,7 +123,7 @@ def test_a_log_whose_file_was_renamed_is_read(log):
 
 def test_a_segment_is_not_written_over_another_one(gcs, fast_retries, monkeypatch):
     """If a list of objects is incomplete."""
-    monkeypatch.setattr(line_logs, "SEGMENT", 1)
+    monkeypatch.setattr(growing_files, "LOG_SEGMENT", 1)
     log = Place("gs://bkt/run")
     append(log, *range(3))
     whole = Objects.list

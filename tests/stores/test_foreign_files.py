@@ -9,7 +9,7 @@ import sys
 import pytest
 from foreign_files import KINDS, TEXT, contents, put
 
-from jstep.stores import line_logs, owners
+from jstep.stores import growing_files, owners
 from jstep.stores.files import ForeignFileError, open_for_reading, open_own, open_regular, read_small, replace_file
 
 BEGINNING = b'{"kind": '
@@ -69,7 +69,7 @@ def test_lines_of_another_program_are_left_alone(tmp_path):
     put("other_json", path, tmp_path / "victims")
     before = contents(path)
     with pytest.raises(ForeignFileError, match="but it begins with b"):
-        line_logs.append_to(str(path), lambda line: b"kind" in line)
+        growing_files.append_to(str(path), lambda line: b"kind" in line)
     assert contents(path) == before
 
 
@@ -78,8 +78,8 @@ def test_a_log_that_is_too_large_is_not_read_into_memory(tmp_path):
     with open(path, "wb") as file:
         file.write(b'{"step": 1}\n')
         file.truncate(2**40)  # it takes no space
-    assert [len(tail.lines) for tail in line_logs.read_tail(str(path))] == [0]
-    lines = line_logs.append_to(str(path), bool)
+    assert [len(tail.lines) for tail in growing_files.read_tail(str(path))] == [0]
+    lines = growing_files.append_to(str(path), bool)
     lines.write(b'{"step": 2}\n')
     lines.close()
     assert path.read_bytes() == b'{"step": 2}\n'

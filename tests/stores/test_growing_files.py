@@ -11,8 +11,7 @@ from doubles import raising
 
 from jstep.stores import files, growing_files
 from jstep.stores.files import may_be_file
-from jstep.stores.growing_files import ObjectAppender
-from jstep.stores.line_logs import LineFile
+from jstep.stores.growing_files import LineFile, ObjectAppender
 
 
 class Bucket:
