@@ -115,11 +115,8 @@ class LocalStorage(Storage):
         return dict(sorted(sizes.items()))
 
 
-class End(Protocol):
-    """The end of a save, on the first process."""
-
-    def finish(self, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
-        """Publish a checkpoint with these files, and then delete what it supersedes."""
+End = Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
+"""The end of a save, on the first process: `end(files, publish)`, see `Retention.finish`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +171,7 @@ class Attempt(abc.ABC):
 
     def commit(self, files: Files) -> None:
         """Publish the checkpoint, on the first process."""
-        self._end.finish(files, self.publish)
+        self._end(files, self.publish)
 
     def part(self, process: int) -> str:
         """Return the key of a file that says that a process has written; that of the first one says the outcome."""

@@ -65,7 +65,7 @@ class Listener(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EndOfSave:
-    """The end of a save, on the first process and in the background.
+    """What a save needs at its end, on the first process and in the background.
 
     Attributes:
         manifest: The manifest, which lacks what is known only at the end.
@@ -75,18 +75,12 @@ class EndOfSave:
         listener: Receives a permanent checkpoint, and is waited for before one is deleted.
     """
 
-    retention: "Retention"
     manifest: Manifest
     left_out: Callable[[], tuple[LeftOutLeaf, ...]]
-    flushes: Sequence[Callable[[], None]] = ()
-    temporary_secs: float | None = None
-    listener: Listener | None = None
+    flushes: Sequence[Callable[[], None]]
+    temporary_secs: float | None
+    listener: Listener | None
     began: float = dataclasses.field(default_factory=time.monotonic)
-
-    def finish(self, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
-        for flush in self.flushes:
-            flush()
-        self.retention.finish(self, files, publish)
 
 
 class Retention:
@@ -117,6 +111,9 @@ class Retention:
         self._published_secs = None
 
     def finish(self, end: EndOfSave, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+        """Publish a checkpoint with these files, and then delete what it supersedes."""
+        for flush in end.flushes:
+            flush()
         manifest = end.manifest
         victims, retained, is_temporary = self._decide(manifest, end.temporary_secs)
         sealed = dataclasses.replace(

@@ -496,7 +496,7 @@ class Saver:
             parts = {array.name: array.part for array in own_parts if array.part != array.shape}
             manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, parts=parts, finite=finite)
             records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
-            end = EndOfSave(self._retention, manifest, records, flushes, extra.temporary_secs, self._listener)
+            end = EndOfSave(manifest, records, flushes, extra.temporary_secs, self._listener)
             job = SaveJob(
                 name=str(number),
                 saved_at=saved_at,
@@ -506,7 +506,7 @@ class Saver:
                 arrays=own_parts,
                 files=extra.files,
             )
-            self._store.save(path, job, end)
+            self._store.save(path, job, functools.partial(self._retention.finish, end))
         except Exception as error:
             self._give_up(error)
         return path
