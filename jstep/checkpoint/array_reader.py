@@ -4,6 +4,8 @@ import collections
 import functools
 import itertools
 import math
+import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from jstep.checkpoint.array_writer import (
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.placement import ShardBounds, bounds, lengths, local_parts, place, slices
-from jstep.stores.objects import LostError, redact
+from jstep.stores.objects import LostError, in_flight, redact
 
 _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**28, 2**30
 """Bytes of this process to read ahead of the array that is being placed."""
@@ -83,12 +85,26 @@ class ArrayReader:
         self._store |= {"config": CONFIG} if is_local else {"config": CONFIG, **_TOGETHER}
         self._in_flight = _IN_FLIGHT if is_local else _IN_FLIGHT_IN_BUCKETS
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that all arrays have in files at least."""
-        kinds = [self._kind(name) for name in self._by_array]
-        self._raise_problems()
-        return sum(kind.nbytes for kind in kinds if kind is not None)
+    def unlike_written(self) -> str:
+        """Describe what tensorstore would open and jstep does not write; empty if there is none, as in a bucket.
+
+        There are regular files alone, with as many bytes as the arrays need.
+        """
+        if self._base["driver"] != "file":
+            return ""
+        nbytes = 0
+        for above, directories, names in os.walk(self._base["path"]):
+            for name in (*directories, *names):
+                file = os.path.join(above, name)
+                found = os.stat(file)
+                if stat.S_ISREG(found.st_mode):
+                    nbytes += found.st_size
+                elif name in names or os.path.islink(file):
+                    return f"{os.path.relpath(file, self._base['path'])} is not a regular file"
+        needed = sum([kind.nbytes for name in self._by_array if (kind := self._kind(name)) is not None])
+        if self.problems or nbytes >= needed:
+            return "; ".join(self.problems)
+        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
 
     def sharding_to_read(self, name: str, sharding: Any) -> Any:
         """Return the sharding with which to read an array: each process reads a part of what several of them hold."""
@@ -140,6 +156,8 @@ class ArrayReader:
 
     def read_file(self, name: str) -> bytes:
         """Read a file of a `CheckpointExtra`."""
+        if problem := self.unlike_written():
+            raise CorruptedError([problem])
         return bytes(self.read({FILES + name: None})[FILES + name].tobytes())
 
     def files(self) -> list[str]:
@@ -158,22 +176,18 @@ class ArrayReader:
 
     def find_corruption(self) -> list[str]:
         """Read all arrays and files, a few chunks at a time, and describe what is corrupted."""
+        if problem := self.unlike_written():
+            return [problem]
         try:
             opened = self._open([*self._by_array, *self.files()])
         except CorruptedError as error:
             return error.problems
-        under_way: collections.deque[tuple[str, Any]] = collections.deque()
+        chunks = ((name, stored[box]) for name, (kind, stored) in opened.items() for box in kind.chunks())
         corrupted: set[str] = set()
-        for name, (kind, stored) in opened.items():
-            for box in kind.chunks():
-                if name in corrupted:
-                    break
-                under_way.append((name, stored[box].read()))
-                if len(under_way) > _AT_ONCE:
-                    first, future = under_way.popleft()
-                    corrupted |= {first} if self._result(first, future, LARGEST) is None else set()
-        for name, future in under_way:
-            self._result(name, future, LARGEST)
+        others = (chunk for chunk in chunks if chunk[0] not in corrupted)
+        for (name, _), future in in_flight(lambda chunk: chunk[1].read(), others, _AT_ONCE):
+            if self._result(name, future, LARGEST) is None:
+                corrupted.add(name)
         for process in itertools.count():  # the nodes of the databases that were merged, which nothing else reads
             if self._keys(f"ocdbt.process_{process}/", "", "\x7f") == []:
                 return list(dict.fromkeys(self.problems))

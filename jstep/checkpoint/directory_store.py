@@ -8,13 +8,12 @@ import itertools
 import os
 import shlex
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedError, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
@@ -81,25 +80,6 @@ class DirectoryStore(Store):
             elif (size := os.path.getsize(file)) != nbytes:
                 wrong[name] = f"{size} bytes instead of {nbytes}"
         return wrong
-
-    def unlike_written(self, path: str, manifest: Manifest) -> str:
-        """See `Store.unlike_written`: there are regular files alone, with as many bytes as the arrays need."""
-        nbytes = 0
-        for above, directories, names in os.walk(self.storage(path, manifest).path("")):
-            for name in (*directories, *names):
-                file = os.path.join(above, name)
-                found = os.stat(file)
-                if stat.S_ISREG(found.st_mode):
-                    nbytes += found.st_size
-                elif name in names or os.path.islink(file):
-                    return f"{os.path.relpath(file, path)} is not a regular file"
-        try:
-            needed = self.reader(path, manifest).nbytes
-        except CorruptedError as error:
-            return str(error)
-        if nbytes >= needed:
-            return ""
-        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
 
     def claim(self) -> None:
         self._refuse_moved()

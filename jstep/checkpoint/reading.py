@@ -70,8 +70,6 @@ class CheckpointReader:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
             manifest = self._store.manifest(path)
-            if problem := self._store.unlike_written(path, manifest):
-                raise CorruptedError([problem])
             return self._store.reader(path, manifest).read_file(name)
         except CorruptedError as error:
             raise CheckpointError(f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}") from error
@@ -274,7 +272,7 @@ class CheckpointReader:
         problems: list[str] = []
         failure: Exception | None = None
         try:
-            if problem := processes.text_from_first(lambda: self._store.unlike_written(path, manifest)):
+            if problem := processes.text_from_first(lambda: self._store.reader(path, manifest).unlike_written()):
                 raise CorruptedError([problem])
             reader = self._store.reader(path, manifest)
             arrays = reader.read({name: reader.sharding_to_read(name, shardings[name]) for name in shardings})

@@ -78,18 +78,13 @@ class Store(abc.ABC):
         storage = self.storage(path, manifest)
         return ArrayReader(storage.spec(), manifest, storage.wait)
 
-    def unlike_written(self, path: str, manifest: Manifest) -> str:
-        """Describe what tensorstore would open and jstep does not write; empty if there is none, as in a bucket."""
-        return ""
-
     def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
         """Describe the listed files that are missing or have another size; manifests below a URL list no files."""
         return {}
 
     def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
         """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
-        problem = self.unlike_written(path, manifest)
-        problems = [problem] if problem else self.reader(path, manifest).find_corruption()
+        problems = self.reader(path, manifest).find_corruption()
         return [*problems, *self.describe_files(path, manifest, every=every)]
 
     def describe_files(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:

@@ -109,18 +109,19 @@ class PendingOperation:
 
 
 _Item = TypeVar("_Item")
+_Pending = TypeVar("_Pending")
 _AT_ONCE = 64
 """Small operations in flight."""
 
 
 def in_flight(
-    begin: Callable[[_Item], PendingOperation], items: Iterable[_Item]
-) -> Iterator[tuple[_Item, PendingOperation]]:
+    begin: Callable[[_Item], _Pending], items: Iterable[_Item], at_once: int = _AT_ONCE
+) -> Iterator[tuple[_Item, _Pending]]:
     """Begin an operation for each item, several at once, and yield the items with the operations, in order."""
-    running: deque[tuple[_Item, PendingOperation]] = deque()
+    running: deque[tuple[_Item, _Pending]] = deque()
     for item in items:
         running.append((item, begin(item)))
-        if len(running) >= _AT_ONCE:
+        if len(running) >= at_once:
             yield running.popleft()
     yield from running
 

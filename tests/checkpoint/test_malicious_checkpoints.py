@@ -11,7 +11,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_at
 
 import jstep
-from jstep.checkpoint.directory_store import DirectoryStore
+from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
@@ -127,18 +127,18 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
 
 def test_evicted_during_a_restore(tmp_path, monkeypatch):
     """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
-    unlike_written, steps = DirectoryStore.unlike_written, []
+    unlike_written, steps = ArrayReader.unlike_written, []
     with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
         save_all(saver, [1])
 
-        def evict(store, path, manifest):  # before its files are checked
-            steps.append(manifest.step)
+        def evict(opened):  # before its files are checked
+            steps.append(int(opened._base["path"].strip("/").rpartition("-")[2]))
             if steps[-1] != 4 or evicts_last:
                 save_all(saver, [steps[-1] + 1])
-            return unlike_written(store, path, manifest)
+            return unlike_written(opened)
 
         evicts_last = False
-        monkeypatch.setattr(DirectoryStore, "unlike_written", evict)
+        monkeypatch.setattr(ArrayReader, "unlike_written", evict)
         assert int(reader.restore(state_at(0)).global_step) == 4
         assert steps == [1, 2, 3, 4]
         evicts_last = True
