@@ -39,7 +39,8 @@ class ObjectStore(Store):
         self.objects = Bucket(url)
         self._own: dict[int, str] = {}
         """Step → path of the checkpoints of this writer, as long as it holds the claim."""
-        self._is_saving = self._warned = self._forbidden = False
+        self._undeleted: Exception | None = None
+        """Why old checkpoints stay: the first error, or that there is no right to delete."""
         self._erasing = SerialTasks("jstep-delete", functools.partial(self.log_undeleted, url), daemon=True)
         self._unerased = 0
 
@@ -128,14 +129,6 @@ class ObjectStore(Store):
             raise
         self._own[manifest.step] = attempt.checkpoint
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        self._is_saving = True
-        try:
-            yield
-        finally:
-            self._is_saving = False
-
     def clean_up(self, new: "ObjectAttempt") -> None:
         """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
         complete = {self._name(path) for path in self._own.values()}
@@ -159,8 +152,8 @@ class ObjectStore(Store):
 
     def hide(self, path: str) -> list[str]:
         """Delete the manifest unless another writer has replaced it; return the keys that it leaves behind."""
-        if self._forbidden and self._is_saving:
-            return []  # trying again at each save, for more and more checkpoints, would be useless
+        if isinstance(self._undeleted, PermissionError):  # trying again at each save, for more and more, is useless
+            raise self._undeleted.with_traceback(None)
         name = self._name(path)
         key = f"{name}/{MANIFEST_FILE}"
         manifest = self.objects.read(key)
@@ -204,10 +197,10 @@ class ObjectStore(Store):
 
     def log_undeleted(self, path: str, error: Exception) -> None:
         """Log one warning for all checkpoints."""
-        self._forbidden = self._forbidden or isinstance(error, PermissionError)
-        if not self._warned:
-            self._warned = True
+        if self._undeleted is None:
             logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
+        if self._undeleted is None or isinstance(error, PermissionError):
+            self._undeleted = error
 
     def close(self, wait: bool = True) -> None:
         if self._write is not None and not wait:
@@ -239,12 +232,11 @@ class ObjectAttempt(attempts.Attempt):
         super().begin()
 
     def commit(self, files: attempts.Files) -> None:
-        with self._store.saving():
-            super().commit({})
-            try:  # the checkpoint exists
-                self._store.clean_up(self)
-            except (OSError, CheckpointError) as error:
-                self._store.log_undeleted(self._store.directory, error)
+        super().commit({})
+        try:  # the checkpoint exists
+            self._store.clean_up(self)
+        except (OSError, CheckpointError) as error:
+            self._store.log_undeleted(self._store.directory, error)
 
     def publish(self, manifest: Manifest) -> Sequence[str]:
         self._store.publish(self, manifest)
