@@ -16,7 +16,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 
 
 class _HookIdentity(NamedTuple):
-    """The identity of a hook with state; `made_by` is its class, or None if the `key` was given."""
+    """The identity of a hook with state; `made_by` is its class, or None if it has a `key`."""
 
     key: str
     made_by: str | None
@@ -50,8 +50,7 @@ def _record(owner: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
             f"{argument}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
             f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
         ) from None
-    made_by, is_given = _class_names(hook)[1], owner.made_by is None
-    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state}
+    record = {"key": owner.key, "class": owner.made_by, "state": state}
     settings = _settings(hook)
     return record | {"settings": settings} if settings else record
 
@@ -71,8 +70,7 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
         hooks.setdefault(owner, []).append(hook)
     saved_records: dict[_HookIdentity, list[Any]] = {}
     for record in saved:
-        owner = _HookIdentity(record["key"], None if record["is_given"] else record["class"])
-        saved_records.setdefault(owner, []).append(record)
+        saved_records.setdefault(_HookIdentity(record["key"], record["class"]), []).append(record)
     stop = False
     for owner, records in saved_records.items():
         same_key = hooks.get(owner, [])
@@ -87,9 +85,9 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
 
 
 def _is_record(record: object) -> bool:
-    if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
+    if not isinstance(record, dict) or not {"key", "class", "state"} <= record.keys():
         return False
-    return isinstance(record["key"], str) and isinstance(record["class"], str)
+    return isinstance(record["key"], str) and isinstance(record["class"], str | None)
 
 
 def _state_in(record: Mapping[str, Any], argument: str) -> Any:
@@ -125,16 +123,12 @@ def hook_key(hook: object) -> str:
 
 def _owner(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
-    # An attribute `key` that is not a string is ignored.
-    return _HookIdentity(key, None) if isinstance(key, str) and key else _HookIdentity(*_class_names(hook))
-
-
-def _class_names(hook: Any) -> tuple[str, str]:
-    """Return the name of a hook's class with its metric, and its full name; of the function, if the hook is one."""
-    named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
-    made_by = public_name(named)
+    if isinstance(key, str) and key:  # another attribute of this name is ignored
+        return _HookIdentity(key, None)
+    named: Any = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)  # a function has its name
     watches = getattr(hook, "watches", None)
-    return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
+    suffix = f"({watches})" if isinstance(watches, str) else ""
+    return _HookIdentity(f"{named.__qualname__}{suffix}", public_name(named))
 
 
 def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_HookIdentity, Any]]:

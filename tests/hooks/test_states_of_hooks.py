@@ -69,8 +69,8 @@ def test_one_of_several_ends_the_run():
     "saved",
     [
         {"Kept": [1]},
-        [{"key": "Kept", "class": "Kept", "is_given": False}],
-        [{"key": "Kept", "class": 3, "is_given": False, "state": 1}],
+        [{"key": "Kept", "class": "Kept"}],
+        [{"key": "Kept", "class": 3, "state": 1}],
         [None],
     ],
 )
@@ -83,7 +83,7 @@ def test_what_is_no_list_of_states(saved, caplog):
 
 def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
     hook = Kept("1")
-    record = {"key": "Kept", "class": f"{__name__}.Kept", "is_given": False, "state": {"t": 1}}
+    record = {"key": "Kept", "class": f"{__name__}.Kept", "state": {"t": 1}}
     set_states([hook], [record])
     assert hook.got == {"t": 1}
     (tagged,) = get_states([hook])
