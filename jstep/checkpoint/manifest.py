@@ -17,12 +17,10 @@ from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-"""The format of jstep 0.4; versions before it wrote format 1, and those between, which were not released, format 2."""
-_EARLIER = (
-    "restore it with that version{} and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
+"""The format of jstep 0.4; versions before it wrote format 1."""
+_OTHER_FORMAT = (
+    "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
 )
-_OTHER_FORMATS = {1: _EARLIER.format(""), 2: _EARLIER.format(", from before its release,")}
-"""What to do with checkpoints of other formats."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
@@ -239,7 +237,6 @@ def encode(manifest: Manifest) -> bytes:
         "jstep": manifest.jstep,
         "step": manifest.step,
         "saved_at": manifest.saved_at,
-        "nbytes": sum([leaf.nbytes for leaf in manifest.leaves]),
         "extra": manifest.extra,
         "retention": {"kept": sorted(retained.steps), "since": retained.since},
         "finite": manifest.finite,
@@ -272,7 +269,7 @@ def decode(data: bytes) -> Manifest:
             version = _checked(loaded["jstep"], "a word")
             raise UnsupportedFormatError(
                 f"format {format_value(loaded['format'], 50)}, written by jstep {version}, but this "
-                f"version reads format {FORMAT}: {_OTHER_FORMATS.get(loaded['format'], 'read it with that version')}"
+                f"version reads format {FORMAT}: {_OTHER_FORMAT}"
             )
         return _valid_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:

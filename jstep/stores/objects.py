@@ -223,7 +223,7 @@ class Objects:
 
 
 MARK = "~jstep.2"
-"""Sorts after all letters, digits and punctuation of ASCII, and after the index. (`~jstep` was that of format 2.)"""
+"""Sorts after all letters, digits and punctuation of ASCII, and after the index."""
 INDEX = "~attempts/"
 """The empty object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
 list of the index passes through none of them. (tensorstore lists all of an S3 prefix, whatever the range.)"""

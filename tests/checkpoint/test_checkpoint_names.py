@@ -85,7 +85,6 @@ class TestManifest:
  "jstep": "1.0",
  "step": 7,
  "saved_at": 1.5,
- "nbytes": 28,
  "extra": {"n": [1]},
  "retention": {"kept": [2, 5], "since": 0.25, "temporary": [6]},
  "finite": false,
@@ -106,7 +105,7 @@ class TestManifest:
   {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", \
 "fingerprint": "0123456789abcdef"}
  ],
- "crc32": "7fc3bda1"
+ "crc32": "5f6b0e67"
 }
 """
         assert encode(whole).decode() == text
