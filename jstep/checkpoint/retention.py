@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -96,8 +97,8 @@ class Retention:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._known: dict[int, Manifest | None] = {}
-        """Step → head of the manifest of a complete checkpoint; None if it cannot be read."""
+        self._heads: dict[int, Manifest] = {}
+        """By step, see `_head`."""
         self._published_secs: float | None = None
 
     @property
@@ -126,7 +127,7 @@ class Retention:
         )
         self._store.erase(publish(sealed))
         self._retained = retained
-        self._known[manifest.step] = _head(sealed)
+        self._heads[manifest.step] = _head_of(sealed)
         seconds = time.monotonic() - end.began
         if end.listener is not None and not is_temporary:
             end.listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
@@ -142,50 +143,50 @@ class Retention:
         retained = self._load(paths)
         if self._max_to_keep is None and temporary_secs is None and not retained.temporary:
             return [], retained, False
-        self._known = {step: head for step, head in self._known.items() if step in paths}
+        self._heads = {step: head for step, head in self._heads.items() if step in paths}
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = False
         # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
         # this step by itself.
         if temporary_secs is not None and not (new.step in paths and self._is_permanent(new.step)):
-            previous = next((self._known[step] for step in others if self._is_permanent(step)), None)
-            is_temporary = previous is not None and 0 <= new.saved_at - previous.saved_at < temporary_secs
+            previous = next((self._heads[step].saved_at for step in others if self._is_permanent(step)), -math.inf)
+            is_temporary = 0 <= new.saved_at - previous < temporary_secs
         finite = next((step for step in sorted({*others, new.step}, reverse=True) if self._is_finite(step, new)), None)
         temporary = {step for step in others if step in retained.temporary and not self._is_permanent(step)}
         replaced = temporary - {finite}
-        left = {*others} - replaced
         marks = temporary - replaced | ({new.step} if is_temporary else set())
         victims: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
-            left = {step for step in left if step in retained.steps or self._is_there(step)}
-            times = {step: self._saved_at(step, retained) for step in left} | {new.step: new.saved_at}
+            times = {new.step: new.saved_at}
+            for step in {*others} - replaced:
+                if step in retained.steps:
+                    times[step] = 0.0
+                elif (head := self._head(step)) is not None:
+                    times[step] = head.saved_at
             victims, retained = evictions(times, new.step, retained, self._max_to_keep, self._every_n_hours, finite)
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
         return [paths[step] for step in [*sorted(replaced), *victims]], retained, is_temporary
 
-    def _is_there(self, step: int) -> bool:
-        """Return whether a checkpoint is complete, by its manifest, which is read once."""
-        if step not in self._known and (path := self._store.at(self._prefix, step)) is not None:
-            self._known[step] = None
-            with contextlib.suppress(CheckpointError, OSError):
-                self._known[step] = _head(self._store.manifest(path))
-        return step in self._known
+    def _head(self, step: int) -> Manifest | None:
+        """Return the head of a complete checkpoint's manifest, which is read once; None if there is no such checkpoint.
 
-    def _is_permanent(self, step: int) -> bool:
-        return self._is_there(step) and ((head := self._known[step]) is None or not head.temporary)
+        If it cannot be read, its time is NaN: it is too young to be kept permanently.
+        """
+        if step not in self._heads and (path := self._store.at(self._prefix, step)) is not None:
+            self._heads[step] = Manifest(step, math.nan, (), finite=False)
+            with contextlib.suppress(CheckpointError, OSError):
+                self._heads[step] = _head_of(self._store.manifest(path))
+        return self._heads.get(step)
 
     def _is_finite(self, step: int, new: Manifest) -> bool:
-        head = new if step == new.step else self._known[step] if self._is_there(step) else None
+        head = new if step == new.step else self._head(step)
         return head is not None and head.finite
 
-    def _saved_at(self, step: int, retained: RetainedSteps) -> float:
-        if self._every_n_hours is None or step in retained.steps:
-            return 0.0
-        head = self._known[step]
-        return retained.since if head is None else head.saved_at  # too young to keep permanently
+    def _is_permanent(self, step: int) -> bool:
+        return (head := self._head(step)) is not None and not head.temporary
 
     def delete(self, step: int, path: str) -> None:
-        self._known.pop(step, None)
+        self._heads.pop(step, None)
         self._store.erase(self._store.hide(path))
         self._store.finish_erasing()
 
@@ -205,6 +206,6 @@ class Retention:
         return self._retained
 
 
-def _head(manifest: Manifest) -> Manifest:
+def _head_of(manifest: Manifest) -> Manifest:
     """Return a manifest without its large fields."""
     return dataclasses.replace(manifest, leaves=(), files={}, extra=None, left_out=())
