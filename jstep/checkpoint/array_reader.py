@@ -120,7 +120,7 @@ class ArrayReader:
         opened = self._open(shardings)
         placed: dict[str, Any] = {}
         buffers = _Buffers()
-        under_way: collections.deque[tuple[str, int, dict[ShardBounds, tuple[_Memory, Any]]]] = collections.deque()
+        under_way: collections.deque[tuple[str, int, dict[ShardBounds, tuple[Any, Any]]]] = collections.deque()
         ahead = 0
 
         def place_first() -> None:
@@ -130,17 +130,17 @@ class ArrayReader:
                 self._result(name, future, ahead)
             ahead -= nbytes
             if not self.problems:
-                boxes = {box: memory.values for box, (memory, _) in reads.items()}
+                boxes = {box: values for box, (values, _) in reads.items()}
                 placed[name] = _placed(opened[name][0], shardings[name], boxes)
-            buffers.give_back([memory for memory, _ in reads.values()])
+            buffers.give_back([values for values, _ in reads.values()])
 
         for name, (kind, stored) in opened.items():
             sharding = shardings[name]
             reads = {}
             for box in _boxes(local_parts(kind.shape, sharding)):
-                memory = buffers.take(lengths(box), kind.dtype, is_shared=sharding is not None)
-                reads[box] = memory, ts.array(memory.values).write(stored[slices(box)])
-            nbytes = sum([memory.values.nbytes for memory, _ in reads.values()])
+                values = buffers.take(lengths(box), kind.dtype, is_shared=sharding is not None)
+                reads[box] = values, ts.array(values).write(stored[slices(box)])
+            nbytes = sum([values.nbytes for values, _ in reads.values()])
             under_way.append((name, nbytes, reads))
             ahead += nbytes
             while ahead > self._in_flight and len(under_way) > 1:
@@ -257,30 +257,24 @@ class ArrayReader:
             raise CorruptedError(list(dict.fromkeys(self.problems)))
 
 
-class _Memory(NamedTuple):
-    """Memory of an array, and the buffer that it is in; None if it is not used again."""
-
-    values: np.ndarray[Any, Any]
-    buffer: np.ndarray[Any, Any] | None
-
-
 class _Buffers:
     """Memory that is used again once an array was copied out of it: new memory takes as long as reading into it."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []
 
-    def take(self, shape: Sequence[int], dtype: Any, *, is_shared: bool) -> _Memory:
+    def take(self, shape: Sequence[int], dtype: Any, *, is_shared: bool) -> np.ndarray[Any, Any]:
+        """Return an array to read into; only one that `is_shared` is a part of a buffer, its base."""
         if not is_shared:
-            return _Memory(np.empty(shape, dtype), None)
+            return np.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
         fits = [i for i, buffer in enumerate(self._free) if size + 64 <= buffer.size <= 2 * size + 2**20]
         buffer = self._free.pop(fits[0]) if fits else np.empty(size + 64, np.uint8)
         start = (16 - buffer.ctypes.data) % 64  # JAX copies what is not aligned; it would alias other memory of CPUs
-        return _Memory(buffer[start : start + size].view(dtype).reshape(shape), buffer)
+        return buffer[start : start + size].view(dtype).reshape(shape)
 
-    def give_back(self, memories: Sequence[_Memory]) -> None:
-        self._free += [memory.buffer for memory in memories if memory.buffer is not None]
+    def give_back(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        self._free += [array.base for array in arrays if array.base is not None]
 
 
 @functools.lru_cache(maxsize=4096)
