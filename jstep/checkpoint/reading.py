@@ -1,5 +1,6 @@
 """Finding, verifying and restoring checkpoints."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -108,13 +109,10 @@ class CheckpointReader:
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
-        for left in reversed(range(_MAX_READS)):
-            try:
+        for _ in range(_MAX_READS - 1):
+            with contextlib.suppress(GoneError):
                 return read(*self.find(step))
-            except GoneError:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
+        return read(*self.find(step))
 
     def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, which the first process finds and reads."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.attempts import SaveJob
+from jstep.checkpoint.attempts import SaveJob, array_writer
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
@@ -137,7 +137,12 @@ class Saver:
         with self._exclusive():
             self._check_open()
             self.wait()
-            self._claim(state)
+            if state is not None and self.leave_out is not None:
+                StateLeaves(state).left_out(self.leave_out)
+            problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+            claim = self._store.claim if jax.process_index() == 0 else lambda: None
+            # If the first process fails, all raise: a process that continued would wait forever.
+            processes.on_all_processes(claim, problem, CheckpointError)
 
     @shortens_tracebacks
     def save(self, state: Tree, extra: object = None) -> str:
@@ -459,14 +464,6 @@ class Saver:
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
 
-    def _claim(self, state: Tree = None) -> None:
-        """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
-        if state is not None and self.leave_out is not None:
-            StateLeaves(state).left_out(self.leave_out)
-        problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
-        is_first = jax.process_index() == 0
-        processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
-
     def _begin(self) -> list[int]:
         """Return a number for this save, and its time in microseconds; all processes start it, or none of them."""
 
@@ -480,8 +477,6 @@ class Saver:
         return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
 
     def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
-        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
-
         leaves = StateLeaves(state)
         saved = SavedState.of(leaves, self.leave_out)
         step = _step_of(state)
@@ -492,7 +487,7 @@ class Saver:
         self._saving = path
         self._retention.begin()
         try:
-            own_parts = array_writer.take(saved.arrays)
+            own_parts = array_writer().take(saved.arrays)
             parts = {array.name: array.part for array in own_parts if array.part != array.shape}
             manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, parts=parts, finite=finite)
             records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
