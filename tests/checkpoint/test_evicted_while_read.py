@@ -42,23 +42,27 @@ def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_li
         assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-3"
 
 
-def test_evicted_while_its_arrays_are_read(tmp_path, caplog, monkeypatch):
-    """Files that are missing because the checkpoint was deleted are not told of, also those that nothing reads."""
+@pytest.mark.parametrize("method", ["unlike_written", "read"])
+def test_evicted_while_it_is_read(tmp_path, caplog, monkeypatch, method):
+    """Before its files are checked, or its arrays are read. No file that nothing reads is said to be missing."""
     with Saver(tmp_path, max_to_keep=1) as writer:
         save_all(writer, [1])
-        real, due = ArrayReader.read, [2]
+        real, due = getattr(ArrayReader, method), [2, 3, 4]
 
-        def read(reader, shardings):
+        def evicted(reader, *arguments):
             if due:
-                save_all(writer, [due.pop()])
-            return real(reader, shardings)
+                save_all(writer, [due.pop(0)])
+            return real(reader, *arguments)
 
-        monkeypatch.setattr(ArrayReader, "read", read)
-        assert int(Saver(tmp_path).restore(state_at(0)).global_step) == 2
-        due.append(3)
-        with pytest.raises(CheckpointError, match="model-2 was deleted or replaced while it was read"):
-            load_weights(tmp_path / "model-2", state_at(0).params)
-        due.append(4)
-        with pytest.raises(CheckpointError, match="model-3 was deleted or replaced while it was read"):
-            load_weights(tmp_path / "model-3", state_at(0).params, partial=True)
+        monkeypatch.setattr(ArrayReader, method, evicted)
+        assert int(Saver(tmp_path).restore(state_at(0)).global_step) == 4
+        due.append(5)
+        with pytest.raises(FileNotFoundError, match="step=4"):
+            Saver(tmp_path).restore(state_at(0), step=4)
+        due.append(6)
+        with pytest.raises(CheckpointError, match="model-5 was deleted or replaced while it was read"):
+            load_weights(tmp_path / "model-5", state_at(0).params)
+        due.append(7)
+        with pytest.raises(CheckpointError, match="model-6 was deleted or replaced while it was read"):
+            load_weights(tmp_path / "model-6", state_at(0).params, partial=True)
     assert not caplog.records

@@ -84,18 +84,6 @@ class TestRestore:
             assert caplog.messages[0].startswith(start)
             assert "restored as it was (1): 'slots/model_state/mean'. Average both" in caplog.messages[0]
 
-    def test_averages_with_a_custom_name(self, tmp_path):
-        ema = jstep.ExponentialMovingAverage(0.5, name="shadow")
-        state = jstep.TrainState.create({"w": 1.0}, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
-        state = state.replace(slots=state.slots | {"shadow": {"w": jnp.float32(0.25)}})
-        with Saver(tmp_path) as saver:
-            saver.save(state)
-            assert float(saver.restore(state, use_averages="shadow").params["w"]) == 0.25
-            with pytest.raises(ValueError, match=r"no slot 'ExponentialMovingAverage'.*\['momentum', 'shadow'\]"):
-                saver.restore(state, use_averages=True)
-            with pytest.raises(TypeError, match="use_averages=3"):
-                saver.restore(state, use_averages=3)
-
     def test_selects_the_step(self, tmp_path):
         with Saver(tmp_path) as saver:
             with pytest.raises(
