@@ -112,10 +112,6 @@ class LocalStorage(Storage):
         return dict(sorted(sizes.items()))
 
 
-End = Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
-"""The end of a save, on the first process: `end(files, publish)`, see `Retention.finish`."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveJob:
     """What one process writes.
@@ -128,6 +124,7 @@ class SaveJob:
         nbytes: The bytes of all arrays.
         arrays: The `OwnParts` to write.
         files: Name → `LargeBytes`.
+        end: `end(files, publish)` publishes the checkpoint, on the first process: `Retention.finish`.
     """
 
     name: str
@@ -137,6 +134,7 @@ class SaveJob:
     nbytes: int
     arrays: Sequence[Any]
     files: Mapping[str, Any]
+    end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
 
 class Attempt(abc.ABC):
@@ -145,8 +143,8 @@ class Attempt(abc.ABC):
     The memory of the arrays is released once they are written.
     """
 
-    def __init__(self, storage: Storage, job: SaveJob, end: End) -> None:
-        self.storage, self.name, self._end = storage, job.name, end
+    def __init__(self, storage: Storage, job: SaveJob) -> None:
+        self.storage, self.name, self._end = storage, job.name, job.end
         self.process, self.count, self.saved_at = job.process, job.count, job.saved_at
         self._arrays, self._files = job.arrays, job.files
         self._names = [array.name for array in job.arrays]

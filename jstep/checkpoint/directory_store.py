@@ -98,7 +98,7 @@ class DirectoryStore(Store):
         self._is_cleaned = False
         return FileClaim(self.directory, self._prefix)
 
-    def save(self, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
+    def save(self, path: str, job: attempts.SaveJob) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
         1. Arrays and files in a temporary directory, and what Orbax needs (`attempts`).
@@ -115,7 +115,7 @@ class DirectoryStore(Store):
         else:
             os.makedirs(temporary)
         self._failed = temporary if job.count > 1 else None
-        attempt = DirectoryAttempt(self, path, temporary, job, end)
+        attempt = DirectoryAttempt(self, path, temporary, job)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
@@ -184,10 +184,8 @@ class DirectoryStore(Store):
 
 
 class DirectoryAttempt(attempts.Attempt):
-    def __init__(
-        self, store: DirectoryStore, final: str, temporary: str, job: attempts.SaveJob, end: attempts.End
-    ) -> None:
-        super().__init__(attempts.LocalStorage(temporary), job, end)
+    def __init__(self, store: DirectoryStore, final: str, temporary: str, job: attempts.SaveJob) -> None:
+        super().__init__(attempts.LocalStorage(temporary), job)
         self._store, self._temporary, self._final = store, temporary, final
 
     def publish(self, manifest: Manifest) -> Sequence[str]:

@@ -101,10 +101,10 @@ class ObjectStore(Store):
                 raise
             return claim
 
-    def save(self, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
+    def save(self, path: str, job: attempts.SaveJob) -> None:
         """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
         self.erase_secs = 0.0
-        attempt = ObjectAttempt(self, path, job, end)
+        attempt = ObjectAttempt(self, path, job)
         self._write = attempts.BackgroundWrite(attempt.storage.path(""), attempt.run, f"jstep-save-{self._name(path)}")
 
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
@@ -217,12 +217,12 @@ class ObjectAttempt(attempts.Attempt):
         before: The manifest that it may replace.
     """
 
-    def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob, end: attempts.End) -> None:
+    def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob) -> None:
         self.checkpoint = path
         self.data = f"data.{max(0, int(job.saved_at))}-{int(job.name):08x}"
         name = path.removeprefix(store.directory + "/")
         self.key, self.manifest_key = f"{name}/{self.data}", f"{name}/{MANIFEST_FILE}"
-        super().__init__(ObjectStorage(store.objects, self.key), job, end)
+        super().__init__(ObjectStorage(store.objects, self.key), job)
         self._store = store
         self.before = ReadResult(None, ABSENT)
 

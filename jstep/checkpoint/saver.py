@@ -500,8 +500,9 @@ class Saver:
                 nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
                 arrays=own_parts,
                 files=extra.files,
+                end=functools.partial(self._retention.finish, end),
             )
-            self._store.save(path, job, functools.partial(self._retention.finish, end))
+            self._store.save(path, job)
         except Exception as error:
             self._give_up(error)
         return path

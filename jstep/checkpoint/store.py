@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import BackgroundWrite, End, SaveJob, Storage, array_writer
+from jstep.checkpoint.attempts import BackgroundWrite, SaveJob, Storage, array_writer
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -140,7 +140,7 @@ class Store(abc.ABC):
         """Take the claim; see `claim`."""
 
     @abc.abstractmethod
-    def save(self, path: str, job: SaveJob, end: End) -> None:
+    def save(self, path: str, job: SaveJob) -> None:
         """Start to write what a job holds. All processes call it together; the first one ends it."""
 
     def wait(self) -> None:
