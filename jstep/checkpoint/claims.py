@@ -52,15 +52,11 @@ _LARGEST = 2**16
 _BEGINNING = b'{"host": "'
 
 
-def claim_path(directory: str, prefix: str) -> str:
-    return os.path.join(directory, f".{prefix}.jstep-writer")
-
-
 class FileClaim:
     """The exclusive right to write a prefix in a directory, until `release` or the end of the process."""
 
     def __init__(self, directory: str, prefix: str) -> None:
-        self.path = claim_path(directory, prefix)
+        self.path = os.path.join(directory, f".{prefix}.jstep-writer")
         self.file = _locked(self.path, directory, prefix)
         self.finalizer = weakref.finalize(self, _unlock, self.path, self.file, os.getpid())
         _file_claims.add(self)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
-from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
@@ -134,7 +133,7 @@ class DirectoryStore(Store):
         try:
             sync_directory(os.path.dirname(final))
         except OSError:
-            evict(self, final)
+            self.evict(final)
             if os.path.lexists(replaced):
                 os.rename(replaced, final)
             raise
@@ -175,7 +174,7 @@ class DirectoryStore(Store):
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
                 if os.path.lexists(final):
                     _require_remains(final)
-                    evict(self, final)
+                    self.evict(final)
                 os.rename(path, final)
             elif suffix and path not in attempts.IN_FLIGHT and path != self._failed:
                 if not os.path.islink(path) and not os.path.isdir(path):

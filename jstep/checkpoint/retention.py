@@ -43,14 +43,6 @@ def evictions(
     return victims, RetainedSteps(frozenset(permanent), since)
 
 
-def evict(store: Store, path: str) -> None:
-    """Delete a checkpoint: hide it atomically, then remove its data. Failures are logged."""
-    try:
-        store.erase(store.hide(path))
-    except (OSError, CheckpointError) as error:
-        store.log_undeleted(path, error)
-
-
 class Listener(Protocol):
     """A receiver of each saved checkpoint, which can delay its deletion."""
 
@@ -134,7 +126,7 @@ class Retention:
         for path in victims:
             if end.listener is not None:
                 end.listener.wait(path)
-            evict(self._store, path)
+            self._store.evict(path)
         self._published_secs = seconds
 
     def _decide(self, new: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:

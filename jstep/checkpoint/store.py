@@ -166,6 +166,13 @@ class Store(abc.ABC):
     def erase(self, remains: Sequence[str]) -> None:
         """Delete files or objects that belong to no checkpoint any more; in a bucket, in the background."""
 
+    def evict(self, path: str) -> None:
+        """Delete a checkpoint: hide it atomically, then remove its data. Failures are logged."""
+        try:
+            self.erase(self.hide(path))
+        except (OSError, CheckpointError) as error:
+            self.log_undeleted(path, error)
+
     erase_secs = 0.0
     """The seconds of the deletions since the latest save began."""
 

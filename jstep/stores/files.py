@@ -28,14 +28,14 @@ def open_for_reading(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
-def open_regular(path: str, buffering: int = -1) -> Any:
+def open_regular(path: str) -> Any:
     """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
     mode = os.stat(path).st_mode  # before it is opened, as opening a device may have effects
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "is not a regular file", path)
-    return open(path, "rb", buffering, opener=_opener())
+    return open(path, "rb", opener=_opener())
 
 
 def _opener(extra_flags: int = 0) -> Callable[[str, int], int]:

@@ -14,7 +14,6 @@ from foreign_files import KINDS, contents, put
 from points import number
 
 import jstep
-from jstep.checkpoint.claims import claim_path
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError
 
@@ -159,7 +158,7 @@ def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
         with contextlib.suppress(jstep.CheckpointError):
             train(tmp_path)
         assert (tmp_path / "model-9.orbax-checkpoint-tmp").exists()
-        with open(claim_path(str(tmp_path), "model")) as claim:
+        with open(tmp_path / ".model.jstep-writer") as claim:
             assert json.load(claim) == owners.this_process()
 
 
