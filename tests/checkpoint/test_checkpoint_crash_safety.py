@@ -1,17 +1,13 @@
 """Checkpoints after SIGKILL, interpreter exit, a full disk, and without write permission."""
 
 import contextlib
-import gc
-import logging
 import os
 import resource
 import tempfile
 import textwrap
-import threading
 
 import forked
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from checkpoint_scripts import PRELUDE, TESTS
 from checkpoint_states import listing, save_all, state_at
@@ -73,19 +69,6 @@ def fill(directory, reasons):
     return text
 
 
-def many_arrays():
-    return {f"w{i}": jnp.ones(100_000) for i in range(20)} | {f"n{i}": np.ones(100_000, "f") for i in range(20)}
-
-
-def assert_silent_and_ended(capfd, caplog):
-    """Check that a failed save reports only its error, also by writes that ran when it failed, and that these ended."""
-    writers = ("type_handler", "jstep-write")
-    assert not [thread for thread in threading.enumerate() if any(name in thread.name for name in writers)]
-    gc.collect()  # pending tasks would log a warning here
-    assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
-    assert capfd.readouterr().err == ""
-
-
 @contextlib.contextmanager
 def file_size_limit(size):
     """Like a full disk, but it needs no permission to mount one."""
@@ -100,18 +83,6 @@ def file_size_limit(size):
 def test_a_file_size_limit(tmp_path):
     with file_size_limit(8_000_000):
         fill(tmp_path, ["No space left", "File too large", "RESOURCE_EXHAUSTED"])
-
-
-def test_a_failed_save_ends_all_of_its_writes(tmp_path, capfd, caplog):
-    saver = Saver(tmp_path)
-    saver.save({"global_step": 1, "w": jnp.ones(1000)})
-    saver.wait()
-    with caplog.at_level(logging.INFO), file_size_limit(300_000):
-        saver.save({"global_step": 2, **many_arrays()})
-        with pytest.raises(CheckpointError, match="model-2 was not saved"):
-            saver.close()
-    assert listing(tmp_path) == ["model-1"]
-    assert_silent_and_ended(capfd, caplog)
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ SAVES = {
     "keep 2": Saves((1, 2, 3, 4), {"max_to_keep": 2}),
     "keep 1": Saves((1, 2, 3, 4), {"max_to_keep": 1}),
     "a step again": Saves((1, 2, 3, 3, 4), {"max_to_keep": 2}),
-    "quick": Saves((1, 2), {"max_to_keep": 1}),
 }
 
 

@@ -86,8 +86,8 @@ def judge_of(name):
     return train_judge
 
 
-def saver_judge(saves, every=10):
-    """Judge states of a Saver; at every tenth state, or none, it also saves again."""
+def saver_judge(saves):
+    """Judge states of a Saver; at every tenth state, it also saves again."""
     expected = [bits(cut_runs.saved_state(step, number)) for number, step in enumerate(saves.steps)]
     template = cut_runs.saved_state(0, 0)
     seen = 0
@@ -102,7 +102,7 @@ def saver_judge(saves, every=10):
             saver.claim()
             if _leftovers(saver.directory):
                 return LEFTOVERS
-            if every is not None and seen % every == 0:
+            if seen % 10 == 0:
                 new = cut_runs.saved_state(99, 99)
                 saver.save(new)
                 saver.wait()

@@ -7,22 +7,12 @@ import cut_runs
 import file_calls
 import pytest
 from cut_faults import ERRORS, Fault
-from cut_verdicts import acknowledged, judge_of, judged, saver_judge, unacceptable
-from disk_states import MODELS, ORDERED, PREFIX, History, complete, distinct, sampled, write
+from cut_verdicts import acknowledged, judge_of, judged, unacceptable
+from disk_states import MODELS, PREFIX, History, complete, distinct, sampled, write
 from file_calls import Kind
 
 MOST = 600
-QUICK = "saver, quick"
 SAVERS = [f"saver, {name}" for name in cut_runs.SAVES]
-
-
-@pytest.mark.thorough
-def test_a_sample_of_states(record):
-    """Two saves, of which the second evicts the first."""
-    history = History(record(QUICK))
-    states = sampled(distinct(history.states(PREFIX)), 10) + sampled(distinct(history.states(ORDERED, share=0.3)), 15)
-    problems = unacceptable(judged(states, saver_judge(cut_runs.SAVES["quick"], every=None)))
-    assert not problems
 
 
 @pytest.mark.thorough
