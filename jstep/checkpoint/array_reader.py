@@ -115,7 +115,7 @@ class ArrayReader:
         """Read arrays by name, with these shardings, or None for NumPy arrays.
 
         Raises:
-            CorruptedError: Names the leaves of the corrupted arrays, or the checkpoint.
+            CorruptedError: Names the leaves of the corrupted arrays.
         """
         opened = self._open(shardings)
         placed: dict[str, Any] = {}
@@ -147,10 +147,6 @@ class ArrayReader:
                 place_first()
         while under_way:
             place_first()
-        if 1 < len(opened) == len(self.problems):  # perhaps not the arrays, but what all of them need
-            of_arrays, self.problems = self.problems, []
-            if self._keys("", FILES, FILES + "\x7f") is not None:
-                self.problems = of_arrays
         self._raise_problems()
         return placed
 
