@@ -27,7 +27,7 @@ def check_path(path: Any) -> str:
     name = os.fspath(path)
     if is_url(name):
         raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
-    name = location(name, "path") if name else name  # resolves `~` and `file://`, as for a directory of a run
+    name = location(name, "path") if name else name  # resolves `~`, as for a directory of a run
     is_regular = not os.path.lexists(name) or stat.S_ISREG(os.lstat(name).st_mode)
     if not os.path.basename(name) or not is_regular:  # nothing is written through a link
         raise ValueError(f"path={name!r}: must be a regular file, got a directory, link or device; give another path")

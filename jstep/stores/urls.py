@@ -20,7 +20,7 @@ def is_url(path: object) -> bool:
 def location(given: object, name: str) -> str:
     """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
-    It may have `__fspath__`, such as `etils.epath.Path`. `file://` is removed; `name` is for errors.
+    It may have `__fspath__`, such as `etils.epath.Path`; `name` is for errors.
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
@@ -33,10 +33,6 @@ def location(given: object, name: str) -> str:
             raise ValueError(f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string")
         return os.path.expanduser(path)
     scheme, name_and_key = match[1].lower(), path[match.end() :]
-    if scheme == "file":
-        if not name_and_key.startswith("/"):
-            raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
-        return name_and_key
     bucket, *parts = name_and_key.split("/")
     if scheme not in SCHEMES:
         problem = f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other stores as a file system"

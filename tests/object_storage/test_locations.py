@@ -19,7 +19,6 @@ from jstep.stores.urls import location
         (epath.Path("gs://bkt/run"), "gs://bkt/run"),
         (epath.Path("s3://bkt/run") / "x", "s3://bkt/run/x"),
         (pathlib.Path("/tmp/run"), "/tmp/run"),
-        ("file:///tmp/run", "/tmp/run"),
         ("relative", "relative"),
     ],
 )
