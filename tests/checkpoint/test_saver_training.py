@@ -1,6 +1,7 @@
 """Saving between training steps: donation, memory, and bitwise resumption."""
 
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from checkpoint_states import assert_same, state_at
 
 import jstep
+from jstep.checkpoint import array_writer
 from jstep.checkpoint.saver import Saver
 
 
@@ -66,6 +68,25 @@ class TestTraining:
         before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored.params)}
         after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
         assert before == after
+
+    @pytest.mark.parametrize("size", [5, 300_000])
+    def test_the_saved_state_may_be_donated_before_it_is_written(self, tmp_path, monkeypatch, size):
+        """Steps that donate the state run before any of it is written."""
+        write, released = array_writer.write, threading.Event()
+        monkeypatch.setattr(array_writer, "write", lambda *args, **to: released.wait(30) and write(*args, **to))
+        state = jstep.TrainState.create({"w": jnp.arange(size, dtype=jnp.float32)}, jstep.adam(1.0))
+        step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), jstep.adam(1.0))
+        state, _ = step(state)
+        before, slot = np.array(state.params["w"]), np.array(state.slots["m"]["w"])
+        with Saver(tmp_path) as saver:
+            saver.save(state)
+            for _ in range(3):
+                state, _ = step(state)
+            jax.block_until_ready(state)
+            released.set()
+            back = saver.restore(jax.eval_shape(lambda: state))
+            assert np.array_equal(back.params["w"], before)
+            assert np.array_equal(back.slots["m"]["w"], slot)
 
     def test_numpy_leaves_are_copied_by_save(self, tmp_path):
         table = np.zeros(2_000_000)

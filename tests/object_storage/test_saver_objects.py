@@ -38,29 +38,6 @@ def test_round_trip(store):
     assert not store.keys("run/~claims/"), "the claim is released"
 
 
-@pytest.mark.thorough(except_for=["gs-300000"])
-@pytest.mark.parametrize("size", [5, 300_000])
-def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch, size):
-    """Steps that donate the state run before any of it is written."""
-    write, released = array_writer.write, threading.Event()
-    monkeypatch.setattr(array_writer, "write", lambda *args, **to: released.wait(30) and write(*args, **to))
-    state = jstep.TrainState.create({"w": jnp.arange(size, dtype=jnp.float32)}, jstep.adam(1.0))
-    step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), jstep.adam(1.0))
-    state, _ = step(state)
-    before, slot = np.array(state.params["w"]), np.array(state.slots["m"]["w"])
-    with jstep.Saver(store.run) as saver:
-        saver.save(state)
-        for _ in range(3):
-            state, _ = step(state)
-        jax.block_until_ready(state)
-        released.set()
-        back = saver.restore(jax.eval_shape(lambda: state))
-        assert np.array_equal(back.params["w"], before)
-        assert np.array_equal(back.slots["m"]["w"], slot)
-        stepped, _ = step(back)
-        assert int(stepped.global_step) == 2
-
-
 @pytest.fixture
 def interrupted(gcs):
     """A Saver whose second save is in progress until `released` is set, after Ctrl-C in `wait`."""
