@@ -21,7 +21,7 @@ from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import EndOfSave, Listener, Retention
 from jstep.core import exceptions, meshes, placement, processes, trees
-from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
+from jstep.core.checks import as_bool, as_int, as_number, describe_type
 from jstep.core.public_names import explains_attributes
 from jstep.core.selection import VarList, check_form
 from jstep.core.tracebacks import shortens_tracebacks
@@ -58,7 +58,6 @@ class Saver:
         keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: one per interval stays of
             those that `max_to_keep` would delete. The interval is remembered across restarts.
         async_save: Whether to write in the background.
-        clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or
             `"frozen"` for those that the optimizer trains under no label of a `partition`. `restore`, with any Saver,
@@ -93,13 +92,11 @@ class Saver:
         keep_checkpoint_every_n_hours: float | None = None,
         async_save: bool = True,
         *,
-        clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
         allow_nonfinite: bool = False,
     ) -> None:
         self.directory = naming.check_directory(directory)
         self.prefix = naming.as_prefix(prefix)
-        self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
         self._store = naming.open_store(self.directory, self.prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
@@ -107,7 +104,7 @@ class Saver:
         if hours is not None:
             meaning = "None keeps none permanently"
             hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
-        self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=self._now())
+        self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=time.time())
         self._async_save = as_bool(async_save, "async_save")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
@@ -471,7 +468,7 @@ class Saver:
             self.wait()
             if jax.process_index() == 0:
                 self._store.claim()
-            return secrets.randbits(31), max(0, int(self._now() * 1e6))
+            return secrets.randbits(31), max(0, int(time.time() * 1e6))
 
         problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
         return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
@@ -537,9 +534,6 @@ class Saver:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"this Saver of {self.directory} is closed; create another one")
-
-    def _now(self) -> float:
-        return float((self._clock or time.time)())
 
 
 def _step_or_none(step: object) -> int | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 
 import pytest
 from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_at
@@ -11,6 +12,14 @@ from hypothesis import strategies as st
 from jstep.checkpoint import listing, retention
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time in seconds since 1970, in a list."""
+    found = [0.0]
+    monkeypatch.setattr(time, "time", lambda: found[0])
+    return found
 
 
 class TestRetention:
@@ -67,9 +76,8 @@ class TestRetention:
             assert saver.all_steps() == [1, 3]
             assert_same(saver.restore(state_at(0), step=1), state_at(1, 1))
 
-    def test_one_per_interval_is_kept_permanently(self, tmp_path):
-        now = [0.0]
-        options = {"max_to_keep": 2, "keep_checkpoint_every_n_hours": 1.0, "clock": lambda: now[0]}
+    def test_one_per_interval_is_kept_permanently(self, tmp_path, now):
+        options = {"max_to_keep": 2, "keep_checkpoint_every_n_hours": 1.0}
 
         def run(saver, steps):
             for step in steps:  # one per half hour
@@ -91,9 +99,8 @@ class TestRetention:
             assert saver.all_steps() == [3, 5, 7, 11]
             assert saver.last_checkpoints == [str(tmp_path / "model-11")]
 
-    def test_permanent_steps_survive_a_corrupted_manifest(self, tmp_path):
-        now = [0.0]
-        with Saver(tmp_path, max_to_keep=1, keep_checkpoint_every_n_hours=1, clock=lambda: now[0]) as saver:
+    def test_permanent_steps_survive_a_corrupted_manifest(self, tmp_path, now):
+        with Saver(tmp_path, max_to_keep=1, keep_checkpoint_every_n_hours=1) as saver:
             for step in range(1, 5):
                 now[0] = step * 4000.0
                 saver.save(state_at(step))

@@ -3,6 +3,7 @@
 import datetime
 import signal
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,11 @@ def test_the_interval(still, write, directory, secs):
     assert interval() == pytest.approx(secs)
 
 
-class Clock:
-    def __init__(self):
-        self.now = datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp()
-
-    def __call__(self):
-        return self.now
+@pytest.fixture
+def clock(monkeypatch):
+    found = types.SimpleNamespace(now=datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp())
+    monkeypatch.setattr(time, "time", lambda: found.now)
+    return found
 
 
 def passing_in(directory):
@@ -56,9 +56,8 @@ def passing_in(directory):
     return {step: read_manifest(str(directory / f"model-{step}")).temporary for step in steps}
 
 
-def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path):
-    clock = Clock()
-    with jstep.Saver(tmp_path, clock=clock) as saver:
+def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path, clock):
+    with jstep.Saver(tmp_path) as saver:
         for n, secs in ((1, 600.0), (2, 600.0), (3, 600.0)):
             clock.now += 10
             saver.save(make_state(n), CheckpointExtra(None, {}, True, secs))
@@ -78,19 +77,17 @@ def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "hours", "kept"), [(None, None, range(1, 18, 2)), (2, None, [15, 17]), (1, 1, [13, 17])]
 )
-def test_limits_count_what_is_kept(limit, hours, kept, tmp_path):
+def test_limits_count_what_is_kept(limit, hours, kept, tmp_path, clock):
     """One every 600 s is kept; the others are replaced."""
-    clock = Clock()
     for n in range(1, 18):  # each Saver is that of another start
-        with jstep.Saver(tmp_path, max_to_keep=limit, keep_checkpoint_every_n_hours=hours, clock=clock) as saver:
+        with jstep.Saver(tmp_path, max_to_keep=limit, keep_checkpoint_every_n_hours=hours) as saver:
             clock.now += 300
             saver.save(make_state(n), CheckpointExtra(None, {}, True, 600.0))
     assert passing_in(tmp_path) == dict.fromkeys(kept, False)
 
 
-def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
-    clock = Clock()
-    with jstep.Saver(tmp_path, clock=clock) as saver:
+def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, clock):
+    with jstep.Saver(tmp_path) as saver:
         for n in (1, 2):
             saver.save(make_state(n), CheckpointExtra(None, {}, True, 600.0))
         saver.wait()
@@ -102,9 +99,8 @@ def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_p
         assert passing_in(tmp_path) == {1: False, 2: True}
 
 
-def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path):
-    clock = Clock()
-    with jstep.Saver(tmp_path, clock=clock, allow_nonfinite=True) as saver:
+def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path, clock):
+    with jstep.Saver(tmp_path, allow_nonfinite=True) as saver:
         for n, finite in ((1, True), (2, True), (3, False), (4, False), (5, True)):
             clock.now += 10
             saver.save(make_state(n), CheckpointExtra(None, {}, finite, 600.0))

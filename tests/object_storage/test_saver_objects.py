@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +119,10 @@ def test_retention_deletes_only_objects_of_checkpoints(store):
         assert store.keys(f"run/model-{step}/") == [f"run/model-{step}/notes.txt"]
 
 
-def test_saving_a_step_again_replaces_its_objects(store):
+def test_saving_a_step_again_replaces_its_objects(store, monkeypatch):
     now = [1_700_000_000.0]
-    with jstep.Saver(store.run, clock=lambda: now[0]) as saver:
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with jstep.Saver(store.run) as saver:
         saver.save(state_at(7, 1))
         saver.save(state_at(7, 2))
         assert same(saver.restore(state_at(0)), state_at(7, 2))
