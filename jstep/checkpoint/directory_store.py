@@ -31,7 +31,7 @@ class DirectoryStore(Store):
         """Read the manifests, and check that their files exist."""
         yielded: set[int] = set()
         for _ in range(_MAX_LISTINGS):
-            for step, _, entry in listing.entries(self.directory, prefix):
+            for step, _, entry in listing.possible_checkpoints(self.directory, prefix):
                 if step in yielded:
                     continue
                 path = self.path(entry)
@@ -44,8 +44,8 @@ class DirectoryStore(Store):
             else:
                 return
 
-    def names(self) -> dict[int, str]:
-        steps = (step for step, _, _ in listing.entries(self.directory, self._prefix))
+    def own_paths(self) -> dict[int, str]:
+        steps = (step for step, _, _ in listing.possible_checkpoints(self.directory, self._prefix))
         return {step: self.path(listing.format_name(self._prefix, step)) for step in steps}
 
     def at(self, prefix: str, step: int) -> str | None:
@@ -54,7 +54,7 @@ class DirectoryStore(Store):
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
         problems = []
-        for step, is_final, entry in listing.entries(self.directory, prefix):
+        for step, is_final, entry in listing.possible_checkpoints(self.directory, prefix):
             path = self.path(entry)
             if step <= above or not is_final:
                 continue

@@ -22,7 +22,7 @@ class _HookIdentity(NamedTuple):
     made_by: str | None
 
 
-def check_owners(objects: Sequence[Any], argument: str = "hooks") -> None:
+def check_stateful(objects: Sequence[Any], argument: str = "hooks") -> None:
     """Reject hooks whose state could not be restored."""
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
@@ -34,23 +34,23 @@ def check_owners(objects: Sequence[Any], argument: str = "hooks") -> None:
 
 def get_states(objects: Iterable[Any], argument: str = "hooks") -> Any:
     """Return copies of the states of all objects; `tagged_json.as_json` makes them JSON."""
-    return [_record(owner, hook, argument) for owner, hook in _stateful(objects)]
+    return [_record(identity, hook, argument) for identity, hook in _stateful(objects)]
 
 
-def _record(owner: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
+def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
     try:
         value = hook.get_state()
     except Exception as error:
-        note(error, f"jstep: {argument}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
+        note(error, f"jstep: {argument}: in {identity.key}.get_state(), whose result is kept with each checkpoint")
         raise
     try:
         state = tagged_json.copy_encodable(value)
     except UnsupportedError as error:
         raise TypeError(
-            f"{argument}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
+            f"{argument}: the state of {identity.key} cannot be kept with a checkpoint: get_state(){error.path} "
             f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
         ) from None
-    record = {"key": owner.key, "class": owner.made_by, "state": state}
+    record = {"key": identity.key, "class": identity.made_by, "state": state}
     settings = _settings(hook)
     return record | {"settings": settings} if settings else record
 
@@ -66,18 +66,18 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
         logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
         return False
     hooks: dict[_HookIdentity, list[Any]] = {}
-    for owner, hook in _stateful(objects):
-        hooks.setdefault(owner, []).append(hook)
+    for identity, hook in _stateful(objects):
+        hooks.setdefault(identity, []).append(hook)
     saved_records: dict[_HookIdentity, list[Any]] = {}
     for record in saved:
         saved_records.setdefault(_HookIdentity(record["key"], record["class"]), []).append(record)
     stop = False
-    for owner, records in saved_records.items():
-        same_key = hooks.get(owner, [])
+    for identity, records in saved_records.items():
+        same_key = hooks.get(identity, [])
         if len(same_key) != len(records):
             what = "they start fresh" if same_key else "their state is dropped"
             text = f"%s: the checkpoint has %d state(s) of %s, and the run has %d of them: {what}"
-            logger.warning(text, argument, len(records), owner.key, len(same_key))
+            logger.warning(text, argument, len(records), identity.key, len(same_key))
             continue
         for hook, record in _matched(same_key, records, argument):
             stop = bool(hook.set_state(_state_in(record, argument))) or stop
@@ -118,10 +118,10 @@ def _settings(hook: object) -> dict[str, Any]:
 
 
 def hook_key(hook: object) -> str:
-    return _owner(hook).key
+    return _identity(hook).key
 
 
-def _owner(hook: object) -> _HookIdentity:
+def _identity(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
     if isinstance(key, str) and key:  # another attribute of this name is ignored
         return _HookIdentity(key, None)
@@ -134,7 +134,7 @@ def _owner(hook: object) -> _HookIdentity:
 def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_HookIdentity, Any]]:
     for hook in objects:
         if _has(hook, "get_state") and _has(hook, "set_state"):
-            yield _owner(hook), hook
+            yield _identity(hook), hook
 
 
 def _has(hook: object, method: str) -> bool:

@@ -72,7 +72,7 @@ def misnaming_text(prefix: str, step: int, found: int) -> str:
     )
 
 
-def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
+def possible_checkpoints(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
     """Return (step, has its final name, name) of every possible checkpoint, highest step first."""
     matches = checkpoint_entries(directory, prefix)
     # A replaced checkpoint counts only if its successor never took its place.

@@ -231,7 +231,7 @@ def _part(path: str) -> str:
 
 def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], checkpoint: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    renamed = targets.entries(names, paths, "target", _FORM)
+    renamed = targets.names_by_path(names, paths, "target", _FORM)
     if not isinstance(names, Mapping):
         renamed = {path: other for path, other in renamed.items() if other is not None}
     renamed = {path: _saved_path(other, saved) for path, other in renamed.items()}

@@ -63,7 +63,7 @@ class ObjectStore(Store):
             if found or not names:
                 return
 
-    def names(self) -> dict[int, str]:
+    def own_paths(self) -> dict[int, str]:
         return dict(self._own)
 
     def at(self, prefix: str, step: int) -> str | None:

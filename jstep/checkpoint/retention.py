@@ -131,7 +131,7 @@ class Retention:
 
     def _decide(self, new: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
         """Return the paths to delete, the retention state, and whether this checkpoint is temporary."""
-        paths = self._store.names()
+        paths = self._store.own_paths()
         retained = self._load(paths)
         if self._max_to_keep is None and temporary_secs is None and not retained.temporary:
             return [], retained, False

@@ -49,7 +49,7 @@ class Store(abc.ABC):
         """Yield step and path of complete checkpoints, highest step first."""
 
     @abc.abstractmethod
-    def names(self) -> dict[int, str]:
+    def own_paths(self) -> dict[int, str]:
         """Return step → path of what has the name of a checkpoint of this writer, complete or not."""
 
     @abc.abstractmethod

@@ -87,7 +87,7 @@ class TargetMatch(Generic[_Wanted]):
         )
 
 
-def entries(names: object, paths: Sequence[str], what: str, form: str) -> dict[str, Any]:
+def names_by_path(names: object, paths: Sequence[str], what: str, form: str) -> dict[str, Any]:
     """Return the entries of a `names` argument by the paths of leaves; other leaves have none.
 
     Args:

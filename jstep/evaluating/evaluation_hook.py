@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jstep import summary
-from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set_states
+from jstep.checkpoint.hook_states import check_stateful, get_states, hook_key, set_states
 from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
@@ -148,7 +148,7 @@ class EvaluationHook(RunHook):
         names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
         self._call_each("use_names", self.prefix, names)
         self._call_each("use_evaluator", self._evaluate)
-        check_owners(self._callbacks, _CALLBACKS)
+        check_stateful(self._callbacks, _CALLBACKS)
         self.stopped_by = None
         return any(self._call_each("begin", state))
 

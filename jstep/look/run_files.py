@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jstep.checkpoint.listing import entries
+from jstep.checkpoint.listing import possible_checkpoints
 from jstep.core.checks import truncate
 from jstep.core.drawing import Mark, Numbers, thin
 from jstep.look.cli import utc_text
@@ -80,7 +80,7 @@ class RunFiles:
         stages = (self.folder.trained_with_card.get("card") or {}).get("stages") or {}
         known = {int(at): name for at, name in stages.items() if at.isdecimal() and len(at) < 19}
         marks += [Mark("stage", at, f"stage {name}") for at, name in known.items() if at]
-        saves = [] if is_url(self.run.path) else entries(self.run.path, self.run.prefix)
+        saves = [] if is_url(self.run.path) else possible_checkpoints(self.run.path, self.run.prefix)
         steps = [save[0] for save in saves if save[1]]
         return [*marks, *(Mark("checkpoint", step, f"checkpoint {step}") for step in steps)]
 

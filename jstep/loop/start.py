@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.hook_states import check_owners, get_states
+from jstep.checkpoint.hook_states import check_stateful, get_states
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
@@ -128,7 +128,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
 
 def begin(run: RunContext, opened: Opened) -> bool:
     runner = opened.runner
-    check_owners(opened.hooks)
+    check_stateful(opened.hooks)
     for observer in run.observers:
         observer.before_begin()
     first, last_step = run.course.first, run.options.stop_step

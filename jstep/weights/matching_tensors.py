@@ -38,7 +38,7 @@ def rules(names: object, tree: Tree, what: str) -> list[Rule]:
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
     form = f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
-    by_path = targets.entries(names, paths, what, form)
+    by_path = targets.names_by_path(names, paths, what, form)
     return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path in paths]
 
 
