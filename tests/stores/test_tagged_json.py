@@ -186,9 +186,6 @@ def test_values_that_are_not_encoded(value):
         encode(value)
 
 
-Named = collections.namedtuple("Named", "a")
-
-
 def test_depth_is_limited_to_what_a_checkpoint_accepts(tmp_path):
     recursive = {}
     recursive["self"] = recursive
