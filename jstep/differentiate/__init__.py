@@ -2,7 +2,6 @@
 
 - `clipping`: clipping of gradients, and norms.
 - `gradients`: gradients of functions of trees.
-- `lane_state`: the model_state of lanes.
 - `lanes`: a batch in lanes: the same bits on any devices.
 - `lookup`: embedding lookup with sparse gradients.
 - `loss_gradients`: differentiation of a loss.

@@ -21,8 +21,8 @@ from jstep.core.exceptions import note, setting
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, Tree, shape_of
+from jstep.differentiate import microbatches
 from jstep.differentiate.merging import merge_equal
-from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14
 """Arrays with fewer elements are exchanged together."""
@@ -110,7 +110,7 @@ def on_lanes(
     """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`."""
     if number is None:
         return fn(None, whole, args)
-    rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
+    rows = [dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None]
     shardings = traced_shardings(whole) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(whole)))
 
     def on_auto_axes(whole: object, args: Any) -> Any:
@@ -301,3 +301,48 @@ def trace_lane(lanes: Lanes, lane_fn: Callable[..., Any], blocks: object, args: 
 
 
 _ONE_DEVICE = "one device computes a lane: leave out of the loss all constraints and collectives over the mesh axes"
+
+
+# The model_state that lanes return: floating leaves become the mean over the lanes. Integers, such as step numbers, and
+# keys must be equal in all lanes.
+
+NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
+"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i."""
+
+
+def check_integers(
+    lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
+) -> None:
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
+    integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
+    if not integers:
+        return
+    whole = np.int32(0), leaves, others
+    rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
+    of_whole = of_lane = trace_lane(lanes, new_state, rows, (*whole, batch))[0]
+    with contextlib.suppress(Exception):  # the loss may only work for the rows of a lane
+        of_whole = trace_on_lanes(lanes, new_state, *whole, batch)[0]
+    for i in integers:
+        results = [n == i for n in range(len(leaves))]
+        program, (is_numbered, *used) = jaxprs.part_for(of_lane, results, keeps_arguments=False)
+        is_of_rows = any(used[len(leaves) + len(others) :])
+        whole_program, _ = jaxprs.part_for(of_whole, results, keeps_arguments=False)
+        # A number of rows is a constant of the program.
+        path = trees.quote_path(trees.leaf_paths(old)[i])
+        if is_numbered or is_of_rows or jaxprs.program_hash(program) != jaxprs.program_hash(whole_program):
+            raise TypeError(
+                f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows or key of a lane, "
+                f"because it is {leaves[i].dtype}; return it in aux"
+            )
+
+
+def state_summand(i: Array, new: Any) -> Array:
+    new = trees.key_data(jnp.asarray(new))
+    return trees.widen(new) if microbatches.is_inexact(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
+
+
+def merge_leaf(number: int, total: Array, old: Any) -> Array:
+    if trees.is_key(old):
+        return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
+    old = jnp.asarray(old)
+    return (total / number if microbatches.is_inexact(old) else total).astype(old.dtype)

@@ -22,8 +22,16 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Params, Tree
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.lane_state import check_integers, merge_leaf, state_summand
-from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
+from jstep.differentiate.lanes import (
+    Lanes,
+    as_lanes,
+    check_integers,
+    merge_leaf,
+    on_lanes,
+    stack_over_lanes,
+    state_summand,
+    sum_over_lanes,
+)
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, Collector, unpack_outputs
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, Squares
