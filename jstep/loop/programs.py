@@ -33,8 +33,7 @@ from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import SKIPPED, Constants, has_ratios
-from jstep.training.state_kind import keep_kind
-from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
+from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
 from jstep.training.step_updates import watch_updates
 
 # Stages.

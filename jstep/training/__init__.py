@@ -5,7 +5,6 @@
 - `looped`: several steps in one call.
 - `metrics`: the metrics of a step.
 - `minimize`: steps from a loss function.
-- `state_kind`: the kind of the state that a step returns.
-- `step`: the compiled step.
+- `step`: the compiled step, and the kind of state that it returns.
 - `step_updates`: how many updates one step makes.
 """
