@@ -30,11 +30,10 @@ from jstep.metering.cadence import NEVER
 from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
-from jstep.training.explain import call_custom_step
+from jstep.training.explain import call_custom_step, watch_updates
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import SKIPPED, Constants, has_ratios
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
-from jstep.training.step_updates import watch_updates
 
 # Stages.
 

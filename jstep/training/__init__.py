@@ -1,10 +1,9 @@
 """What does one step do? It is compiled, donates its state, and increments the step.
 
 - `apply_gradients`: one optimizer update of the state.
-- `explain`: explanations of errors of a step.
+- `explain`: explanations of errors of a step, and a warning of its updates.
 - `looped`: several steps in one call.
 - `metrics`: the metrics of a step.
 - `minimize`: steps from a loss function.
 - `step`: the compiled step, and the kind of state that it returns.
-- `step_updates`: how many updates one step makes.
 """
