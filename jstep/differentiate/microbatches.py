@@ -16,7 +16,7 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.logs import logger
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise, Tree
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
 _log_once = functools.cache(logger.info)  # a step is traced several times

@@ -14,7 +14,7 @@ from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.metering.numbers import is_number, is_numeric, local_copy, read_value
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (

@@ -22,7 +22,7 @@ from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals
 from jstep.metering.metric_sums import NO_CONSTANTS
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.metering.numbers import is_number, is_numeric, is_ready, local_copy, read_value, start_copies
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 from jstep.training.metrics import LOSS, Metrics
 
 # Which values are numbers, their order, and their text.

@@ -1,13 +1,12 @@
 """How good are predictions? Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
 
 - `classification`: metrics of classification.
-- `ratios`: a mean over some of the steps, for training steps.
-- `totals`: totals as arrays, exact for counts.
+- `totals`: totals as arrays, exact for counts, and their ratios for training steps.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity
-from jstep.metrics.ratios import mean_of
+from jstep.metrics.totals import mean_of
 
 __all__ = ["accuracy", "auc", "confusion_matrix", "f1", "mean_of", "perplexity"]
 

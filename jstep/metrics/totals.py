@@ -1,12 +1,19 @@
-"""Totals as arrays: counts are uint32, exact below 2³² − 1, and sums of weights floats of their precision."""
+"""Totals as arrays, and ratios of totals: metrics that only some steps or microbatches have, or that weigh them.
 
+Counts of examples are uint32, exact below 2³² − 1; sums of weights are floats of their precision.
+"""
+
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from jstep.core.checks import describe_type
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import Array
+from jstep.core.trees import Array, is_array_or_number, is_key
 
 FULL = 2**32 - 1
 
@@ -41,3 +48,59 @@ def read_total(total: Any) -> np.ndarray[Any, Any]:
     if array.dtype == np.uint32 and (array < FULL).all():
         return array.astype(np.int64)
     return np.where(array == FULL, np.nan, array) if array.dtype == np.uint32 else array.astype(np.float64)
+
+
+# Ratios.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MeanOf:
+    """Result of `mean_of`: the sums of one step or batch, or of several."""
+
+    total: Array
+    count: Array
+
+
+def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
+    """A metric of a training step, shown as the sum of totals over the sum of counts since the last row.
+
+    Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the steps since their
+    last row, with and without `mean=True`, and omit it if Σ count is 0. The bar of a notebook and the record of a run
+    keep the newest value.
+
+    Args:
+        total: A scalar, such as a sum of errors. It is ignored if the count is 0.
+        count: A scalar, such as the number of tokens; 0 in a step that does not have the metric.
+
+    Returns:
+        A pytree of two floating-point scalars, also for `jstep.evaluator`. It cannot be the metric `loss`.
+
+    Raises:
+        TypeError: `total` or `count` is not a real scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> def train_step(state, x):
+        ...     penalized = state.global_step % 16 == 0
+        ...     state = jstep.apply_gradients(state, {"w": x}, optimizer)
+        ...     return state, {"penalty": jstep.metrics.mean_of(jnp.where(penalized, x * x, 0.0), penalized)}
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> history = jstep.History(every_n_steps=20)
+        >>> state = jstep.train(train_step, state, lambda step: jnp.float32(step), 20, hooks=[history])
+        >>> history["penalty"]  # of the steps 0 and 16
+        (array([20]), array([128.]))
+
+    Source: `keras.metrics.Mean`, which is 0 if Σ count is 0.
+    """
+    numerator, denominator = _scalar(total, "total"), _scalar(count, "count")
+    return MeanOf(jnp.where(denominator == 0, jnp.zeros_like(numerator), numerator), denominator)
+
+
+def _scalar(value: ArrayLike, name: str) -> Array:
+    is_real = is_array_or_number(value) and not is_key(value) and not np.ndim(value) and not np.iscomplexobj(value)
+    if not is_real:
+        raise TypeError(f"mean_of: {name} must be a real scalar, got {describe_type(value)}; reduce it with jnp.sum")
+    array = jnp.asarray(value)
+    return array.astype(jnp.float64 if array.dtype.itemsize > 4 else jnp.float32)

@@ -16,7 +16,7 @@ from jstep.core.meshes import AxesFallback
 from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
-from jstep.metrics.ratios import MeanOf
+from jstep.metrics.totals import MeanOf
 from jstep.optimizers import guards
 from jstep.optimizers.hyperparameters import display_name
 from jstep.slots.indexed_slices import RowsInOrder, is_slices
