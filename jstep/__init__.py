@@ -90,7 +90,7 @@ Training loop and hooks
     loop.run: Run
     loop.train: train
     loop.signals: Preempted
-    state.interrupted: interrupted_state
+    loop.stopping: interrupted_state
     hooks.hook: Hook
     hooks.reporting: ReportingHook LoggingHook SummarySaverHook MetricsHook
     hooks.at_steps: every ProfilerHook StopAtStepHook

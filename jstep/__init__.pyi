@@ -7,6 +7,7 @@ from jstep.checkpoint.names import checkpoint_name as checkpoint_name
 from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint
 from jstep.checkpoint.saver import Saver as Saver
+from jstep.core.exceptions import OutOfRangeError as OutOfRangeError
 from jstep.core.logs import log_every_n as log_every_n
 from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer
@@ -72,6 +73,7 @@ from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
 from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
+from jstep.loop.stopping import interrupted_state as interrupted_state
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor
@@ -164,7 +166,6 @@ from jstep.queues.queue_runner import add_queue_runner as add_queue_runner
 from jstep.queues.queue_runner import start_queue_runners as start_queue_runners
 from jstep.queues.queues import CancelledError as CancelledError
 from jstep.queues.queues import FIFOQueue as FIFOQueue
-from jstep.core.exceptions import OutOfRangeError as OutOfRangeError
 from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 from jstep.schedules.compose import constant as constant
 from jstep.schedules.compose import join as join
@@ -194,7 +195,6 @@ from jstep.state.global_step import get_global_step as get_global_step
 from jstep.state.global_step import get_or_create_global_step as get_or_create_global_step
 from jstep.state.global_step import global_step as global_step
 from jstep.state.global_step import increment_global_step as increment_global_step
-from jstep.state.interrupted import interrupted_state as interrupted_state
 from jstep.state.nonfinite import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.slots import get_slot as get_slot

@@ -161,6 +161,25 @@ def rescue(run: RunContext, error: BaseException) -> None:
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
 
 
+def interrupted_state() -> TrainState | None:
+    """Return the last complete state of the last run in this process that an exception ended.
+
+    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or Python's prompt. No
+    copy is made: a run donates it.
+
+    Returns:
+        The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.
+        A run that fails before its first step leaves the kept state unchanged.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.interrupted_state())
+        None
+    """
+    kept: TrainState | None = interactive.kept_state()
+    return kept
+
+
 def _is_handled(run: RunContext, error: BaseException) -> bool:
     signals = run.signals
     return signals.received_twice or (signals.received is not None and not isinstance(error, Exception))

@@ -3,7 +3,6 @@
 - `copies`: slots that are copies of parameters.
 - `fingerprints`: the bits of arrays as numbers.
 - `global_step`: the global step.
-- `interrupted`: the state of an interrupted run.
 - `leaves`: one pass over the leaves.
 - `nonfinite`: NaN and infinity in a state.
 - `sharding`: shardings of states.
