@@ -11,28 +11,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import as_int, as_number, check_choice, describe_type, truncate
+from jstep.core.checks import as_int, as_number, check_choice, describe_type
 from jstep.core.trees import Array
 from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, read_total, sum_where
 
 # Metrics that are totals over all examples.
 
 
-class _Metric:
-    def __repr__(self) -> str:
-        try:
-            return f"<{type(self).__name__} {truncate(str(self.compute()), 200)}>"  # type: ignore[attr-defined]
-        except Exception:  # of a traced metric, or of one that holds shapes
-            return f"<{type(self).__name__}>"
-
-
-class _Totals(_Metric):
+class _Totals:
     def merge(self, other: Self) -> Self:
         return cast(Self, jax.tree.map(add_totals, self, other))
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Accuracy(_Totals):
     """Result of `accuracy`: totals of one batch or several merged batches.
 
@@ -80,7 +72,7 @@ def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None 
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class F1(_Totals):
     """Result of `f1`: totals of one batch or several merged batches.
 
@@ -129,7 +121,7 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class ConfusionMatrix(_Totals):
     """Result of `confusion_matrix`: totals of one batch or several merged batches.
 
@@ -188,7 +180,7 @@ def confusion_matrix(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Perplexity(_Totals):
     """Result of `perplexity`: the sum of weighted −log p(label), and the number, or weight, of labels."""
 
@@ -268,8 +260,8 @@ class Thresholds(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class AUC(_Metric):
+@dataclasses.dataclass(frozen=True)
+class AUC:
     """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold."""
 
     thresholds: Thresholds
