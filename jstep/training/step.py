@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.processes import AgreedShapes, is_single_process
 from jstep.core.public_names import explains_attributes
-from jstep.core.recorded_calls import RecordedCall, as_typed
+from jstep.core.recorded_calls import RecordedCall
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, P, Params, Tree
@@ -71,9 +71,6 @@ class PureStep:
         if not self.depends_on_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
-
-    def __repr__(self) -> str:
-        return f"<jstep.PureStep {describe_step(self)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self.made_by is not None, "users have no others"
@@ -201,11 +198,7 @@ def inspect_layout(state: Tree) -> StateLayout:
     return _LAYOUTS.setdefault((treedef, tuple(shardings)), StateLayout(treedef.unflatten(shardings), mesh))
 
 
-def returned_layout(state: Tree) -> StateLayout | None:
-    return getattr(state, "_layout", None)
-
-
-def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -> Any:
+def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
     if not isinstance(new, TrainState):
         return new
     step = new.global_step
@@ -215,10 +208,6 @@ def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -
     if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
-
-
-def describe_step(step: PureStep) -> str:
-    return step.title if step.optimizer is None else f"{step.title}, {as_typed(step.optimizer)}"
 
 
 @explains_attributes
@@ -315,7 +304,7 @@ class TrainStep:
         return sum(int(program._cache_size()) for program in self._programs.values())
 
     def __repr__(self) -> str:
-        return f"<jstep.TrainStep {describe_step(self._pure)}, donate={self.donate}>"
+        return f"<jstep.TrainStep {self.title}, donate={self.donate}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(TrainStep, donate=self.donate), (self.__wrapped__,)
@@ -325,7 +314,7 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    layout = getattr(state, "_layout", None)  # as `returned_layout`, without a call at each step
+    layout = getattr(state, "_layout", None)
     is_known = layout is not None
     if layout is None:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
@@ -359,7 +348,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     except Exception as error:
         explain(error, state, args, donates=donates)
         raise
-    return place_result(state, new, layout, donated=donates), metrics, *others
+    return place_result(new, layout, donated=donates), metrics, *others
 
 
 def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
@@ -368,7 +357,7 @@ def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str
 
 
 def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
-    return step._program(returned_layout(state) or inspect_layout(state), args, kind, donates=_donates(step))
+    return step._program(getattr(state, "_layout", None) or inspect_layout(state), args, kind, donates=_donates(step))
 
 
 def _donates(step: TrainStep) -> bool:
