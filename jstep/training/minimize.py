@@ -195,7 +195,6 @@ def minimize(
         depends_on_rows=differentiate.depends_on_rows,
         lanes=lanes,
         optimizer=optimizer,
-        trains=update_step.trains,
     )
     # A `PureStep` is called in the same way; its own type would need a second signature of all arguments.
     return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)
@@ -297,12 +296,6 @@ class UpdateStep:
             return other.loss, other.gradients if scale is None else guards.unscale(other.gradients, scale)
 
         return Context(result.loss, value_and_grad, inputs.for_evaluation(CONTEXT_KEY_SALT).key, noise)
-
-    def trains(self, params: Params) -> list[bool]:
-        several = self.differentiate
-        losses = several.losses.values() if isinstance(several, SeveralLosses) else [several]
-        chosen = {i for loss in losses for i in loss.selected(params)}
-        return [i in chosen for i in range(len(jax.tree.leaves(params)))]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:

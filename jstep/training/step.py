@@ -19,7 +19,7 @@ from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, P, Params, Tree
+from jstep.core.trees import Optimizer, P, Tree
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive
@@ -39,7 +39,6 @@ class PureStep:
         body: As it was given; it also checks the kind of the new state.
         depends_on_rows: Whether the step depends on the sharding of the rows.
         leading_axes: The number of batch axes before the rows.
-        trains: `trains(params)`: for each leaf, whether the step trains it.
         made_by: The call of `minimize` or `scan_steps` that made it.
     """
 
@@ -51,8 +50,6 @@ class PureStep:
     leading_axes: int = 0
     lanes: int | None = None
     optimizer: Optimizer | None = None
-    trains: Callable[[Params], list[bool]] | None = None
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     made_by: RecordedCall | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
