@@ -190,7 +190,7 @@ class LossGradients:
     unroll: Unroll = None
     lanes: int | None = None
     collect: bool = False
-    named_aux: bool = False
+    """Whether the results are metrics: summaries are collected, and keys of aux are names."""
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
@@ -370,7 +370,7 @@ class LossGradients:
             looked_up = Tables(trained)
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
-            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.named_aux)
+            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.collect)
             summaries = None if collector.unreturned is None else collector.unreturned(collector, out)
             wide = trees.compute_dtype(loss.dtype)
             scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)

@@ -116,7 +116,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
             trees.require_arrays(tree, argument, trees.keep_arrays(argument))
         return
-    if not has_donated_step(state):
+    if not trees.is_donated(getattr(state, "global_step", None)):
         require_alive(state, error)
         if donates:
             refuse_shared_buffers(state, args, error)
@@ -125,11 +125,6 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
 
 
 # Memory that cannot be donated.
-
-
-def has_donated_step(state: Tree) -> bool:
-    step = getattr(state, "global_step", None)
-    return isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted()
 
 
 def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:

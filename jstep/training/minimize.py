@@ -166,7 +166,6 @@ def minimize(
         unroll=unroll,
         lanes=lanes,
         collect=True,
-        named_aux=True,
         squares=wanted.noise,
         frozen=functools.partial(frozen_leaves, optimizer),
     )
@@ -373,15 +372,14 @@ class SeveralLosses:
 def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]) -> SeveralLosses:
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
-    gated = {}
+    ungated = {}
     for name, entry in losses.items():
         as_string(name, "a name in loss_fn")
         if not (isinstance(entry, tuple | list) and len(entry) == 2 and callable(entry[0])):
             raise TypeError(f"loss_fn[{name!r}]={format_value(entry)}: must be {_LOSS_FORM}")
-        gated[name] = make(*entry)
-    gate = next(iter(gated.values())).gate_gradients
-    ungated = {name: dataclasses.replace(loss, gate_gradients=GATE_NONE) for name, loss in gated.items()}
-    return SeveralLosses(ungated, gate)
+        loss = make(*entry)
+        ungated[name] = dataclasses.replace(loss, gate_gradients=GATE_NONE)
+    return SeveralLosses(ungated, loss.gate_gradients)
 
 
 def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any) -> LossGradients | SeveralLosses:

@@ -24,7 +24,7 @@ from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
-from jstep.training.explain import call_custom_step, explain, has_donated_step, refuse_what_crashes
+from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
@@ -317,7 +317,8 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
         refuse_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
-    if has_donated_step(state) if not is_known else state.global_step.is_deleted():
+    is_donated = state.global_step.is_deleted() if is_known else trees.is_donated(getattr(state, "global_step", None))
+    if is_donated:
         require_alive(state)  # a call that fails while it runs donates it, too
     transfers = meshes.NO_GUARD
     mesh = layout.mesh
