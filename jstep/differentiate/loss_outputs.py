@@ -10,7 +10,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jstep.core import device_values, trees
-from jstep.core.checks import describe_type
+from jstep.core.checks import array_type, describe_type
 
 
 def unpack_outputs(
@@ -69,18 +69,17 @@ def _like(old: object, new: object) -> Any:
 
     def leaf(keys: Any, before: object, after: object) -> trees.Array:
         before, after = jnp.asarray(before), jnp.asarray(after)
-        what = f"loss_fn returned a model_state whose leaf {trees.quote_path(trees.path_str(keys))}"
-        if before.shape != after.shape:
-            raise TypeError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
-        if before.dtype == after.dtype:
-            return after
+        is_same = before.dtype == after.dtype
         # The state would truncate a wider kind at each update.
-        old_kind, new_kind = _kind_of(before.dtype), _kind_of(after.dtype)
-        if new_kind > old_kind or -1 in (old_kind, new_kind):
+        fits = is_same or -1 < _kind_of(after.dtype) <= _kind_of(before.dtype)
+        if before.shape != after.shape or not fits:
+            path = trees.quote_path(trees.path_str(keys))
+            wanted, got = (array_type(x.shape, x.dtype) for x in (before, after))
             raise TypeError(
-                f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create it as {after.dtype}"
+                f"loss_fn returned a model_state whose leaf {path} must be {wanted}, as in the state, got {got}; "
+                f"create it as {got}"
             )
-        return after.astype(before.dtype)
+        return after if is_same else after.astype(before.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, old, new)
 
