@@ -320,12 +320,8 @@ class LossGradients:
 
         summed = sum_over_lanes(lanes, lane_fn, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
         grads, loss, weight, others, state, norms = summed
-        total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
-
-        def mean(x: Array) -> Array:
-            return x / total.astype(x.dtype)
-
         state = jax.tree.map(functools.partial(merge_leaf, lanes.number), state, inputs.model_state)
+        mean = microbatches.division(lanes.number, weight)
         grads, loss, (aux, summaries) = microbatches.means(mean, (grads, loss, others))
         squares = None
         if norms is not None:

@@ -96,8 +96,7 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
-    named = {f"batch argument {path}": leaf for path, leaf in leaves}
-    shapes = {name: np.shape(leaf) for name, leaf in named.items()}
+    shapes = {f"batch argument {path}": np.shape(leaf) for path, leaf in leaves}
     for name, shape in shapes.items():
         if not shape:
             raise ValueError(f"{what}: {name} is a scalar and has no rows to split; close over it in loss_fn")
@@ -189,11 +188,7 @@ def accumulate(
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
         body, (model_state, sums if running else []), jnp.arange(n), n, unroll
     )
-    total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
-    divisor = total if weights is None else jnp.where(total == 0, jnp.ones_like(total), total)
-
-    def mean(summed: Array) -> Array:
-        return summed / divisor.astype(summed.dtype)
+    mean = division(n, None if weights is None else jnp.sum(weights))
 
     def gradient(i: int, stacked: Any) -> Any:
         if isinstance(stacked, IndexedSlices):
@@ -220,6 +215,12 @@ def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
         return total if _is_ratio(total) or not is_inexact(total) else mean(total)
 
     return jax.tree.map(leaf, sums, is_leaf=_is_ratio)
+
+
+def division(parts: int, weight: Array | None) -> Callable[[Array], Array]:
+    """Return a function that divides a sum over parts by their number, or by their total weight unless it is 0."""
+    total = jnp.float32(parts) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    return lambda summed: summed / total.astype(summed.dtype)
 
 
 def _is_ratio(leaf: object) -> bool:
