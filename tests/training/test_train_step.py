@@ -8,6 +8,7 @@ from comparisons import assert_close
 from regression import X, Y, fresh, loss_fn
 
 import jstep
+from jstep.training import step as room
 
 
 def test_second_call_does_not_compile(compilations):
@@ -96,11 +97,20 @@ def test_a_loss_that_closes_over_a_sharded_array_is_explained():
     assert any("arrays that the loss closes over, are on different devices" in note for note in caught.value.__notes__)
 
 
-def test_a_step_that_returns_something_else_keeps_its_state():
-    state = fresh(jstep.adam(0.1))
-    with pytest.raises(TypeError, match="the step returned a dict and a TrainState; it must return"):
-        jstep.TrainStep(lambda state: ({}, state))(state)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+def test_processes_agree_on_shapes_before_they_compile(monkeypatch):
+    asked = []
+    optimizer, batch = jstep.gradient_descent(0.5), np.ones(2, np.float32)
+    step = jstep.minimize(lambda params, batch: jnp.sum(params["w"] * batch), optimizer, donate=False)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    monkeypatch.setattr(room.AgreedShapes, "check", lambda self, *given: asked.append(given))
+    step(state, batch)
+    assert asked == []
+    monkeypatch.setattr(room, "is_single_process", lambda: False)
+    step(state, batch)
+    assert [(one is state, [arg is batch for arg in args]) for one, args in asked] == [(True, [True])]
+    state, _ = step(jstep.shard_state(state, jax.make_mesh((2,), ("data",))), batch)
+    step(state, batch)
+    assert len(asked) == 3
 
 
 # Errors of optimizers of the user, and of other libraries, in a step.
@@ -176,30 +186,6 @@ def test_the_way_out_of_the_note_works():
 
     after, _ = jstep.minimize(loss_fn, OPTIMIZER)(state(), jnp.ones(3))
     assert after.params["w"].tolist() == pytest.approx([0.9] * 3)
-
-
-def of_two(params, x, y):
-    return jnp.sum(params["w"] * x * y)
-
-
-def train_with(batch, **kwargs):
-    return jstep.train(jstep.minimize(of_two, OPTIMIZER), state(), lambda step: batch, 4, progress=False, **kwargs)
-
-
-CALLS_WITH = {
-    "train": train_with,
-    "calls of several steps": lambda batch: train_with(batch, steps_per_call=2),
-    "evaluator": lambda batch: jstep.evaluator(lambda *args: {"loss": of_two(*args)}, [batch])(state()),
-}
-
-
-@pytest.mark.parametrize("call", CALLS_WITH)
-def test_a_list_for_a_function_of_several_arguments(call):
-    for batch, is_explained in ([1.0, 2.0], True), (jnp.ones(3), False):
-        with pytest.raises(TypeError, match="argument") as error:
-            CALLS_WITH[call](batch)
-        notes = getattr(error.value, "__notes__", [])
-        assert any("a list, which is one argument; a tuple is several" in note for note in notes) == is_explained
 
 
 def test_a_carry_of_another_dtype():
