@@ -26,8 +26,6 @@ def test_create_copies_params():
     step(state, jnp.ones(3))
     np.testing.assert_array_equal(params["w"], 1.0)
     np.testing.assert_array_equal(model_state["mean"], 0.0)
-    fresh = jstep.TrainState.create({"w": params["w"]}, jstep.adam())
-    assert fresh.params["w"] is not params["w"]
 
 
 def test_copy_false_keeps_arrays():
@@ -67,19 +65,14 @@ def test_slots_by_name_and_path():
 
 
 def test_repr_is_a_short_summary():
-    state = create(global_step=12)
-    text = repr(state)
-    assert len(text.splitlines()) == 1
-    assert "12" in text  # the step
-    assert "6" in text  # number of parameters
-    assert "24 B" in text  # bytes
-    for name in ("m", "v"):
-        assert f"{name} (" in text
-    assert "Array(" not in text
+    slots = "m (24 B), start_step (4 B), v (24 B)"
+    assert (
+        repr(create(global_step=12))
+        == f"TrainState(global_step=12, params: 6 numbers in 1 leaf (24 B), slots: {slots})"
+    )
     big = jstep.TrainState.create({"w": jnp.ones((1000, 1000))}, jstep.adam())
     for one in (big, jax.eval_shape(lambda: big)):
-        assert "1,000,000 numbers in 1 leaf (3.81 MiB)" in repr(one)
-        assert "ShapeDtypeStruct" not in repr(one)
+        assert "params: 1,000,000 numbers in 1 leaf (3.81 MiB), slots: m (3.81 MiB)" in repr(one)
     assert "1 number in 1 leaf (4 B)" in repr(jstep.TrainState.create(1.0, jstep.adam()))
     assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))  # made by hand, of a number
 
@@ -164,8 +157,6 @@ def test_model_state_is_read_and_replaced():
     both = with_some.replace(slots={}, model_state={"seen": 4})
     assert both.slots == {"model_state": {"seen": 4}}
     assert dict(with_some.roles) == dict(state.roles)
-    with pytest.raises(TypeError, match=r"replace\(modelstate=…\): must be one of params, slots, .*, model_state"):
-        state.replace(modelstate=3)
     with pytest.raises(TypeError, match="model_state: the leaf at 'name' is a str, 'bn'"):
         jstep.TrainState.create({"w": 1.0}, jstep.adam(0.1), model_state={"name": "bn"})
     tensor = types.SimpleNamespace(shape=(2,), dtype="torch.float32")  # of another library
@@ -252,19 +243,10 @@ def test_donated_step_raises():
         jstep.global_step(old)
 
 
-# Overflow.
-
-
 def test_eager_overflow_raises():
-    full = state(LAST)
-    for act in (
-        lambda: jstep.increment_global_step(full),
-        lambda: jstep.increment_global_step(jstep.create_global_step(LAST - 1), 2),
-        lambda: jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER),
-    ):
-        with pytest.raises(ValueError, match=r"does not fit int32; enable jax_enable_x64"):
-            act()
-    unchanged = jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
+    with pytest.raises(ValueError, match=r"does not fit int32; enable jax_enable_x64"):
+        jstep.increment_global_step(jstep.create_global_step(LAST - 1), 2)
+    unchanged = jstep.apply_gradients(state(LAST), {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
     assert jstep.global_step(unchanged) == LAST
 
 
@@ -286,11 +268,7 @@ def test_steps_under_x64(x64):
     assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
 
 
-# Parameters that are no arrays, copies of parameters in slots, boxed variables, and paths of several leaves.
-
-
-# Flax.
-
+# Copies of parameters in slots, boxed variables, and paths of several leaves.
 
 SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
 
