@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from scikit_metrics import LABELS, RNG, ROWS, SCALE, TRUTH, X, areas, expected, make_state, metric_fn, on_a_mesh
-from scikit_metrics import source as source_of_scikit
+from scikit_metrics import LABELS, RNG, ROWS, TRUTH, X, areas, expected, make_state, metric_fn, on_a_mesh
 
 import jstep
 from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
@@ -173,32 +172,37 @@ def test_what_compiles_slowly_is_in_the_merge_of_areas_which_all_batches_share()
     assert whole.out_info == smaller.out_info
 
 
-# Weights of `jstep.metrics`, compared with scikit-learn's `sample_weight`: ragged batches, meshes, masks, padding.
+# Compared with scikit-learn, and weights with its `sample_weight`: ragged batches, meshes, masks, padding.
 
 IS_KEPT = RNG.random(ROWS) < 0.7
 FLOATS = np.where(IS_KEPT, RNG.exponential(size=ROWS), 0).astype(np.float32)
 WEIGHTS = {
+    "none": None,
     "mask": IS_KEPT,
     "floats": FLOATS,
     "bfloat16": FLOATS.astype(jnp.bfloat16),
 }
 
 
-def source(size, weights):
+def source(size, weights=None):
+    if weights is None:
+        return scikit_metrics.source(size)
     # Examples of weight 0 have labels and scores that no metric could use.
     unused = np.asarray(weights) == 0
     x = np.where(unused[:, None], np.float32(np.nan), X)
     return scikit_metrics.source(size, x=x, labels=np.where(unused, -100, LABELS), weights=weights)
 
 
-def check(found, weights):
-    scikit_metrics.check(found, expected(weights), of_counts=1e-6)  # sums of weights are float32
+def check(found, weights=None):
+    assert all(type(value) is float for value in found.values())
+    # Sums of weights are float32.
+    scikit_metrics.check(found, expected(weights), of_counts=1e-14 if weights is None else 1e-6)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("size", [1, 50, ROWS])
-def test_equal_to_scikit_learn_on_ragged_batches(size, kind):
+@pytest.mark.parametrize("size", [1, 8, 50, ROWS])
+def test_equal_to_scikit_learn_for_any_batch_size(size, kind):
     check(jstep.evaluator(metric_fn, source(size, WEIGHTS[kind]))(make_state()), WEIGHTS[kind])
 
 
@@ -272,30 +276,12 @@ def test_labels_out_of_range_count_if_their_weight_is_positive():
         M.confusion_matrix(jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 1e-3, 0.5])).compute()
 
 
-# `jstep.metrics` in an evaluator, compared with scikit-learn: ragged batches, sharding, low precision.
-
-
-def metric_fn_of_scikit(params, batch):
-    return scikit_metrics.metric_fn(params, batch) | {"mean": batch["x"][:, 0] * params["scale"]}
-
-
-def check_of_scikit(found):
-    assert all(type(value) is float for value in found.values())
-    scikit_metrics.check(found, expected() | {"mean": np.mean((X[:, 0] * SCALE).astype(np.float64))})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("size", [1, 8, 50, ROWS])
-def test_equal_to_scikit_learn_for_any_batch_size(size):
-    check_of_scikit(jstep.evaluator(metric_fn_of_scikit, source_of_scikit(size))(make_state()))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_batches_that_do_not_divide_over_the_mesh(count, explicit):
-    for found in on_a_mesh(metric_fn_of_scikit, source_of_scikit(16), count, explicit):
-        check_of_scikit(found)
+    for found in on_a_mesh(metric_fn, source(16), count, explicit):
+        check(found)
 
 
 @pytest.mark.thorough
@@ -307,7 +293,7 @@ def test_low_precision(dtype):
     def metric(params, batch):
         return scikit_metrics.metric_fn({"scale": jnp.ones((), dtype)}, batch)
 
-    found = jstep.evaluator(metric, source_of_scikit(10, x=low))(make_state())
+    found = jstep.evaluator(metric, scikit_metrics.source(10, x=low))(make_state())
     expected_values = expected(x=low.astype(np.float32))
     sigmoid = np.asarray(jax.nn.sigmoid(jnp.asarray(low[:, 0]))).astype(np.float32)
     expected_values["f1"] = pytest.importorskip("sklearn.metrics").f1_score(TRUTH, sigmoid > 0.5)
