@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 from jax.sharding import AxisType
-from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
+from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn, shardings
 from optimizer_table import TABLE
 
 import jstep
@@ -44,6 +44,17 @@ def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+def trained(step, state, batch):
+    """Take two steps, which donate the states and keep their shardings."""
+    before = shardings(state)
+    for _ in range(2):
+        old = state
+        state, metrics = step(state, *batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert shardings(state) == before
+    return state, metrics
+
+
 @pytest.mark.thorough(except_for=["explicit-guards"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,13 +64,7 @@ def test_slots_memory_does_not_change_results(name, kind, host_memory):
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
     results = []
     for options in ({}, {"slots_memory": "pinned_host"}):
-        state = create(mesh, optimizer, **options)
-        before = jax.tree.map(lambda leaf: leaf.sharding, state)
-        for _ in range(2):
-            old = state
-            state, metrics = step(state, *batch)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+        state, metrics = trained(step, create(mesh, optimizer, **options), batch)
         results.append(jax.device_get((state, metrics)))
     assert memories(state.slots) == {"pinned_host"}
     assert memories(state.params) == {"device"}
@@ -79,16 +84,11 @@ def test_eager_updates_keep_shardings(kind, memory, request):
     )
     single = jstep.TrainState.create(init(), optimizer)
     new = jstep.apply_gradients(state, state.params, optimizer)
-    assert jax.tree.map(lambda leaf: leaf.sharding, new) == jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert shardings(new) == shardings(state)
     assert_close(new.params, jstep.apply_gradients(single, single.params, optimizer).params)
 
 
 # Slots in host memory, updated leaf by leaf as on TPUs, tested on CPUs.
-
-MESHES = {
-    "auto": (jax.sharding.AxisType.Auto,) * 2,
-    "explicit": (jax.sharding.AxisType.Explicit,) * 2,
-}
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def loss_fn_of_groups(params, x, y):
 
 
 def create_of_groups(optimizer, kind="auto", **options):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=MESHES[kind])
+    mesh = mesh_of(kind)
     specs = [("blocks", jax.P(None, "data")), ("x", jax.P("data"))]
     state = jstep.TrainState.create(init_of_groups, optimizer, mesh=mesh, param_specs=specs, **options)
     random = np.random.default_rng(0)
@@ -136,10 +136,6 @@ def host_loops(jaxpr, outside=True):
     return names, transferred
 
 
-def assert_close_of_groups(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
-
-
 ALL_AT_ONCE = {"from_optax", "soap"}
 """Optimizers that need all of some slots on the devices at once."""
 
@@ -149,24 +145,19 @@ ALL_AT_ONCE = {"from_optax", "soap"}
 def test_updates_in_loops_match(name, in_loops):
     optimizer = TABLE[name].make(0.01)
     step = jstep.minimize(loss_fn_of_groups, optimizer, metrics=("update_norm",))
-    kind = list(MESHES)[list(TABLE).index(name) % 2]
+    kind = list(KINDS)[list(TABLE).index(name) % 2]
     results = []
     for options in ({}, {"slots_memory": "pinned_host"}):
         state, batch = create_of_groups(optimizer, kind, **options)
-        before = jax.tree.map(lambda leaf: leaf.sharding, state)
         if options:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.slots) if leaf.ndim)
             loops, transferred = host_loops(step.trace(state, *batch).jaxpr.jaxpr)
             if name not in ALL_AT_ONCE:
                 assert bool(loops) == bool(size)
                 assert transferred <= size / 16
-        for _ in range(2):
-            old = state
-            state, metrics = step(state, *batch)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+        state, metrics = trained(step, state, batch)
         results.append(jax.device_get((state.params, state.slots, metrics)))
-    assert_close_of_groups(*results)
+    assert_close(*results, atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -182,4 +173,4 @@ def test_rows_of_tables_and_leaves_without_gradients(in_loops):
         state, _ = create_of_groups(optimizer, **options)
         state, _ = step(state, jnp.array([1, 5, 1]), jnp.ones(3))
         results.append(jax.device_get((state.params, state.slots)))
-    assert_close_of_groups(*results)
+    assert_close(*results, atol=1e-6)
