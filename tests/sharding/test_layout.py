@@ -34,25 +34,22 @@ def test_bytes_on_each_device():
 
 
 @pytest.mark.thorough
-def test_create_on_a_mesh_never_holds_the_full_state():
+def test_create_on_a_mesh_never_holds_the_full_state(monkeypatch):
     """Outputs and temporaries of the program that creates it take about an eighth of the state per device."""
 
     def big():
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, (1024, 512)) for key in keys]
 
-    program = {}
+    program, original = {}, jstep.state.sharding.build
 
     def recording_build(make, place, *given, **options):
         compiled = jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
         program.update(memory=compiled.memory_analysis(), text=compiled.as_text())
         return original(make, place, *given, **options)
 
-    original, jstep.state.sharding.build = jstep.state.sharding.build, recording_build
-    try:
-        state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
-    finally:
-        jstep.state.sharding.build = original
+    monkeypatch.setattr(jstep.state.sharding, "build", recording_build)
+    state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
     total = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
     memory = program["memory"]
     assert memory.output_size_in_bytes < total / 8 + 4096
