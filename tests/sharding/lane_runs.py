@@ -59,7 +59,6 @@ def main(cases):
     random = np.random.default_rng(0)
 
     class Tiny:
-        rows = 16
         model_state = None
 
         @staticmethod
@@ -102,7 +101,6 @@ def main(cases):
             return cross_entropy(params["scale"] * (h @ params["deep"]["x"] + params["deep"]["y"]), labels)
 
     class Transformer:
-        rows = 16
         model_state = None
 
         @staticmethod
@@ -149,7 +147,6 @@ def main(cases):
             return cross_entropy(h @ params["embed"].T, labels)
 
     class Conv:
-        rows = 16
         model_state = types.MappingProxyType({"mean": jnp.zeros(8), "count": jnp.zeros((), jnp.int32)})
 
         @staticmethod
@@ -229,22 +226,22 @@ def main(cases):
         return with_aux
 
     def placed(place, model, optimizer, dtype):
-        kind, n, axes = [*place.split(":"), "1", "auto"][:3] if place != "none" else ("none", "1", "auto")
-        axes = "auto" if axes not in ("auto", "explicit") else axes
-        n, kind_of_axis = int(n), AxisType.Auto if axes == "auto" else AxisType.Explicit
+        """Return a new state in its place, and the sharding of its batches."""
+        kind, n, *axes = [*place.split(":"), "1"]
+        n, kind_of_axis = int(n), AxisType.Explicit if "explicit" in axes else AxisType.Auto
         state = jstep.TrainState.create(
             model.init(dtype), optimizer, model_state=model.model_state and dict(model.model_state)
         )
         if kind == "none":
-            return state, None, P()
+            return state, None
         if kind == "two":
             mesh = jax.make_mesh((n // 2, 2), ("data", "fsdp"), (kind_of_axis,) * 2, devices=jax.devices()[:n])
             specs = jstep.fsdp_specs(state.params, mesh, axis="fsdp", min_size=1)
-            return jstep.shard_state(state, mesh, specs), mesh, P(("data", "fsdp"))
+            return jstep.shard_state(state, mesh, specs), NamedSharding(mesh, P(("data", "fsdp")))
         mesh = jax.make_mesh((n,), ("data",), (kind_of_axis,), devices=jax.devices()[:n])
         specs = jstep.fsdp_specs(state.params, mesh, min_size=1) if kind == "fsdp" else None
         slot_axis = "data" if kind == "zero1" else None
-        return jstep.shard_state(state, mesh, specs, slot_axis=slot_axis), mesh, P("data")
+        return jstep.shard_state(state, mesh, specs, slot_axis=slot_axis), NamedSharding(mesh, P("data"))
 
     def hashes(tree):
         whole = jax.device_get(jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree))
@@ -258,7 +255,8 @@ def main(cases):
     def _is_key(x):
         return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
-    def run(case, place):
+    def make(case, place):
+        """Return the step of a case, a new state, and the sharding of its batches."""
         model, dtype = models[case.get("model", "mlp")], jnp.dtype(case.get("dtype", "float32"))
         name = case.get("optimizer", "adamw")
         optimizer = optimizers[name]() if name in optimizers else of_table(name)
@@ -273,12 +271,14 @@ def main(cases):
         if options.get("has_aux"):
             loss = aux(model.loss)
         options["has_model_state"] = model.model_state is not None
-        step = jstep.minimize(loss, optimizer, **options)
-        state, mesh, rows = placed(place, model, optimizer, dtype)
+        return jstep.minimize(loss, optimizer, **options), *placed(place, model, optimizer, dtype)
+
+    def run(case, place):
+        step, state, sharding = make(case, place)
         seen = []
         for i in range(case.get("steps", 4)):
             batch = data[case.get("model", "mlp")][i % 4]
-            batch = batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, rows))
+            batch = batch if sharding is None else jax.device_put(batch, sharding)
             state, metrics = step(state, *batch)
             seen.append(metrics)
         return hashes({"params": state.params, "slots": state.slots, "step": state.global_step, "metrics": seen})
@@ -289,17 +289,10 @@ def main(cases):
         for label, pieces in case["runs"].items():
             with tempfile.TemporaryDirectory() as directory:
                 for place, k, last in pieces:
-                    model, optimizer = models[case.get("model", "mlp")], optimizers["adamw"]()
-                    options = {"lanes": 8, "metrics": ("grad_norm",)} | case.get("options", {})
-                    if options.get("rng"):
-                        options["rng"] = jax.random.key(7)
-                    step = jstep.minimize(model.loss, optimizer, **options)
-                    state, mesh, rows = placed(place, model, optimizer, jnp.dtype("float32"))
-                    sharding = None if mesh is None else NamedSharding(mesh, rows)
-                    log = pathlib.Path(directory, "log")
-                    hooks = [jstep.FingerprintHook(case.get("fingerprints", 2), log)]
-                    rows_of_all = zip(*data[case.get("model", "mlp")], strict=True)
-                    batches = jstep.batches(tuple(map(np.concatenate, rows_of_all)), model.rows, seed=1)
+                    step, state, sharding = make(case, place)
+                    hooks = [jstep.FingerprintHook(2, pathlib.Path(directory, "log"))]
+                    rows = tuple(map(np.concatenate, zip(*data["mlp"], strict=True)))
+                    batches = jstep.batches(rows, MLP.rows, seed=1)
                     options = {"steps_per_call": k, "batch_sharding": sharding, "checkpoint_dir": directory}
                     state = jstep.train(step, state, batches, last, hooks=hooks, progress=False, **options)
                 found[label] = hashes({"params": state.params, "slots": state.slots, "step": state.global_step})
