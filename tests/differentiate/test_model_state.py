@@ -95,8 +95,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options, name):
     change, old = ALIKE[name]
-    parts = {name: value for name, value in OPTIONS[options].items() if name == "num_microbatches"}
-    parts = {"num_microbatches": 2} if options == "max_rows" else parts
+    parts = {"num_microbatches": 2} if options in ("microbatches", "max_rows") else {}
     np.testing.assert_array_equal(run(change, old, **OPTIONS[options]), run(change, old, **parts))
 
 

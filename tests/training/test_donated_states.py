@@ -21,12 +21,12 @@ def make_step(**kwargs):
     return jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
 
 
-def make_state(kind):
-    params = {"w": jnp.zeros(4), "b": 0.0}
-    if kind == "one device":
-        return jstep.TrainState.create(params, OPTIMIZER)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(AxisType, kind),))
-    return jstep.TrainState.create(params, OPTIMIZER, mesh=mesh)
+def make_state(kind, optimizer=OPTIMIZER, params=None):
+    params = {"w": jnp.zeros(4), "b": 0.0} if params is None else params
+    mesh = None
+    if kind != "one device":
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(AxisType, kind),))
+    return jstep.TrainState.create(params, optimizer, mesh=mesh)
 
 
 def custom():
@@ -92,11 +92,6 @@ def test_in_a_run(kind, name):
 
 # Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep raises.
 
-MESHES = {
-    "one device": None,
-    "explicit": jax.make_mesh((8,), ("data",)),
-    "auto": jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
-}
 OPTIMIZER_OF_BUFFERS = jstep.lookahead(jstep.adam(0.01))
 X_OF_BUFFERS = np.ones((8, 3), np.float32)
 
@@ -105,17 +100,16 @@ def loss_fn_of_buffers(params, x, teacher=None):
     return jnp.mean((x @ params["w"]) ** 2) + (0 if teacher is None else jnp.sum(teacher["w"]))
 
 
-def create(mesh):
-    state = jstep.TrainState.create({"w": jnp.ones((3, 2))}, OPTIMIZER_OF_BUFFERS)
-    return state if mesh is None else jstep.shard_state(state, mesh)
+def create(kind):
+    return make_state(kind, OPTIMIZER_OF_BUFFERS, {"w": jnp.ones((3, 2))})
 
 
 @pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
-def test_slots_that_share_buffers_with_parameters(mesh, alias):
+def test_slots_that_share_buffers_with_parameters(kind, alias):
     step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
-    state, _ = step(create(mesh), X_OF_BUFFERS)
+    state, _ = step(create(kind), X_OF_BUFFERS)
     aliased = state.replace(slots={**state.slots, "slow": alias(state.params)})
     with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
         step(aliased, X_OF_BUFFERS)
@@ -125,14 +119,14 @@ def test_slots_that_share_buffers_with_parameters(mesh, alias):
     assert jstep.global_step(step(copied, X_OF_BUFFERS)[0]) == 2
 
 
-@pytest.mark.thorough(except_for=["explicit"])
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_arguments_that_share_buffers_with_parameters(mesh):
+@pytest.mark.thorough(except_for=["Explicit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_that_share_buffers_with_parameters(kind):
     step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
-    for state in (create(mesh), step(create(mesh), X_OF_BUFFERS, None)[0]):
+    for state in (create(kind), step(create(kind), X_OF_BUFFERS, None)[0]):
         with pytest.raises(ValueError, match="'params/w' and the step's argument '1/w' share one buffer"):
             step(state, X_OF_BUFFERS, state.params)
-    state = create(mesh)
+    state = create(kind)
     kept, _ = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, donate=False)(state, X_OF_BUFFERS, state.params)
     assert jstep.global_step(kept) == 1
 
