@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jstep.core import exceptions, meshes, threads
-from jstep.core.checks import as_int, as_number, as_string, describe_type, format_value
+from jstep.core.checks import as_int, as_mapping, as_number, as_string, describe_type, format_value
 from jstep.core.logs import logger
 from jstep.core.public_names import explains_attributes
 from jstep.core.tracebacks import shortens_tracebacks
@@ -376,20 +376,19 @@ class SummaryWriter:
             raise TypeError(f"add_session_log: must be a SessionLog or its status, not {describe_type(session_log)}")
         self._put({"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step)
 
-    def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
-        """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
+    def add_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Write hyperparameters for TensorBoard's HParams tab, which shows them beside the scalars of each run.
 
         Args:
             hparams: Name → bool, number or string. Nested mappings are flattened: `optimizer/learning_rate`.
-            metrics: Name → number, the results. They are written as scalars, and the run is marked as finished.
 
         Example:
             >>> import tempfile, jstep.summary
             >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
-            ...     writer.add_hparams({"learning_rate": 0.1, "optimizer": "adam"}, {"accuracy": 0.98})
+            ...     writer.add_hparams({"learning_rate": 0.1, "optimizer": "adam"})
         """
         self._check_ready()
-        self._put({"summary": proto("Summary")(value=hparams_values(hparams, metrics, time.time()))})
+        self._put({"summary": proto("Summary")(value=[hparams_value(hparams, time.time())])})
 
     def flush(self) -> None:
         """Wait until everything added is on the disk, including the arrays that are not ready.
@@ -441,12 +440,7 @@ class SummaryWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except Exception as closing:
-            if error is None:
-                raise
-            exceptions.note(error, f"closing the summary writer failed too: {closing!r}")
+        exceptions.noting(self.close)(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
@@ -486,11 +480,9 @@ def as_serialized(x: Any, name: str) -> bytes:
     return x.SerializeToString()
 
 
-def hparams_values(hparams: object, metrics: object, wall_time: float) -> list[Any]:
-    api, plugin = (
-        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
-    )
-    flat = dict(_flat(hparams, "hparams"))
+def hparams_value(hparams: object, wall_time: float) -> Any:
+    plugin = import_extra("tensorboard.plugins.hparams.plugin_data_pb2", "add_hparams")
+    flat = dict(_flat(hparams))
     start = plugin.SessionStartInfo(start_time_secs=wall_time)
     for name, value in flat.items():
         if isinstance(value, bool | str):
@@ -499,30 +491,18 @@ def hparams_values(hparams: object, metrics: object, wall_time: float) -> list[A
             start.hparams[name].number_value = as_number(value, f"hparams[{name!r}]", finite=False)
     start.group_name = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # No experiment is written, so that TensorBoard derives the columns from the runs.
-    values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
-    if metrics is not None:
-        for name, value in _flat(metrics, "metrics"):
-            number = as_number(value, f"metrics[{name!r}]", finite=False)
-            values.append(proto("Summary").Value(tag=name, simple_value=number))
-        end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=wall_time)
-        values.append(_value("_hparams_/session_end_info", plugin.HParamsPluginData(session_end_info=end)))
-    return values
-
-
-def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(entries, Mapping):
-        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {describe_type(entries)}")
-    for key, value in entries.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, what, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value
-
-
-def _value(tag: str, data: Any) -> Any:
+    content = plugin.HParamsPluginData(session_start_info=start).SerializeToString()
     empty = proto("TensorShapeProto")(dim=[{"size": 0}])
     return proto("Summary").Value(
-        tag=tag,
-        metadata={"plugin_data": {"plugin_name": "hparams", "content": data.SerializeToString()}},
+        tag="_hparams_/session_start_info",
+        metadata={"plugin_data": {"plugin_name": "hparams", "content": content}},
         tensor=proto("TensorProto")(dtype=proto("DataType").DT_FLOAT, tensor_shape=empty),
     )
+
+
+def _flat(hparams: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in as_mapping(hparams, "hparams", "from names to values").items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value

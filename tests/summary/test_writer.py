@@ -144,9 +144,7 @@ def test_add_hparams(tmp_path, accumulate):
 
     hparams = {"rate": jnp.float32(0.5), "layers": np.int64(3), "nesterov": True, "optimizer": {"name": "adam"}}
     with SummaryWriter(tmp_path) as writer:
-        writer.add_hparams(hparams, metrics={"accuracy": 0.9})
-        with pytest.raises(TypeError, match=r"metrics\['accuracy'\]='good': must be a number"):
-            writer.add_hparams(hparams, metrics={"accuracy": "good"})
+        writer.add_hparams(hparams)
     events = accumulate(tmp_path)
     content = events.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
@@ -156,8 +154,6 @@ def test_add_hparams(tmp_path, accumulate):
         "nesterov": True,
         "optimizer/name": "adam",
     }
-    assert metadata.SESSION_END_INFO_TAG in content
-    assert scalars(events, "accuracy") == [(0, pytest.approx(0.9))]
 
 
 # `SummaryWriter`: its errors, and which call raises them.
