@@ -104,8 +104,15 @@ def max_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def ints_of_all(*numbers: int) -> list[list[int]]:
     """Return the integers of each process, of up to 62 bits."""
-    halves = _gathered(np.array([divmod(number, 2**31) for number in numbers], np.int32))
-    return [[int(high) * 2**31 + int(low) for high, low in row] for row in halves]
+    return [_joined(row) for row in _gathered(_halves(numbers))]
+
+
+def _halves(numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+    return np.array([divmod(number, 2**31) for number in numbers], np.int32)
+
+
+def _joined(halves: np.ndarray[Any, Any]) -> list[int]:
+    return [int(high) * 2**31 + int(low) for high, low in halves]
 
 
 def gather_texts(text: str) -> list[str]:
@@ -166,11 +173,10 @@ def first_ints_on_all(
         numbers = fn()
     except Exception as caught:
         error = caught
-    halves = [half for number in numbers for half in divmod(number, 2**31)]
-    found = _gathered(np.array([error is not None, *halves], np.int32))
-    if found[:, 0].any():
+    rows = ints_of_all(error is not None, *numbers)
+    if any(has_failed for has_failed, *_ in rows):
         _raise_on_all(error, problem, kind)
-    return [int(high) * 2**31 + int(low) for high, low in found[0, 1:].reshape(count, 2)]
+    return rows[0][1:]
 
 
 class AgreedShapes:
@@ -213,8 +219,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
-    halves = np.array([divmod(number, 2**31) for number in numbers], np.int32)
-    return [int(high) * 2**31 + int(low) for high, low in _broadcast_from_0(halves)]
+    return _joined(_broadcast_from_0(_halves(numbers)))
 
 
 def _gathered(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

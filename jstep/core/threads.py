@@ -181,15 +181,8 @@ def doing(what: str) -> Iterator[None]:
 
 
 class SignsOfLife:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self) -> None:
-        self.count += 1
-
-
-evaluation_batches_taken = SignsOfLife()
-"""The number of batches that evaluators of this process have taken."""
+    evaluation_batches = 0
+    """The number of batches that evaluators of this process have taken."""
 
 
 def activities_of(ident: int) -> frozenset[str]:

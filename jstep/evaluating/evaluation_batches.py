@@ -20,7 +20,7 @@ from jstep.core.checks import format_value
 from jstep.core.exceptions import until_end
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
-from jstep.core.threads import evaluation_batches_taken
+from jstep.core.threads import SignsOfLife
 from jstep.core.trees import Tree, shape_of
 from jstep.data.batch_placement import (
     as_shardings,
@@ -165,7 +165,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
         yield from _synchronized(arguments, shardings)
         return
     for args in arguments:
-        evaluation_batches_taken.add()
+        SignsOfLife.evaluation_batches += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
                 args = _map_leaves(lambda x, layout: jax.device_put(x, fitting(layout, np.shape(x))), args, shardings)
@@ -215,7 +215,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         elif last is None and (counts == _ENDED).any():
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
-        evaluation_batches_taken.add()
+        SignsOfLife.evaluation_batches += 1
         if not (counts == _GLOBAL).any():
             with internal_transfers():
                 args = _map_leaves(functools.partial(_global, counts), args, shardings)

@@ -206,7 +206,7 @@ class StallWatch(Observer):
             return Wait("save", f"saving step {step}", SAVING)
         if call is not None and key == (id(call.hook), EVALUATING):
             return Wait(
-                _EVALUATION, f"in an evaluation at step {step}", key, taken=threads.evaluation_batches_taken.count
+                _EVALUATION, f"in an evaluation at step {step}", key, taken=threads.SignsOfLife.evaluation_batches
             )
         if call in (BODY, AFTER_LOOP):
             return Wait(_USERS_HOOK, f"in {call.name} at step {step}", key)
