@@ -128,8 +128,8 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
 
     Raises:
         TypeError: `train_step` is not a function, or `state` is not a TrainState.
-        ValueError: State and batch are on different devices; or, with a `topology`, they are on a mesh already or the
-            rows do not divide over its devices.
+        ValueError: State and batch are on different devices (JAX's error); or, with a `topology`, they are on a mesh
+            already or the rows do not divide over its devices.
         ImportError: The compiler for the topology is not installed, or does not load or work.
 
     Example:
@@ -146,7 +146,7 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
     require_state(state)
     if topology is not None:
         state, args = topologies.on_topology(topology, train_step, state, args)
-    state, args = topologies.refuse_other_devices(state, args)
+    state, args = topologies.shapes_if_elsewhere(state, args)
     name = topologies.topology_name(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
     with using_mesh(mesh_of((state, args))), slow(doing):

@@ -250,18 +250,9 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
     return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
 
 
-def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Check that state and batch are on the same devices; on compile-only devices, return shapes."""
-    meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
-    placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
-    for name, mesh in placed.items():
-        first, of_first = next(iter(placed.items()))
-        if set(mesh.devices.flat) != set(of_first.devices.flat):
-            raise ValueError(
-                f"{first} is on {_called(of_first)} and {name} on {_called(mesh)}; place both on one mesh, with "
-                "shard_state and shard_batch"
-            )
-    if not any(map(compiles_only, placed.values())):
+def shapes_if_elsewhere(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return shapes for the arrays that are not on the mesh of state or batch, if that only compiles."""
+    if not any(map(compiles_only, map(mesh_of, (state, *args)))):
         return state, args
 
     def here(leaf: object) -> Any:
@@ -269,10 +260,6 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
         return trees.shape_of(leaf) if is_elsewhere else leaf
 
     return jax.tree.map(here, state), jax.tree.map(here, args)
-
-
-def _called(mesh: Mesh) -> str:
-    return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
 
 
 # Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.

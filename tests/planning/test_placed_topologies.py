@@ -113,9 +113,9 @@ def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus, monkeypatch)
 def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     placed, x = jstep.shard_state(state(), mesh), jnp.ones(4)
-    assert topologies.refuse_other_devices(placed, (x,)) == (placed, (x,))
+    assert topologies.shapes_if_elsewhere(placed, (x,)) == (placed, (x,))
     monkeypatch.setattr(topologies, "compiles_only", lambda mesh: True)
-    same, (shape, number) = topologies.refuse_other_devices(placed, (x, 3))
+    same, (shape, number) = topologies.shapes_if_elsewhere(placed, (x, 3))
     assert same.params["w"] is placed.params["w"]
     assert (type(shape), shape.shape, str(shape.dtype), number) == (jax.ShapeDtypeStruct, (4,), "float32", 3)
 
