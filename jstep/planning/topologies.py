@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_int, as_mapping, as_string, format_value, truncate
 from jstep.core.logs import slow
-from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.meshes import mesh_of
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import as_pure_step
@@ -187,7 +186,7 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
-        ImportError: The compiler is not installed, or does not load or work: `pip install 'jstep[tpu]'` for TPUs,
+        ImportError: The compiler is not installed, or does not load: `pip install 'jstep[tpu]'` for TPUs,
             `'jstep[aot-cuda]'` for GPUs.
 
     Example:
@@ -290,19 +289,6 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
         return _made[name]
 
 
-def require_working(name: Name, device: object) -> None:
-    """Compile a small program, to tell an error of a program from an error of its compiler."""
-    mesh = Mesh(np.array([device]), ("data",))
-    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    with using_mesh(mesh):
-        lowered = jax.jit(lambda x: jnp.exp(x) * jnp.sin(x) ** x).lower(x)
-    try:
-        lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
-        raise _unusable(name, what, error) from error
-
-
 def require_compiler(name: Name) -> None:
     if name.kind not in GPUS:
         if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
@@ -394,12 +380,3 @@ def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportEr
         f"{name}: {what} is installed, but does not work ({type(error).__name__}: {said}); "
         f"run: pip install 'jstep[{extra}]' --force-reinstall"
     )
-
-
-def versions(kind: str) -> Mapping[str, str]:
-    wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
-    installed = {}
-    for package in wanted:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
