@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jstep.checkpoint.listing import TEMPORARY, list_names
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
-from jstep.stores.files import open_regular, read_small
+from jstep.stores.files import read_small
 from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, read_header
 
@@ -59,11 +59,7 @@ def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
-    with open_regular(path) as file:
-        first = file.read(8)
-    # As the size of a header, the first bytes of JSON are far too large.
-    is_json = first[:1] == b"{" and int.from_bytes(first, "little") > LARGEST
-    if not is_json and not path.endswith(INDEX):
+    if not path.endswith(INDEX):
         return read_header(path)
     weight_map = _files_of(path)
     files = {}
