@@ -17,10 +17,3 @@ def raising(error):
         raise error
 
     return raise_it
-
-
-class ImmutableError(Exception):
-    """An exception that takes no attributes, like a frozen dataclass."""
-
-    def __setattr__(self, name, value):
-        raise TypeError("immutable")

@@ -194,6 +194,3 @@ def test_params_returned_as_activations_survive_donation():
     """The step donates the state, and the value before training is still needed."""
     check = jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": params["w"]}, steps=1)
     assert check.changes["w"] == {4: 2.0, 8: 4.0}
-
-
-# A real model with two hidden layers, one of them with a bias.

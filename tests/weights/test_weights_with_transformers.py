@@ -1,4 +1,4 @@
-"""A tiny GPT-2 and Llama of `transformers`, loaded into JAX and exported again, give the same logits."""
+"""A tiny GPT-2 of `transformers`, loaded into JAX and exported again, gives the same logits."""
 
 import functools
 import warnings
@@ -31,9 +31,6 @@ def ignore_warnings():
 def logits_of(model):
     with torch.no_grad():
         return model.eval()(torch.tensor(TOKENS)).logits.float().numpy()
-
-
-# GPT-2.
 
 
 def norm(x, weight, bias):
@@ -121,6 +118,3 @@ def test_gpt2_round_trip(a_gpt2, tmp_path):
         assert set(info["missing_keys"]) <= {"lm_head.weight"}  # tied
         assert not info["unexpected_keys"]
         np.testing.assert_array_equal(logits_of(reloaded), expected)
-
-
-# Llama: kernels stored as (out, in), rotary embeddings, grouped-query attention, an untied output head.
