@@ -1,15 +1,52 @@
-"""`QueueRunner`: threads, completion, and errors."""
+"""`QueueRunner`: its threads, errors, restarts, collections, contexts, and the exit of the process."""
 
+import contextvars
+import itertools
+import threading
+import time
+
+import jax
 import pytest
+from processes import run_program
 from queue_calls import drain
-from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
+from waiting import TIMEOUT
 
 from jstep.core.exceptions import OutOfRangeError
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import CancelledError, FIFOQueue, RandomShuffleQueue
 
-no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
+
+def counting_op(queue, n=None):
+    """Return an operation that enqueues 0, 1, …, n - 1 and then raises StopIteration."""
+    numbers = itertools.count() if n is None else iter(range(n))
+    return lambda: queue.enqueue(next(numbers))
+
+
+def failing_op(queue, after, exception):
+    numbers = itertools.count()
+
+    def op():
+        if next(numbers) == after:
+            raise exception
+        queue.enqueue("item")
+
+    return op
+
+
+def join_all(threads):
+    for thread in threads:
+        thread.join(TIMEOUT)
+    return not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_threads():
+    """Check that all threads of the test end."""
+    before = set(threading.enumerate())
+    yield
+    leftover = set(threading.enumerate()) - before
+    assert join_all(leftover), leftover
 
 
 def test_each_op_runs_in_a_thread_until_exhausted():
@@ -104,3 +141,165 @@ def test_runners_of_one_queue_are_created_before_one_of_them_closes_it():
         for op in (ended, fill):
             add_queue_runner(QueueRunner(queue, [op]), f"of one queue {trial}")
         coordinator.join(start_queue_runners(coordinator, collection=f"of one queue {trial}"))
+
+
+class TestRestart:
+    def test_not_while_threads_are_running(self):
+        queue = FIFOQueue(2)
+        coord = Coordinator()
+        runner = QueueRunner(queue, [counting_op(queue)])
+        threads = runner.create_threads(coord, start=True)
+        with pytest.raises(RuntimeError, match="have not ended; join them first"):
+            runner.create_threads(coord)
+        coord.request_stop()
+        coord.join(threads)
+        assert len(runner.create_threads(coord, start=True)) == 1
+        coord.clear_stop()
+
+    def test_restart_clears_the_recorded_exceptions(self):
+        def broken():
+            raise ValueError("broken")
+
+        runner = QueueRunner(FIFOQueue(2), [broken])
+        for _ in range(2):
+            assert join_all(runner.create_threads(start=True))
+            assert len(runner.exceptions_raised) == 1
+
+
+class TestCollections:
+    def test_start_queue_runners(self, request):
+        name = request.node.name
+        queues = [FIFOQueue(3), FIFOQueue(3)]
+        for queue in queues:
+            add_queue_runner(QueueRunner(queue, [counting_op(queue)] * 2), collection=name)
+        coord = Coordinator()
+        threads = start_queue_runners(coord, collection=name)
+        assert len(threads) == 4
+        assert all(t.daemon for t in threads)
+        for queue in queues:
+            queue.dequeue_many(5)
+        coord.request_stop()
+        coord.join(threads)
+        assert all(queue.is_closed() for queue in queues)
+
+    def test_running_are_skipped_and_closed_are_removed(self, request, caplog):
+        name = request.node.name
+        queue = FIFOQueue(3)
+        runner = QueueRunner(queue, [counting_op(queue)])
+        add_queue_runner(runner, name)
+        add_queue_runner(runner, name)
+        coord = Coordinator()
+        threads = start_queue_runners(coord, collection=name)
+        assert len(threads) == 1
+        assert start_queue_runners(coord, collection=name) == []
+        assert not caplog.records
+        coord.request_stop()
+        coord.join(threads)
+        assert start_queue_runners(coord, collection=name) == []
+        assert name in caplog.text
+
+
+# The exit of the process.
+
+
+def test_threads_do_not_keep_the_process_alive():
+    """The main thread exits with an error while threads wait for room and for elements."""
+    program = """
+        import itertools
+        from jstep.queues.coordinator import Coordinator
+        from jstep.queues.queue_runner import QueueRunner
+        from jstep.queues.queues import FIFOQueue
+        numbers = itertools.count()
+        def start(coord, daemon):
+            full, empty, out = FIFOQueue(2), FIFOQueue(2), FIFOQueue(2)
+            feed = [lambda: full.enqueue(next(numbers))] * 2
+            QueueRunner(full, feed).create_threads(coord, daemon=daemon, start=True)
+            relay = [lambda: out.enqueue(empty.dequeue())]
+            QueueRunner(out, relay).create_threads(coord, daemon=daemon, start=True)
+            return full.dequeue()
+        for daemon in (True, False):
+            print(start(Coordinator(), daemon) < start(None, daemon), flush=True)
+        raise SystemExit(5)
+    """
+    assert run_program(program) == (5, "True\nTrue\n", "")
+
+
+@pytest.mark.thorough
+def test_other_threads_keep_waiting_after_the_main_thread():
+    """Only threads of a QueueRunner give up, since a program may continue in other threads."""
+    program = """
+        import threading, time
+        from jstep.queues.queues import FIFOQueue
+        queue = FIFOQueue(1)
+        def consume():
+            print(queue.dequeue(), queue.dequeue(), flush=True)
+        def produce():
+            threading.main_thread().join()
+            time.sleep(0.6)
+            queue.enqueue("late")
+            queue.enqueue("later")
+        for target in (consume, produce):
+            threading.Thread(target=target).start()
+    """
+    assert run_program(program) == (0, "late later\n", "")
+
+
+@pytest.mark.thorough
+def test_polling_the_main_thread_loses_no_wake_up():
+    """A waiting worker polls whether the main thread is alive, and still receives wake-ups."""
+    queue = FIFOQueue(1)
+    threads = QueueRunner(queue, [counting_op(queue, 3)] * 2).create_threads(start=True)
+    time.sleep(0.6)  # several polls
+    assert sorted(drain(queue)) == [0, 1, 2]
+    assert join_all(threads)
+
+
+# Threads run in the context of their creator.
+
+variable = contextvars.ContextVar("variable", default=0)
+
+
+def context_settings():
+    return jax.config.jax_default_prng_impl, jax.config.jax_enable_x64, jax.sharding.get_mesh(), variable.get()
+
+
+def settings_op(queue):
+    def op():
+        queue.enqueue(context_settings())
+        raise StopIteration
+
+    return op
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("collected", [False, True])
+def test_threads_run_in_the_context_of_their_creator(kind, collected):
+    queue, coord = FIFOQueue(10), Coordinator()
+    runner = QueueRunner(queue, [settings_op(queue)] * 2)
+    token = variable.set(7)
+    try:
+        with (
+            jax.default_prng_impl("rbg"),
+            jax.enable_x64(True),
+            jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))),
+        ):
+            expected = context_settings()
+            if collected:
+                add_queue_runner(runner, "contexts")
+                threads = start_queue_runners(coord, collection="contexts")
+            else:
+                threads = runner.create_threads(coord, start=True)
+            coord.join(threads)
+    finally:
+        variable.reset(token)
+    assert [queue.dequeue(), queue.dequeue()] == [expected] * 2
+    assert context_settings() != expected
+
+
+def test_threads_started_manually():
+    queue = FIFOQueue(10)
+    (thread,) = QueueRunner(queue, [settings_op(queue)]).create_threads()
+    with jax.enable_x64(True):
+        thread.start()
+    thread.join(TIMEOUT)
+    assert queue.dequeue()[1] is True
