@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import inspect
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def tree_of(path):
 @functools.cache
 def nodes_of(path):
     return list(ast.walk(tree_of(path)))
+
+
+def import_file(path):
+    """Return a file that is in no package as a new module, whose name is not that of another one."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(path):

@@ -1,15 +1,13 @@
 """The notebook outputs shown on the pages are up to date."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from source_files import import_file
 
 DOCS = Path(__file__).parents[2] / "docs"
-SPEC = importlib.util.spec_from_file_location("docs_notebook", DOCS / "notebook.py")
-notebook = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(notebook)
+notebook = import_file(DOCS / "notebook.py")
 
 
 def text_of(html):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from source_files import import_file
 
 import jstep
 
@@ -30,16 +31,9 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def docs():
-    """A function that imports the hooks of docs/ as modules, by their files: tests have modules of the same names."""
+    """A function that imports the hooks of docs/ as modules."""
     sys.path.insert(0, str(ROOT / "docs"))  # they import each other
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    yield load
+    yield lambda name: import_file(ROOT / "docs" / f"{name}.py")
     sys.path.remove(str(ROOT / "docs"))
 
 

@@ -1,6 +1,7 @@
 """Run the programs of examples/ as a user does."""
 
 import pathlib
+import re
 import subprocess
 
 import forked
@@ -33,3 +34,7 @@ def run(script, *args):
     done = finished(script, *args)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def fingerprint(out):
+    return re.search(r"fingerprint of the state.*: (\w{16})", out)[1]

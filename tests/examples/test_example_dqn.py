@@ -1,24 +1,17 @@
 """examples/dqn.py: its carts and its buffer against their definitions, the return it reaches, and killed runs."""
 
-import importlib.util
 import re
 
 import numpy as np
 import pytest
 from killed import kill_after, newest_step
-from programs import ROOT, run, start
+from programs import ROOT, fingerprint, run, start
+from source_files import import_file
 
 
 @pytest.fixture
 def dqn():
-    spec = importlib.util.spec_from_file_location("dqn", ROOT / "examples" / "dqn.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def fingerprint(out):
-    return re.search(r"fingerprint of the state: (\w{16})", out)[1]
+    return import_file(ROOT / "examples" / "dqn.py")
 
 
 def test_a_push_is_that_of_gym(dqn):

@@ -1,6 +1,5 @@
 """examples/ppo.py: its parts against their definitions, the return it reaches, and runs that are killed."""
 
-import importlib.util
 import re
 
 import jax
@@ -8,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from killed import kill_after, newest_step
-from programs import ROOT, run, start
+from programs import ROOT, fingerprint, run, start
+from source_files import import_file
 
 import jstep
 
@@ -16,15 +16,9 @@ import jstep
 @pytest.fixture
 def ppo():
     """The module, under JAX's default settings rather than those of the tests."""
-    spec = importlib.util.spec_from_file_location("ppo", ROOT / "examples" / "ppo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(ROOT / "examples" / "ppo.py")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield module
-
-
-def fingerprint(out):
-    return re.search(r"fingerprint of the state: (\w{16})", out)[1]
 
 
 def test_a_push_is_that_of_gym(ppo):

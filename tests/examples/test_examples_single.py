@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from comparisons import same
-from programs import ROOT, finished, run, start
+from programs import ROOT, fingerprint, finished, run, start
 
 import jstep
 
@@ -188,10 +188,6 @@ def test_time_travel_finds_the_line_and_the_step(tmp_path):
 
 
 SCORE_STEPS = 16
-
-
-def fingerprint(out):
-    return re.search(rf"fingerprint of the state after {SCORE_STEPS} steps: (\w{{16}})", out)[1]
 
 
 @pytest.mark.thorough

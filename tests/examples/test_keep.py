@@ -1,7 +1,6 @@
 """examples/launchers/keep.py: which ends of a command are followed by another start."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import threading
 
 import pytest
 from programs import ROOT
+from source_files import import_file
 
 KEEP = ROOT / "examples" / "launchers" / "keep.py"
 PROGRAM = """
@@ -36,13 +36,6 @@ jstep.train(step, state, batch, int(last), checkpoint_dir=directory, save_checkp
 """
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("keep", KEEP)
-    keep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(keep)
-    return keep
-
-
 @pytest.mark.parametrize(
     ("codes", "steps", "result", "starts"),
     [
@@ -58,7 +51,7 @@ def load():
     ],
 )
 def test_which_codes_are_followed_by_another_start(codes, steps, result, starts, monkeypatch):
-    keep = load()
+    keep = import_file(KEEP)
     log, ends = [], iter([*codes, 143])
     monkeypatch.setattr(keep, "start", lambda command: log.append(command) or next(ends))
     monkeypatch.setattr(keep, "progress", lambda run, python: (steps[len(log) - 1] if log else 0, "killed"))
@@ -67,7 +60,7 @@ def test_which_codes_are_followed_by_another_start(codes, steps, result, starts,
 
 
 def test_what_the_run_has_reached_is_asked_of_the_python_of_the_command(tmp_path, monkeypatch, capsys):
-    keep = load()
+    keep = import_file(KEEP)
     python = tmp_path / "python3.99"
     python.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')  # one without jstep
     python.chmod(0o700)
