@@ -126,9 +126,12 @@ def test_temporary_files_of_dead_processes_go(tmp_path):
         str(tmp_path / f".report.html.{dead}.tmp.bak"),
         str(tmp_path / f".report.html.{place}-{pid}-{started}.tmp"),
     ]
-    for path in (*kept, owners.temporary_path(str(page), dead)):
+    abandoned = owners.temporary_path(str(page), f"11111111-{pid}-{started}-{end}")  # elsewhere, long ago
+    for path in (*kept, abandoned, owners.temporary_path(str(page), dead)):
         with open(path, "wb") as file:
             file.write(TEXT)
+    for path in (kept[0], abandoned):
+        os.utime(path, (0, 0))
     (tmp_path / "victim").write_bytes(TEXT)
     link = owners.temporary_path(str(page), dead[:-1] + ("0" if dead[-1] != "0" else "1"))
     os.symlink(tmp_path / "victim", link)
