@@ -52,12 +52,7 @@ def _one(tag: str, value: Any) -> Scalars:
     if type(value) is float:
         return Scalars((tag,), 0, value)
     value = _number(value, tag, ())
-    if isinstance(value, jax.Array):
-        return Scalars((tag,), 0, value)
-    try:
-        return Scalars((tag,), 0, float(value))
-    except OverflowError as error:
-        raise ValueError(f"scalar {tag!r}: {error}") from error
+    return Scalars((tag,), 0, value if isinstance(value, jax.Array) else float(value))
 
 
 def _many(tags: object, values: object) -> tuple[Scalars, ...]:
