@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
@@ -420,13 +419,12 @@ def _as_host_arrays(activations: object, width: int) -> dict[str, np.ndarray[Any
         raise TypeError(f"activations: must return name -> array at width {width}, got {describe_type(activations)}")
     arrays = {}
     for name, x in activations.items():
-        if not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
+        if not trees.is_array(x) or not trees.is_floating(x.dtype) or not x.size:
             raise TypeError(
                 f"activations: {name!r} must be a floating-point array with numbers, got {describe_type(x)} at width "
                 f"{width}"
             )
-        wide = x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else trees.compute_dtype(x.dtype)
-        arrays[name] = np.asarray(x).astype(wide)
+        arrays[name] = np.asarray(x).astype(trees.compute_dtype(x.dtype))
     return arrays
 
 
