@@ -15,7 +15,7 @@ from jstep.look.run_files import RunFiles
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
 from jstep.look.starts import last_step_text
-from jstep.look.sweep import Option, Sweep, is_finite_number, value_text
+from jstep.look.sweep import Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
@@ -156,7 +156,7 @@ def _table(sweep: Sweep) -> list[str]:
     }
     for name in main_metrics([row.run for row in rows], None):
         columns[f"last {name}"] = _number_cells([row.run.metrics.get(name) for row in rows])
-    columns |= {option.short: _option_cells(option) for option in sweep.options}
+    columns |= {name: _option_cells(values) for name, values in sweep.options.items()}
     seconds = [None if row.run.error else row.run.wall_seconds for row in rows]
     columns["wall time"] = _number_cells(seconds, duration_text)
     columns["goodput"] = _number_cells([row.run.goodput for row in rows], "{:.1%}".format)
@@ -184,7 +184,7 @@ def _best_words(sweep: Sweep) -> str:
     i = next(iter(sweep.ranked()), None)
     if i is None or (best := sweep.best[i]) is None:
         return ""
-    varied = [(option.short, option.values[i]) for option in sweep.options if option.values[i] is not None]
+    varied = [(name, values[i]) for name, values in sweep.options.items() if values[i] is not None]
     options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
     name = truncate(sweep.rows[i].name, _MAX_NAME)
     return f"Best: {name}, {best[0]:.4g} at step {best[1]}{options and f' with {options}'}. "
@@ -212,9 +212,9 @@ def _number_cells(
     return lambda i: _number(values[i], text)
 
 
-def _option_cells(option: Option) -> Callable[[int], str]:
+def _option_cells(values: Sequence[Any]) -> Callable[[int], str]:
     def cell(i: int) -> str:
-        value = option.values[i]
+        value = values[i]
         if value is None:
             return "<td></td>"
         return _number(value, value_text) if is_finite_number(value) else _cell(value_text(value))

@@ -9,7 +9,6 @@ import os
 import pathlib
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -333,7 +332,7 @@ def status_text(run: RunSummary) -> str:
     text = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
     if run.refused is not None:
         what = f"{run.refused['status']}: {run.refused['reason']}".removeprefix("failed: ").rstrip(": ")
-        text += f"; refused {_ago(run.refused['time'])}: {what}"
+        text += f"; refused at {local_text(run.refused['time'])}: {what}"
     return text
 
 
@@ -347,13 +346,6 @@ def _metric_text(run: RunSummary, metric: str) -> str:
 
 def duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
-
-
-def _ago(at: float) -> str:
-    passed = max(0.0, time.time() - at)
-    units = (("s", 1), ("min", 60), ("h", 3600))
-    unit, size = next((unit for unit in units if passed < 120 * unit[1]), ("days", 86400))
-    return f"{passed / size:.0f} {unit} ago"
 
 
 def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -70,14 +70,6 @@ def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
 # Options, and runs that differ by a seed.
 
 
-class Option(NamedTuple):
-    """An option that varies: its name on the page, its whole name, and the value of each run, None without one."""
-
-    short: str
-    name: str
-    values: Sequence[Any]
-
-
 def is_finite_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
 
@@ -88,8 +80,8 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> list[Option]:
-    """The options of configs that vary; where no run has a config, the hyperparameters."""
+def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Short name → the values of an option of configs that varies; where no run has a config, of a hyperparameter."""
     names = [name for name in differ if name.startswith(SECTIONS["config"])]
     if not any(row.run.config for row in rows):
         cards = (row.folder.trained_with_card for row in rows)
@@ -99,7 +91,7 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> li
     paths = [name.removeprefix(SECTIONS["config"]) for name in names]
     last = [path.rpartition("/")[2] for path in paths]
     short = [key if last.count(key) == 1 and key not in _TAKEN else path for key, path in zip(last, paths, strict=True)]
-    return [Option(key, name, differ[name]) for key, name in zip(short, names, strict=True)]
+    return {key: differ[name] for key, name in zip(short, names, strict=True)}
 
 
 _TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
@@ -132,6 +124,7 @@ class Sweep:
 
     Attributes:
         best: The best value of each run, and its step.
+        options: Name of an option that varies → its value in each run, None without one.
         colors: The color of each run: its place among the best ten, or `NEUTRAL`.
         groups: Runs that differ by a seed.
     """
@@ -141,7 +134,7 @@ class Sweep:
     best: Sequence[tuple[float, int] | None]
     colors: Sequence[int]
     differ: Mapping[str, Sequence[Any]]
-    options: Sequence[Option]
+    options: Mapping[str, Sequence[Any]]
     groups: Sequence[Sequence[int]]
 
     @classmethod
