@@ -14,6 +14,5 @@
 - `stalls`: processes that hang, and what they wait for.
 - `report`: the page of runs.
 - `page`: the sections of the page.
-- `run_files`: what a page shows of a run.
-- `sweep`: runs beside each other.
+- `sweep`: what it shows of each run, and of runs beside each other.
 """

@@ -11,11 +11,10 @@ from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
-from jstep.look.run_files import RunFiles
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
 from jstep.look.starts import last_step_text
-from jstep.look.sweep import Sweep, is_finite_number, value_text
+from jstep.look.sweep import RunFiles, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
@@ -147,22 +146,21 @@ def _recorded(row: RunFiles) -> str:
 
 
 def _table(sweep: Sweep) -> list[str]:
-    rows = sweep.rows
-    columns: dict[str, Callable[[int], str]] = {
-        "status": lambda i: _status_cell(rows[i].run),
-        "step": lambda i: _step_cell(rows[i].run),
-        f"best {sweep.metric.name}": _number_cells([best and best[0] for best in sweep.best]),
-        "at step": _number_cells([best and best[1] for best in sweep.best]),
+    runs = [row.run for row in sweep.rows]
+    columns = {
+        "status": list(map(_status_cell, runs)),
+        "step": list(map(_step_cell, runs)),
+        f"best {sweep.metric.name}": [_number(best and best[0]) for best in sweep.best],
+        "at step": [_number(best and best[1]) for best in sweep.best],
     }
-    for name in main_metrics([row.run for row in rows], None):
-        columns[f"last {name}"] = _number_cells([row.run.metrics.get(name) for row in rows])
-    columns |= {name: _option_cells(values) for name, values in sweep.options.items()}
-    seconds = [None if row.run.error else row.run.wall_seconds for row in rows]
-    columns["wall time"] = _number_cells(seconds, duration_text)
-    columns["goodput"] = _number_cells([row.run.goodput for row in rows], "{:.1%}".format)
+    for name in main_metrics(runs, None):
+        columns[f"last {name}"] = [_number(run.metrics.get(name)) for run in runs]
+    columns |= {name: list(map(_option_cell, values)) for name, values in sweep.options.items()}
+    columns["wall time"] = [_number(None if run.error else run.wall_seconds, duration_text) for run in runs]
+    columns["goodput"] = [_number(run.goodput, "{:.1%}".format) for run in runs]
     drawn = list[str]()
     for i, depth in sweep.tree():
-        cells = "".join(cell(i) for cell in columns.values())
+        cells = "".join(column[i] for column in columns.values())
         drawn.append(f'<tr data-r="{i}">{_name_cell(sweep, i, depth)}{cells}</tr>')
     words = html_text(f"{_best_words(sweep)}The best is the {sweep.metric}.")
     return [f'<p>{words}</p><div id="controls"></div>', _boxed(["name", *columns], drawn, "runs")]
@@ -206,20 +204,10 @@ def _step_cell(run: RunSummary) -> str:
     return "<td></td>" if run.error else _cell(text, number=float(run.step))
 
 
-def _number_cells(
-    values: Sequence[float | None], text: Callable[[float], str] = "{:.4g}".format
-) -> Callable[[int], str]:
-    return lambda i: _number(values[i], text)
-
-
-def _option_cells(values: Sequence[Any]) -> Callable[[int], str]:
-    def cell(i: int) -> str:
-        value = values[i]
-        if value is None:
-            return "<td></td>"
-        return _number(value, value_text) if is_finite_number(value) else _cell(value_text(value))
-
-    return cell
+def _option_cell(value: Any) -> str:
+    if value is None:
+        return "<td></td>"
+    return _number(value, value_text) if is_finite_number(value) else _cell(value_text(value))
 
 
 # Curves.

@@ -17,9 +17,8 @@ from jstep.core.drawing import stylesheet
 from jstep.core.tables import html_text
 from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
-from jstep.look.run_files import RunFiles
 from jstep.look.runs import find_runs, run_names
-from jstep.look.sweep import Sweep
+from jstep.look.sweep import RunFiles, Sweep
 from jstep.stores.files import write_named
 from jstep.stores.urls import absolute, location
 
