@@ -4,7 +4,6 @@
 - `config`: what a run was given, as JSON without secrets.
 - `differences`: the differences of two starts.
 - `process_files`: the files of all processes but the first.
-- `programs`: the printed programs of a start.
 - `schema`: the schema of the files of a run.
 - `stall_files`: the files `stalls/PREFIX.PROCESS.json`.
 - `starts`: the files `starts/PREFIX.NNNNNN.json`.

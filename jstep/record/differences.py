@@ -1,5 +1,6 @@
 """The differences of two starts, name by name, and which of these change the bits of a resumed run."""
 
+import difflib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import in_own_digits, truncate
 from jstep.core.secret_text import NOT_RECORDED
-from jstep.record.programs import differing_lines, read_programs
+from jstep.record.starts import read_programs
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
@@ -212,3 +213,39 @@ def _shown(value: Any, other: Any) -> str:
         value = in_own_digits(value)
     is_plain = isinstance(value, str) and value and str(other) != value
     return truncate(value if is_plain else json.dumps(value), 80)
+
+
+# The first lines in which two printed programs differ.
+
+_MAX_LINES, _COMPARED, _MAX_SHOWN = 5, 400, 60
+_BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*(?:<\w+>)?\[)")
+_WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=<\[])(:)?")
+_KEY = re.compile(r"\bkey<\w+>")
+
+
+def differing_lines(before: str, after: str, *, any_keys: bool = False) -> list[str]:
+    """Return the first lines in which two programs differ, without the names of their variables.
+
+    With `any_keys`, PRNG keys of all implementations are equal.
+    """
+    old, new = (_without_names(_KEY.sub("key", text) if any_keys else text) for text in (before, after))
+    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new)))
+    old, new = old[same : same + _COMPARED], new[same : same + _COMPARED]
+    return list(dict.fromkeys(_replaced(old, new)))[:_MAX_LINES]
+
+
+def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            for x, y in zip([*old[a:b], *[""] * (d - c)], [*new[c:d], *[""] * (b - a)], strict=False):
+                if x or y:
+                    yield f"{truncate(x, _MAX_SHOWN) or 'nothing'} → {truncate(y, _MAX_SHOWN) or 'nothing'}"
+
+
+def _without_names(text: str) -> list[str]:
+    names = set(_BOUND.findall(text))
+
+    def without(word: Any) -> str:
+        return word[0] if word[1] or word[2] not in names else ""
+
+    return [" ".join(_WORD.sub(without, line).split()) for line in text.split("\n")]

@@ -1,6 +1,7 @@
 """The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
 
-It contains a `schema.Start`; `PREFIX.NNNNNN.card.json` beside it contains a `schema.Card`.
+It contains a `schema.Start`; `PREFIX.NNNNNN.card.json` beside it contains a `schema.Card`, and `PREFIX.NNNNNN.programs`
+the printed programs, compressed.
 """
 
 import concurrent.futures
@@ -11,13 +12,13 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.record.config import encoded
-from jstep.record.programs import compressed
 from jstep.record.schema import IN_CARD, Card, Start, checked, valid_fields
 from jstep.stores.files import decode_json, foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
@@ -31,6 +32,8 @@ MAX_STARTS, MAX_BYTES = 1000, 2**20
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
 """The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
+_PROGRAM_BYTES, _PROGRAM_CHARACTERS = 2**16, 2**20
+"""The maximum size of the file of printed programs, and of what is compressed."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
@@ -216,6 +219,13 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
     return data
 
 
+def compressed(programs: Mapping[str, str]) -> bytes:
+    text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_PROGRAM_CHARACTERS]
+    while len(data := zlib.compress(text.encode(), 9)) > _PROGRAM_BYTES:
+        text = text[: len(text) // 2]
+    return data
+
+
 # Reading.
 
 
@@ -299,6 +309,15 @@ def _load_card(where: str, start: Start) -> dict[str, Any]:
         whole = _load(_card_path(where, start))
         checked(whole, Card)
         return dict(whole)
+    return {}
+
+
+def read_programs(path: str) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError, zlib.error):
+        reader = zlib.decompressobj()
+        text = reader.decompress(read_small(path, _PROGRAM_BYTES), 4 * _PROGRAM_CHARACTERS).decode("utf-8", "replace")
+        pages = (page.partition("\n") for page in text.split("\f"))
+        return {stage: program for stage, _, program in pages}
     return {}
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import jstep
 from jstep.look import cli
-from jstep.record.programs import compressed, differing_lines, read_programs
+from jstep.record.differences import differing_lines
+from jstep.record.starts import compressed, read_programs
 
 X = np.ones((8, 4), np.float32)
 
