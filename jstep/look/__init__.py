@@ -2,9 +2,8 @@
 
 - `cli`: the command line.
 - `runs`: the runs below directories, as a tree.
-- `run_folder`: what the folder of a run holds.
+- `run_folder`: what the folder of a run holds; its starts as text.
 - `run_summary`: what a run was and how it ended.
-- `starts`: the starts of a run as text.
 - `goodput`: where the time of a run went.
 - `diff`: how two checkpoints or runs differ, and from which step on.
 - `checkpoints`: `inspect`.

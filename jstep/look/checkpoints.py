@@ -18,7 +18,6 @@ from jstep.core.tables import printable
 from jstep.look import cli
 from jstep.look.arrays import array_range, is_inexact, norm
 from jstep.look.positions import Positions, lines_of_positions, positions_in
-from jstep.look.starts import first_lines
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
@@ -194,7 +193,7 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
         lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
     if positions is not None:
         shown = [printable(line) for line in lines_of_positions(positions)]
-        lines += ["", "positions of the batches, and of the objects of from_loop", *first_lines(shown)]
+        lines += ["", "positions of the batches, and of the objects of from_loop", *cli.first_lines(shown)]
     return cli.answer(arguments, fields, lines)
 
 

@@ -26,6 +26,8 @@ DIFFERENT = 1
 """`diff` found a difference, `stalls` a stalled process, or `runs` an unreadable run."""
 TROUBLE = 2
 """A missing path, corrupted data, nothing in common, or wrong usage."""
+SHOWN = 40
+"""How many lines of a long list are shown."""
 
 
 class Command(NamedTuple):
@@ -83,6 +85,12 @@ def cell(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return f"{value:.6g}" if isinstance(value, float) else printable(value)
+
+
+def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  ") -> list[str]:
+    others = len(lines) - SHOWN
+    ending = [f"and {others} more (--json lists all)"] if others > 0 else []
+    return [f"{indent}{line}" for line in (*(shown or lines[:SHOWN]), *ending)]
 
 
 def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:

@@ -12,9 +12,17 @@ from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.arrays import LeafDifference, array_difference
 from jstep.look.checkpoints import Checkpoint, at, below
+from jstep.look.cli import SHOWN, first_lines
 from jstep.look.positions import position_differences
-from jstep.look.run_folder import RunFolder, find_run_folders, logged_states, run_folders
-from jstep.look.starts import NOT_COMPARED, SHOWN, first_lines, lines_of_changes, state_change_lines
+from jstep.look.run_folder import (
+    NOT_COMPARED,
+    RunFolder,
+    find_run_folders,
+    lines_of_changes,
+    logged_states,
+    run_folders,
+    state_change_lines,
+)
 from jstep.record.differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path

@@ -11,9 +11,9 @@ from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
+from jstep.look.run_folder import last_step_text
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
-from jstep.look.starts import last_step_text
 from jstep.look.sweep import RunFiles, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 

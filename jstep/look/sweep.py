@@ -16,10 +16,9 @@ from jstep.core.checks import format_list, truncate
 from jstep.core.drawing import COLORS, NEUTRAL, Mark, Numbers, thin
 from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
-from jstep.look.run_folder import RunFolder, run_folder
+from jstep.look.run_folder import RunFolder, run_folder, state_change_lines
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import differences_of, tree
-from jstep.look.starts import state_change_lines
 from jstep.record.differences import SECTIONS, values_of
 from jstep.record.stall_files import missing_threads, read_stalls
 from jstep.stores.event_files import Series
