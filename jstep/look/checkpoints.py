@@ -247,21 +247,20 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
         problems += wrong
         name, leaves = f"{checkpoint.prefix}-{checkpoint.step}", len(checkpoint.manifest.leaves)
         name = f"best/{name}" if checkpoint in best else name
-        rows.append({"name": name, **_about(checkpoint), "leaves": leaves, "sound": not wrong})
+        sound = {"sound": not wrong} if arguments.verify else {}
+        rows.append({"name": name, **_about(checkpoint), "leaves": leaves, **sound})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
-    shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row, arguments)} for row in rows]
+    shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row)} for row in rows]
     lines = [path] if len(arguments.paths) > 1 else []
     lines += [*cli.table(keys, shown, left=2), _extent(path, arguments)] if rows else []
     if arguments.verify:
         rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
-    else:
-        rows = [{key: value for key, value in row.items() if key != "sound"} for row in rows]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
     return cli.complain("inspect", *problems)
 
 
-def _note(row: Mapping[str, Any], arguments: argparse.Namespace) -> str:
-    sound = ("as written" if row["sound"] else "CORRUPTED") if arguments.verify else ""
+def _note(row: Mapping[str, Any]) -> str:
+    sound = {True: "as written", False: "CORRUPTED", None: ""}[row.get("sound")]
     finite = "" if row["finite"] else "NOT FINITE"
     return ", ".join(filter(None, (sound, finite, "until the next one" if row["temporary"] else "")))
 

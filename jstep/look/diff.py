@@ -31,18 +31,10 @@ from jstep.stores.urls import is_url, join_path, location, split_path
 
 
 class RecordedRuns(NamedTuple):
-    """The runs that a directory has recorded: the one that is compared, or all."""
+    """The runs of a directory that are compared."""
 
     path: str
     folders: Sequence[RunFolder]
-
-    @classmethod
-    def at(cls, path: str, prefix: str | None) -> "RecordedRuns":
-        """Return the run with a prefix; all runs without a prefix, or if none has it, as for the best checkpoints."""
-        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            every = run_folders(path)
-            return cls(path, [folder for folder in every if folder.prefix == prefix] or every)
-        return cls(path, [])
 
 
 def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
@@ -174,13 +166,14 @@ class _Side(NamedTuple):
     steps: Mapping[tuple[int, str], Any]
     problems: Sequence[str] = ()
 
-    @property
-    def folder(self) -> str:
-        return self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
-
-    @property
-    def prefix(self) -> str | None:
-        return next(prefix for _, prefix in self.steps) if self.kind == _CHECKPOINT else None
+    def recorded_runs(self) -> RecordedRuns:
+        """Return the run that a checkpoint is of, or all; all also if none has its prefix, as for the best ones."""
+        where = self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
+        prefixes = [prefix for _, prefix in self.steps] if self.kind == _CHECKPOINT else []
+        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
+            every = run_folders(where)
+            return RecordedRuns(where, [folder for folder in every if folder.prefix in prefixes] or every)
+        return RecordedRuns(where, [])
 
 
 _CHECKPOINT, _DIRECTORY, _LOG = "a checkpoint", "a directory of checkpoints", "a log of fingerprints"
@@ -195,7 +188,7 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    runs = [RecordedRuns.at(x.folder, x.prefix) for x in (a, b)]
+    runs = [a.recorded_runs(), b.recorded_runs()]
     folders = [folder for run in runs for folder in run.folders]
     problems = [f"{folder.path}: {problem}" for folder in folders for problem in folder.unreadable_starts]
     of_starts, changed = _start_differences(*runs), _state_changes(runs)
