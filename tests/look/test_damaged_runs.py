@@ -8,7 +8,7 @@ import struct
 import jax.numpy as jnp
 import pytest
 from points import norm
-from written_runs import change, starts_of
+from written_runs import change
 
 import jstep
 from jstep.stores.event_files import frame, proto
@@ -48,22 +48,11 @@ def check(sound, bad):
     return "" if said is None else said[1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("parameters", "many"),
-        ("values", [1.0]),
-        ("best", ["x"]),
-        ("version", 99),
-        ("mfu", "high"),
-        ("seconds", {"x": 1}),
-    ],
-)
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_damaged_start(sound, tmp_path, number, field, value):
+def test_a_damaged_start(sound, tmp_path, number):
     """It takes itself, not its run."""
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
-    change(bad, number, **{field: value})
+    change(bad, number, parameters="many")
     assert f"its start {number} " in check(good, bad)
     _, run = sorted(jstep.runs(tmp_path), key=lambda run: run.path, reverse=True)
     assert run.error is None
@@ -87,8 +76,7 @@ def test_a_damaged_card_is_none(sound, tmp_path):
     for file in (bad / "starts").glob("*.card.json"):
         file.write_bytes(b'{"card": {"programs": 7, "stages": [1]}}')
     check(good, bad)
-    assert len(starts_of(bad)) == 2
-    assert {run.status for run in jstep.runs(tmp_path)} == {"finished", "killed"} or jstep.runs(tmp_path)
+    assert [run.status for run in jstep.runs(tmp_path)] == ["finished", "finished"]
 
 
 # Event files.
@@ -131,7 +119,9 @@ def test_a_damaged_event_file(sound, tmp_path, damage):
     assert len(page) < 5_000_000
     assert page.count("<script>") == 1
     assert not re.search("[\x1b\u202a-\u202e\u2066-\u2069]", page)
-    assert ("corrupted record" in page) == (damage in ("a length of 2⁶⁴ − 1", "no Event"))
+    is_corrupted = damage in ("a length of 2⁶⁴ − 1", "no Event")
+    assert ("corrupted record" in page) == is_corrupted
+    assert ("what follows is not shown" in page) == is_corrupted
 
 
 def test_what_is_no_regular_file_is_not_opened(sound, tmp_path):

@@ -47,12 +47,8 @@ def flip(path, offset):
 
 
 def test_inspect_a_checkpoint(save, cli):
-    _, path = save("run", state(7, bad=jnp.array([1.0, jnp.nan, jnp.inf])), extra={"epoch": 3, "loss": None})
-    out = cli("inspect", path).out
-    assert "step 7" in out
-    assert 'extra {"epoch": 3, "loss": null}' in out
-    (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
-    assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "1", "2"]
+    _, path = save("run", state(7), extra={"epoch": 3, "loss": None})
+    assert 'extra {"epoch": 3, "loss": null}' in cli("inspect", path).out
     result = strict(cli("inspect", path, "--json", "--verify").out)
     assert (result["step"], result["extra"]["epoch"], result["sound"]) == (7, 3, True)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
@@ -60,7 +56,6 @@ def test_inspect_a_checkpoint(save, cli):
         "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
         "norm": pytest.approx(55**0.5), "nonfinite": 0,
     }  # fmt: skip
-    assert leaves["params/bad"]["nonfinite"] == 2
     assert leaves["params/key"]["dtype"].startswith("key")
     assert leaves["params/key"]["min"] is None
     assert leaves["global_step"]["max"] == 7
@@ -149,11 +144,6 @@ def test_a_renamed_checkpoint_is_an_error(save, cli):
 def test_diff_of_directories(save, cli):
     a, _ = save("a", state(1), state(2), state(4), state(5))
     b, _ = save("b", state(2), state(4, w=jnp.zeros((2, 3))), state(5, w=jnp.ones((2, 3))))
-    assert "identical at all common steps (4, from 1 to 5)" in cli("diff", a, a).out
-    out = cli("diff", a, b, code=1).out
-    assert out.startswith("the runs diverge at step 4, number 2 of 3 common steps")
-    assert "params/w" in out
-    assert "params/b" not in out
     result = strict(cli("diff", a, b, "--json", code=1).out)
     assert (result["step"], [leaf["path"] for leaf in result["leaves"]]) == (4, ["params/w"])
     c, _ = save("c", state(7))

@@ -222,21 +222,6 @@ def test_a_logarithmic_axis_and_marks():
     assert "after the end" not in svg
 
 
-def test_a_damaged_event_file(tmp_path):
-    train(20, tmp_path)
-    (name,) = [name for name in os.listdir(tmp_path) if "tfevents" in name]
-    data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(data[:-7])
-    torn = jstep.report(tmp_path).html
-    assert "<figcaption>loss</figcaption>" in torn
-    assert "corrupted" not in torn
-    (tmp_path / name).write_bytes(data[: len(data) // 2] + b"\xff" * 40 + data[len(data) // 2 :])
-    page = jstep.report(tmp_path).html
-    assert "<figcaption>loss</figcaption>" in page
-    assert "corrupted record at offset" in page
-    assert "what follows is not shown" in page
-
-
 def test_what_is_odd_of_a_start(tmp_path):
     stall = {"time": TIME, "process": 3, "stalled": 70.5, "step": 4, "part": "waiting", "what": "waiting " * 30}
     write_run(tmp_path, end=None, stalls=[stall])

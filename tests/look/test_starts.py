@@ -80,19 +80,8 @@ def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
     with pytest.raises(OSError, match="no batch"):
         train(tmp_path, 20, config={"lr": 0.2}, batches=raising)
     after = only(tmp_path)
-    for name in (
-        "status",
-        "reason",
-        "exception",
-        "step",
-        "last_step",
-        "config",
-        "devices",
-        "parameters",
-        "metrics",
-        "run_id",
-    ):
-        assert getattr(after, name) == getattr(before, name), name
+    same = vars(before).keys() - {"refused", "starts", "starts_count", "ended", "wall_seconds", "goodput"}
+    assert {name: getattr(after, name) for name in same} == {name: getattr(before, name) for name in same}
     refused = after.refused
     assert refused.keys() == {"time", "status", "reason", "exception", "config"}
     assert (refused["status"], refused["exception"], refused["config"]) == ("failed", "OSError", {"lr": 0.2})
@@ -151,13 +140,6 @@ def test_a_run_of_which_no_start_took_a_step(tmp_path):
     run = only(tmp_path)
     assert (run.status, run.reason, run.exception) == ("failed", "ValueError: second", "ValueError")
     assert (run.refused, run.step, run.config) == (None, 0, {"of": "second"})
-
-
-@pytest.mark.thorough
-def test_options_of_starts_that_took_steps(tmp_path):
-    for last_step, lr in ((5, 0.1), (10, 0.1), (15, 0.2)):
-        train(tmp_path, last_step, config={"lr": lr})
-    assert only(tmp_path).config == {"lr": 0.2}
 
 
 def test_examples(tmp_path):
@@ -236,6 +218,7 @@ def test_after_a_hundred_starts(tmp_path):
         write_start(tmp_path / "a", first | later | {"number": number})
     first, _second = jstep.runs(tmp_path)
     assert (first.status, first.step, first.starts_count, len(first.starts)) == ("finished", 5, 111, 100)
+    assert (first.config, first.refused["status"]) == ({"width": 3}, "failed")
     assert first.wall_seconds == pytest.approx(jstep.goodput(tmp_path / "a").total, abs=1e-3)
 
 

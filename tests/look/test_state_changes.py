@@ -10,7 +10,6 @@ import jstep
 from jstep.hooks.run_hook import LoopState
 from jstep.look import cli
 from jstep.loop.course import BODY, Course, HookCall
-from jstep.record.starts import read_starts
 
 LAST = 12
 
@@ -82,14 +81,6 @@ def test_the_commands_show_what_replaced_the_state(two_runs, capsys, monkeypatch
     assert "halve_tower" not in of_both, "both runs have it"
     leaves = {leaf["path"]: leaf for leaf in json.loads(shown(capsys, "diff", a, b, "--json", code=1))["leaves"]}
     assert leaves["params/head"]["norms"][0] < leaves["params/head"]["norms"][1]
-
-
-def test_a_start_of_an_earlier_version_has_no_changes(two_runs):
-    path = two_runs[1] / "starts/model.000002.json"
-    fields = json.loads(path.read_text())
-    del fields["state_changes"]
-    path.write_text(json.dumps(fields))
-    assert read_starts(str(two_runs[1]))["model"][1]["state_changes"] == []
 
 
 def test_the_record_of_changes_is_bounded():

@@ -125,7 +125,7 @@ def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reaso
 def test_values_are_shown_as_json_where_texts_would_be_equal():
     assert changes(START, changed("config", "lr", to="0.1")).bits == ['config: lr: 0.1 before, "0.1" now']
     (line,) = changes(START, changed("config", "lr", to="a" * 100)).bits
-    assert line == f"config: lr: 0.1 before, {'a' * 80}… now" or len(line) < 130
+    assert line == f"config: lr: 0.1 before, {'a' * 79}… now"
     assert not same(1, True)
     assert not same(0.1, "0.1")
     assert same({"a": 1, "b": 2}, {"b": 2, "a": 1})

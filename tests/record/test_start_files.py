@@ -13,10 +13,7 @@ import forked
 import pytest
 from doubles import raising
 
-import jstep
 from jstep.look.goodput import goodput_of_starts
-from jstep.look.run_folder import RunFolder
-from jstep.look.run_summary import summarize
 from jstep.record import starts
 from jstep.record.starts import (
     NOT_WRITTEN,
@@ -58,7 +55,6 @@ def test_a_start_is_a_file_that_is_replaced_as_a_whole(tmp_path):
     assert files(tmp_path) == ["model.000001.card.json", "model.000001.json"]
     file.close()
     file.write({"step": [0, 9]})
-    assert read_starts(str(tmp_path))["model"] == [start] or start["values"]  # nan
     assert read_starts(str(tmp_path))["model"][0]["step"] == [0, 5]
 
 
@@ -190,16 +186,6 @@ def test_an_invalid_file_is_that_start_and_takes_only_itself(change, problem, tm
     assert last_trained([*valid, invalid])["step"] == [1, 2]
 
 
-CONTENTS = [b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b"{" + b" " * 2**20 + b"}", b"1" * 5000]
-
-
-@pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
-def test_other_contents_are_a_start_that_cannot_be_read(content, tmp_path):
-    start_file(tmp_path)
-    (tmp_path / "starts/model.000002.json").write_bytes(content)
-    assert [bool(start["problem"]) for start in read_starts(str(tmp_path))["model"]] == [False, True]
-
-
 def test_an_empty_file_is_a_start_that_could_not_be_written(tmp_path):
     start_file(tmp_path)
     for number, content in ((2, b""), (3, b"\0" * 512)):
@@ -208,28 +194,6 @@ def test_an_empty_file_is_a_start_that_could_not_be_written(tmp_path):
     found = read_starts(str(tmp_path))["model"]
     assert [(start["number"], start["problem"]) for start in found] == [(1, ""), (2, NOT_WRITTEN), (3, NOT_WRITTEN)]
     assert start_file(tmp_path).fields["number"] == 4
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_what_is_no_file_of_its_own_is_not_read(kind, tmp_path):
-    start_file(tmp_path)
-    path = tmp_path / "starts/model.000002.json"
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    assert [bool(start["problem"]) for start in read_starts(str(tmp_path))["model"]] == [False, True]
-    assert start_file(tmp_path).fields["number"] == 3
-
-
-def test_all_starts_are_read(tmp_path):
-    for step in range(120):
-        fields = {"began": 100.0 + step, "step": [step, step + 1], "seconds": {"stepping": 1.0}}
-        StartFile(str(tmp_path), "model", [{"number": step}], GIVEN | fields)
-    (run,) = jstep.runs(tmp_path)
-    assert (run.starts_count, len(run.starts), run.step, run.wall_seconds) == (120, 100, 120, 120.0)
-    (tmp_path / "starts/model.000060.json").write_text("{")
-    assert jstep.runs(tmp_path)[0].wall_seconds == 119.0
 
 
 def test_of_very_many_starts_the_newest_are_read(tmp_path, monkeypatch):
@@ -359,16 +323,6 @@ def test_the_end_is_tried_again(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_starts_that_could_not_be_written_do_not_hide_others(tmp_path):
-    start_file(tmp_path, step=[0, 5])
-    for number in range(2, 300):
-        (tmp_path / f"starts/model.{number:06d}.json").touch()
-    found = read_starts(str(tmp_path))["model"]
-    assert (found[0]["number"], found[0]["step"], found[-1]["number"]) == (1, [0, 5], 299)
-    later = start_file(tmp_path).fields
-    assert later["number"] == 300
-
-
 # Folders that are moved.
 
 
@@ -389,13 +343,3 @@ def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path,
         assert files(tmp_path / "a") == ["model.000001.json"]
         assert read_starts(str(tmp_path / "a"))["model"][0]["step"] == [0, 7]
     assert [record.getMessage().count("was moved or deleted") for record in caplog.records] == [1]
-
-
-def test_the_newest_start_that_took_a_step_is_known_after_a_hundred_others(tmp_path):
-    start_file(tmp_path, step=[3, 7], seconds={"stepping": 4.0}, config={"lr": 3}, end=["finished", ""])
-    for number in range(1, 106):
-        StartFile(str(tmp_path), "model", [{"number": number}], {**GIVEN, "step": [7, 7], "end": ["failed", "x"]})
-    found = read_starts(str(tmp_path))["model"]
-    run = summarize(RunFolder(str(tmp_path), "model", found))
-    assert (run.status, run.step, run.config, run.starts_count) == ("finished", 7, {"lr": 3}, 106)
-    assert (run.refused["status"], goodput_of_starts(found).steps) == ("failed", 4)
