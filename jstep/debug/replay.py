@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import array_type, as_int, format_list, format_value, truncate
+from jstep.core.checks import as_int, format_list, format_value
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
@@ -47,12 +46,6 @@ class Replay(NamedTuple):
 
     state: TrainState
     args: tuple[Any, ...]
-
-    def __repr__(self) -> str:
-        def shape(leaf: Any) -> Any:
-            return array_type(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-        return f"Replay(state={self.state!r}, args={truncate(str(jax.tree.map(shape, self.args)), 500)})"
 
 
 @shortens_tracebacks
