@@ -206,17 +206,16 @@ def tree(summaries: Sequence[RunSummary]) -> list[Row]:
             if id(row.run) in rows:
                 continue
             rows[id(row.run)] = row
-            below, depth = children.get(id(row.run), []), row.depth + 1
+            below = children.get(id(row.run), [])
             for child in reversed(below):
                 last = child is below[-1]
-                branch = ("" if depth <= _DRAWN else f"…{depth} ") + begins + ("└─ " if last else "├─ ")
-                further = begins + ("   " if last else "│  ") if depth <= _DRAWN else ""
-                waiting.append((Row(child, branch, depth), further))
+                branch = Row(child, begins + ("└─ " if last else "├─ "), row.depth + 1)
+                waiting.append((branch, (begins + ("   " if last else "│  "))[:_MAX_INDENT]))
     return list(rows.values())
 
 
-_DRAWN = 16
-"""The depth to which branches are drawn; deeper ones have a number."""
+_MAX_INDENT = 48
+"""The maximum number of characters in front of a branch."""
 
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
