@@ -57,14 +57,16 @@ def test_a_signal_or_a_limit(phase, what, tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.thorough(except_for=["hook"])
+@pytest.mark.thorough(except_for=["hook", "body"])
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_second_ctrl_c(phase, tmp_path):
     first = {"start": "SIGINT stopped the run before"} | dict.fromkeys(
         ["after", "closing"], r"SIGINT (stopped the run after step 8|was received twice)"
     )
-    with pytest.raises(KeyboardInterrupt, match=first.get(phase, "SIGINT was received twice: the run ended")):
+    words = first.get(phase, "SIGINT was received twice: the run ended")
+    with pytest.raises(KeyboardInterrupt, match=words) as caught:
         ends.run(phase, "SIGINT twice", tmp_path)
+    assert phase != "body" or caught.value.state.global_step == ends.AT
     assert saved(tmp_path) == ([8] if phase in ("after", "closing") else [])
 
 
@@ -169,8 +171,19 @@ def test_the_seconds_of_code_around_the_loop_and_of_hooks_that_close(fails, spen
 def test_the_seconds_of_a_block_that_is_entered_and_left(spend, tmp_path):
     step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with jstep.Run(step, state, lambda step: np.ones(2, np.float32), 3, checkpoint_dir=tmp_path, progress=False):
+    with jstep.Run(step, state, lambda step: np.ones(2, np.float32), 3, checkpoint_dir=tmp_path, progress=False) as run:
         spend()
+    assert run.state.global_step == 0
     check_seconds(tmp_path, {"starting": SECONDS})
     assert saved(tmp_path) == []
     assert start_of(tmp_path)["end"] == ["finished", "stopped by the loop"]
+
+
+def test_the_seconds_of_a_body_that_makes_the_batches(spend, tmp_path):
+    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    with jstep.Run(step, state, None, 3, checkpoint_dir=tmp_path, progress=False) as run:
+        for _ in run:
+            spend()
+            run.train_step(np.ones(2, np.float32))
+    check_seconds(tmp_path, {"waiting": 3 * SECONDS})

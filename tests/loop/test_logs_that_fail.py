@@ -39,19 +39,19 @@ def full(monkeypatch):
 
 def of_history(full, where):
     full.fills(history_file.HistoryFile, "sync")
-    return {"hooks": [jstep.History(where / "history.jsonl", every_n_steps=1)]}, "history.jsonl", "History.flush"
+    return {"hooks": [jstep.History(where / "history.jsonl", every_n_steps=1)]}, "history.jsonl"
 
 
 def of_event_files(full, where):
     full.fills(growing_files.GrowingFile, "write")
-    return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents", "SummaryWriter.flush"
+    return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents"
 
 
 def of_fingerprints(full, where):
     full.fills(growing_files.LineFile, "write")
     full.fills(growing_files.LineFile, "sync")
     hook = jstep.FingerprintHook(1, where / "fingerprints.jsonl")
-    return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
+    return {"hooks": [hook]}, "fingerprints.jsonl"
 
 
 KINDS = [of_history, of_event_files, of_fingerprints]
@@ -73,7 +73,7 @@ def filling(full, at):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, full, tmp_path):
     """The disk is full from step 8 on, model-10 is due."""
-    options, file, _ = kind(full, tmp_path)
+    options, file = kind(full, tmp_path)
     hooks = [filling(full, 8), *options.pop("hooks", ())]
     with pytest.raises(OSError, match="No space left") as info:
         train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=5, **options)
@@ -92,7 +92,7 @@ def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
-    options, file, _ = kind(full, tmp_path)
+    options, file = kind(full, tmp_path)
     hooks = [filling(full, 7), *options.pop("hooks", ())]
     mine = jstep.CheckpointSaverHook(jstep.Saver(tmp_path / "mine", prefix="mine"), save_steps=100)
     with pytest.raises(OSError, match="No space left") as info:
@@ -106,7 +106,7 @@ def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
 @pytest.mark.thorough(except_for=["of_fingerprints"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_signal_saves(kind, full, tmp_path):
-    options, file, _ = kind(full, tmp_path)
+    options, file = kind(full, tmp_path)
 
     def stop(step, state, metrics):
         if step == 6:

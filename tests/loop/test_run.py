@@ -2,20 +2,16 @@
 
 import contextlib
 import gc
-import itertools
 import os
 import signal
 import threading
-import time
 import warnings
 import weakref
 
-import jax
 import numpy as np
 import pytest
 from loop_runs import (
     DATA,
-    STEP,
     BoomError,
     Calls,
     by_hand,
@@ -150,20 +146,6 @@ def test_a_signal_in_the_body(number, makes_batches, tmp_path):
     assert start_of(tmp_path)["end"][0] == "interrupted"
 
 
-def test_a_second_ctrl_c_leaves_the_body(tmp_path):
-    seen = []
-    with pytest.raises(KeyboardInterrupt, match="twice") as caught, run_of(12, checkpoint_dir=tmp_path) as run:  # noqa: PT012
-        for step in run:
-            if step == 5:
-                signal.raise_signal(signal.SIGINT)
-                seen.append(step)
-                signal.raise_signal(signal.SIGINT)
-                seen.append("not reached")
-    assert seen == [5]
-    assert same(caught.value.state, by_hand(5))
-    assert same(run.state, by_hand(5))
-
-
 @pytest.mark.parametrize("way", ["break", "stop", "return", "hook"])
 def test_a_stop_by_the_loop(way, tmp_path):
     calls = Calls(stop=5 if way == "hook" else None)
@@ -275,13 +257,6 @@ def test_a_loop_may_be_left_and_entered_again(tmp_path):
     assert same(run.state, by_hand(12))
 
 
-def test_a_block_without_a_loop(tmp_path):
-    with run_of(12, checkpoint_dir=tmp_path) as run:
-        pass
-    assert same(run.state, make_state())
-    assert jstep.Saver(tmp_path).latest_step() is None
-
-
 def test_a_fork_in_the_body_leaves_the_run_to_its_parent(tmp_path):
     def fork(run, step):
         with warnings.catch_warnings(action="ignore"):  # JAX warns of forks
@@ -303,7 +278,7 @@ def test_a_fork_in_the_body_leaves_the_run_to_its_parent(tmp_path):
 
 
 def test_the_state_is_released_with_the_run():
-    with run_of(5) as run:
+    with run_of(5, hooks=[jstep.every(2, lambda step, state, metrics: doubled(state))]) as run:
         for step in run:
             if step == 3:
                 break
@@ -316,30 +291,7 @@ def test_the_state_is_released_with_the_run():
         gc.enable()
 
 
-# Time, stalls, threads, other runs.
-
-
-def test_time_in_the_body(tmp_path):
-    loop_to(5, directory=tmp_path, body=lambda run, step: time.sleep(0.05))
-    assert start_of(tmp_path)["seconds"]["hooks"] > 0.25
-    with run_of(5, None, checkpoint_dir=tmp_path / "made") as run:
-        for step in run:
-            time.sleep(0.05)
-            run.train_step(DATA[step])
-    seconds = start_of(tmp_path / "made")["seconds"]
-    assert seconds["waiting"] > 0.2
-    assert seconds["stepping"] + seconds.get("hooks", 0.0) < seconds["waiting"]
-
-
-def test_a_stall_in_the_body(caplog, tmp_path):
-    def sleep(run, step):
-        if step == 2:
-            jax.block_until_ready(run.state)
-            time.sleep(2.5)
-
-    loop_to(3, directory=tmp_path, body=sleep, hooks=[jstep.StallHook(warn_secs=0.1)])
-    assert "in the body of the loop at step 2" in caplog.text
-    assert "test_run.py" in caplog.text
+# Threads, and other runs.
 
 
 def test_in_a_thread(tmp_path):
@@ -379,15 +331,6 @@ def test_nested_runs(tmp_path):
     assert same(outer.state, by_hand(5))
     assert same(inner[0], by_hand(4))
     assert same(inner[1], by_hand(3))
-
-
-def test_stages_and_hooks_before_steps(tmp_path):
-    calls = Calls()
-    with jstep.Run({0: STEP, 3: STEP}, make_state(), DATA, 6, hooks=[calls], progress=False) as run:
-        assert list(itertools.islice(run, 4)) == [1, 2, 3, 4]
-        run.stop()
-    assert calls.calls == [0, 1, 2, 3]
-    assert same(run.state, by_hand(4))
 
 
 def test_runs_that_end_in_another_order_put_the_handlers_back():

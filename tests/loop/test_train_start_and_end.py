@@ -1,6 +1,5 @@
 """`train`: start, end, early stops, and donation of the state."""
 
-import gc
 import io
 import logging
 
@@ -107,20 +106,6 @@ def test_a_custom_saver(tmp_path):
     assert same(state, by_hand(8))
     with pytest.raises(ValueError, match="checkpoint_prefix='other': checkpoint_dir is a Saver, whose own prefix"):
         train(9, checkpoint_dir=saver, checkpoint_prefix="other")
-
-
-def test_a_run_keeps_no_reference_to_its_state():
-    """The state is freed by reference counting alone."""
-    import weakref
-
-    state = train(5, hooks=[jstep.every(2, lambda step, state, metrics: scaled(state, 0.5))])
-    reference = weakref.ref(state)
-    gc.disable()  # reference counting must suffice
-    try:
-        del state
-        assert reference() is None
-    finally:
-        gc.enable()
 
 
 def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):

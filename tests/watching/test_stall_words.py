@@ -10,7 +10,7 @@ import jstep
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, HookCall
+from jstep.loop.course import BEGINNING, BETWEEN, BODY, CLOSING, HookCall
 from jstep.metering.in_flight import InFlight
 from jstep.watching import stalls
 from jstep.watching.stalls import StallWatch, Wait
@@ -73,6 +73,7 @@ def waits() -> dict[str, Any]:
         "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
         "saving step 5": run_of(watch=saving),
         "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
+        "in the body of the loop at step 5": run_of(loop={"calling": BODY}),
         "in an evaluation at step 5": run_of(loop={"calling": evaluating}),
         "closing after step 5": run_of(loop={"is_over": True}),
         "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "status": CLOSING}),
