@@ -211,10 +211,7 @@ class RunHook(Hook):
         return None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        run, when = self.run, self.cadence
-        # The loop knows that the hook is due, but a subclass may also be called at other steps.
-        if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
-            return None
+        _ = self.run  # an error outside of a run
         return self.when_due(step, state, metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
