@@ -5,9 +5,8 @@ import signal
 from pathlib import Path
 
 import ends
-import numpy as np
 import pytest
-from loop_runs import start_of
+from loop_runs import DATA, run_of, start_of
 from processes import python
 
 import jstep
@@ -151,12 +150,8 @@ def test_the_seconds_of_code_around_the_loop_and_of_hooks_that_close(fails, spen
         def failed(self, step, error):
             spend()
 
-    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    batches = lambda step: np.ones(2, np.float32)  # noqa: E731
-    run = jstep.Run(step, state, batches, 3, hooks=[Closed()], checkpoint_dir=tmp_path, progress=False)
     try:
-        with run:
+        with run_of(3, hooks=[Closed()], checkpoint_dir=tmp_path) as run:
             spend()
             for _ in run:
                 pass
@@ -169,9 +164,7 @@ def test_the_seconds_of_code_around_the_loop_and_of_hooks_that_close(fails, spen
 
 
 def test_the_seconds_of_a_block_that_is_entered_and_left(spend, tmp_path):
-    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with jstep.Run(step, state, lambda step: np.ones(2, np.float32), 3, checkpoint_dir=tmp_path, progress=False) as run:
+    with run_of(3, checkpoint_dir=tmp_path) as run:
         spend()
     assert run.state.global_step == 0
     check_seconds(tmp_path, {"starting": SECONDS})
@@ -180,10 +173,8 @@ def test_the_seconds_of_a_block_that_is_entered_and_left(spend, tmp_path):
 
 
 def test_the_seconds_of_a_body_that_makes_the_batches(spend, tmp_path):
-    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with jstep.Run(step, state, None, 3, checkpoint_dir=tmp_path, progress=False) as run:
-        for _ in run:
+    with run_of(3, None, checkpoint_dir=tmp_path) as run:
+        for step in run:
             spend()
-            run.train_step(np.ones(2, np.float32))
+            run.train_step(DATA[step])
     check_seconds(tmp_path, {"waiting": 3 * SECONDS})
