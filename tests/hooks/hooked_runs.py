@@ -19,7 +19,6 @@ def batches(step):
     return np.full(3, step + 1, np.float32)
 
 
-def train(last_step, hooks, start=0, **kwargs):
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=start)
-    kwargs.setdefault("progress", False)
-    return jstep.train(STEP, state, kwargs.pop("batches", batches), last_step, hooks=hooks, **kwargs)
+def train(last_step, hooks, start=0, *, batches=batches, step=STEP, optimizer=OPTIMIZER, w=(1.0, 1.0), **options):
+    state = jstep.TrainState.create({"w": jnp.float32(w)}, optimizer, global_step=start)
+    return jstep.train(step, state, batches, last_step, hooks=hooks, **{"progress": False} | options)

@@ -50,9 +50,8 @@ def test_a_prevented_save_is_tried_again_after_its_interval(tmp_path):
 
 def test_metrics_without_a_loss_are_refused_once_after_the_first_call():
     step = jstep.TrainStep(lambda state, x: (jstep.increment_global_step(state), {"cost": x}))
-    state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
     with pytest.raises(ValueError, match="the metrics hold no 'loss'") as caught:
-        jstep.train(step, state, lambda n: jnp.float32(n), 50, hooks=[jstep.NanLossHook()], progress=False)
+        train(50, [jstep.NanLossHook()], step=step)
     assert jstep.global_step(caught.value.state) == 1
     assert not [note for note in caught.value.__notes__ if "Additionally" in note]
 
@@ -71,9 +70,8 @@ def test_a_guard_that_stops_at_the_last_step_has_not_stopped_the_run(tmp_path, c
 
     def run(last_step):
         hook = jstep.NanLossHook(fail_on_nan_loss=False, max_skipped_steps=3)
-        state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        bad = [math.nan if n >= 5 else 1.0 for n in range(20)]
-        jstep.train(step, state, lambda n: jnp.float32(bad[n]), last_step, hooks=[hook], checkpoint_dir=tmp_path)
+        batches = [jnp.float32(math.nan if n >= 5 else 1.0) for n in range(20)]
+        train(last_step, [hook], step=step, optimizer=optimizer, w=1.0, batches=batches, checkpoint_dir=tmp_path)
 
     run(8)
     run(9)
@@ -159,13 +157,10 @@ def test_which_hooks_include_the_last_step(tmp_path, caplog):
         every_n_steps=4,
         callbacks=[lambda step, state, results: found["evaluation"].append(step)],
     )
-    optimizer = jstep.gradient_descent(0.1)
-    jstep.train(
-        jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer),
-        jstep.TrainState.create({"w": jnp.ones(2)}, optimizer),
-        lambda step: jnp.ones(2),
-        last_step=10,
+    train(
+        10,
         log_steps=4,
+        progress=None,
         hooks=[
             jstep.MetricsHook(lambda step, values: found["metrics"].append(step), every_n_steps=4),
             jstep.MetricsHook(lambda step, values: found["means"].append(step), every_n_steps=4, mean=True),

@@ -79,9 +79,8 @@ def test_a_mean_of_is_over_the_steps_that_have_it(steps_per_call, mean, wrap, tm
     hook = jstep.MetricsHook(rows.__setitem__, every_n_steps=4, mean=mean)
     histories = [jstep.History(every_n_steps=18, mean=is_mean) for is_mean in (False, True)]
     others = jstep.MetricsHook(other.__setitem__, every_n_steps=18)
-    options = {"steps_per_call": steps_per_call, "logdir": tmp_path, "save_summaries_steps": 4, "progress": False}
-    state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.5))
-    jstep.train(wrap(penalized), state, batches, 18, hooks=[hook, others, *histories], **options)
+    options = {"steps_per_call": steps_per_call, "logdir": tmp_path, "save_summaries_steps": 4}
+    train(18, [hook, others, *histories], step=wrap(penalized), w=(1.0, 1.0, 1.0), **options)
     assert {step: row.get("penalty") for step, row in rows.items()} == PENALTIES
     whole = pytest.approx(10 * (16 + 64 + 144 + 256) / 40)
     assert other[18]["penalty"] == whole
@@ -112,9 +111,8 @@ def test_a_loss_cannot_be_a_mean_of():
     def step(state, x):
         return jstep.increment_global_step(state), {"loss": jstep.metrics.mean_of(x.sum(), 3)}
 
-    state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.5))
     with pytest.raises(TypeError, match="'loss' must be a number, got a mean_of"):
-        jstep.train(jax.jit(step), state, batches, 1, progress=False)
+        train(1, [], step=jax.jit(step))
 
 
 def test_means_after_a_restart_within_an_interval():
@@ -195,8 +193,7 @@ def test_a_metric_that_is_a_number_at_some_steps_only(number, other):
 
     rows = []
     hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps=4, mean=True)
-    state = jstep.TrainState.create({"w": jnp.zeros(1)}, jstep.gradient_descent(0.5))
-    jstep.train(step, state, batches, 8, hooks=[hook, jstep.NanLossHook()], log_steps=3, progress=False)
+    train(8, [hook, jstep.NanLossHook()], step=step, log_steps=3)
     assert rows == [(4, {"loss": 1.0, "return": 2.0}), (8, {"loss": 1.0, "return": 2.0})]
 
 
@@ -211,8 +208,7 @@ def test_metrics_that_are_arrays_are_not_kept_for_the_means(hook):
         def before_step(self, step, state):
             most.append(sum(array.shape == (1234,) for array in jax.live_arrays()))
 
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    jstep.train(step, state, lambda n: x, 60, hooks=[Look(), hook], progress=False)
+    train(60, [Look(), hook], step=step, optimizer=optimizer, w=1.0, batches=lambda n: x)
     assert max(most) <= 3
 
 
@@ -231,9 +227,8 @@ def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
     hook = jstep.MetricsHook(lambda step, values: rows.append((step, sorted(values))), every_n_steps=2)
     caplog.set_level(logging.INFO, logger="jstep")
     for _ in range(2):
-        state = jstep.TrainState.create({"w": 1.0}, optimizer)
         caplog.clear()
-        jstep.train(stages, state, lambda n: np.ones(2, np.float32), 8, hooks=[hook], progress=False)
+        train(8, [hook], step=stages, optimizer=optimizer, w=1.0)
         lines = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
         assert [line.partition(":")[0] for line in lines] == [
             "MetricsHook leaves out the metrics 'first'",
@@ -245,11 +240,10 @@ def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
 @pytest.mark.parametrize("mean", [False, True])
 def test_constants_are_in_no_row_and_float32_has_its_own_digits(mean):
     optimizer = jstep.adamw(1e-3, weight_decay=0.1)
-    state = jstep.TrainState.create({"w": jnp.float32(1.0)}, optimizer)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2 * 0 + 0.1, optimizer)
+    step = jstep.minimize(lambda params, x: (params["w"] - x[0]) ** 2 * 0 + 0.1, optimizer)
     rows = []
     hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps=1, mean=mean)
-    jstep.train(step, state, lambda n: jnp.float32(n), 2, hooks=[hook])
+    train(2, [hook], step=step, optimizer=optimizer, w=1.0)
     assert {name: rows[0][1][name] for name in ("loss", "learning_rate")} == {"loss": 0.1, "learning_rate": 0.001}
     assert not {"beta1", "beta2", "epsilon", "weight_decay"} & {*rows[0][1]}
     assert hook.constants["beta1"] == 0.9
@@ -286,9 +280,8 @@ def test_a_number_that_a_users_function_returns_is_in_every_row(make, steps_per_
         jstep.MetricsHook(lambda step, values: means.append(values["length"]), every_n_steps=4, mean=True),
         history,
     ]
-    state = jstep.TrainState.create({"w": 1.0}, SGD)
     batches = [np.ones((2, length), np.float32) for length in lengths]
-    jstep.train(make(), state, batches, 4, hooks=hooks, steps_per_call=steps_per_call, progress=False)
+    train(4, hooks, step=make(), optimizer=SGD, w=1.0, batches=batches, steps_per_call=steps_per_call)
     assert rows == lengths
     assert means == [np.mean(lengths)]
     assert history["length"][1].tolist() == lengths

@@ -30,17 +30,12 @@ def skipping_step(optimizer, guard=jstep.skip_nonfinite):
     return optimizer, step
 
 
-def skipping_step_and_state(optimizer=OPTIMIZER):
-    optimizer, step = skipping_step(optimizer)
-    return step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-
-
 @pytest.mark.thorough(except_for=["4"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_nan_loss_hook_accepts_skipped_updates(steps_per_call, tmp_path):
-    step, state = skipping_step_and_state()
-    state = jstep.train(
-        step, state, nan_at(3, 8), 12, hooks=[jstep.NanLossHook(every_n_steps=2)], progress=False,
+    optimizer, step = skipping_step(OPTIMIZER)
+    state = train(
+        12, [jstep.NanLossHook(every_n_steps=2)], step=step, optimizer=optimizer, batches=nan_at(3, 8),
         steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4,
     )  # fmt: skip
     assert jstep.global_step(state) == 12
@@ -50,13 +45,13 @@ def test_nan_loss_hook_accepts_skipped_updates(steps_per_call, tmp_path):
 @pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("steps_per_call", [1, 5])
 def test_too_many_consecutive_skips_stop_the_run_and_save_it(steps_per_call, tmp_path):
-    step, state = skipping_step_and_state()
+    optimizer, step = skipping_step(OPTIMIZER)
     hook = jstep.NanLossHook(every_n_steps=2, max_skipped_steps=3)
     with pytest.raises(
         jstep.NanLossDuringTrainingError, match="3 updates in a row were skipped up to step 9"
     ) as caught:
-        jstep.train(
-            step, state, nan_at(3, 4, *range(7, 100)), 50, hooks=[hook], progress=False, checkpoint_dir=tmp_path,
+        train(
+            50, [hook], step=step, optimizer=optimizer, batches=nan_at(3, 4, *range(7, 100)), checkpoint_dir=tmp_path,
             steps_per_call=steps_per_call,
         )  # fmt: skip
     assert caught.value.step == 9
@@ -76,10 +71,9 @@ def test_skipped_updates_are_counted_over_restarts(guard, steps_per_call, tmp_pa
     optimizer, step = skipping_step(jstep.gradient_descent(0.1), guard)
 
     def start(last_step):
-        state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
         hook = jstep.NanLossHook(every_n_steps=1, max_skipped_steps=5)
-        jstep.train(
-            step, state, nan_at(*range(3, 100)), last_step, hooks=[hook], progress=False, checkpoint_dir=tmp_path,
+        train(
+            last_step, [hook], step=step, optimizer=optimizer, batches=nan_at(*range(3, 100)), checkpoint_dir=tmp_path,
             steps_per_call=steps_per_call,
         )  # fmt: skip
 
@@ -95,9 +89,8 @@ def test_a_custom_step_returns_the_skipped_metric():
         bad = ~jnp.isfinite(x[0])
         return state.replace(global_step=state.global_step + 1), {"loss": x[0], "skipped": bad.astype(jnp.float32)}
 
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
     hooks = [jstep.NanLossHook(every_n_steps=1)]
-    assert jstep.global_step(jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)) == 5
+    assert jstep.global_step(train(5, hooks, step=step, batches=nan_at(2))) == 5
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
@@ -148,17 +141,9 @@ def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_cal
 
     conv = jstep.minimize(convolved, OPTIMIZER)
     plain = jstep.minimize(lambda params, x: x[0] + 0 * jnp.sum(params["w"]), OPTIMIZER)
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+    hooks, options = [jstep.NanLossHook(every_n_steps=20)], {"steps_per_call": steps_per_call}
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"at step {bad} "):
-        jstep.train(
-            {0: conv, 7: plain},
-            state,
-            nan_at(bad),
-            20,
-            hooks=[jstep.NanLossHook(every_n_steps=20)],
-            steps_per_call=steps_per_call,
-            progress=False,
-        )
+        train(20, hooks, step={0: conv, 7: plain}, batches=nan_at(bad), **options)
 
 
 # `NanLossHook` with states that are not finite although each loss is finite.
