@@ -4,14 +4,14 @@ import abc
 import contextlib
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import format_value
+from jstep.core.checks import format_value, hook_name
 from jstep.core.exceptions import with_path
-from jstep.core.stopwatch import HOOKS, Stopwatch
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.hook import Hook
 from jstep.metering.cadence import Cadence
@@ -43,12 +43,28 @@ class LoopState(NamedTuple):
     rows: int | None = None
 
 
-class LogFailure(NamedTuple):
-    """An error of a log, or of a checkpoint that nothing resumes from."""
-
-    log: Any
+class HookCall(NamedTuple):
+    hook: Any
     method: str
-    error: Exception
+
+    @property
+    def name(self) -> str:
+        return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
+
+    @property
+    def is_users(self) -> bool:
+        return not isinstance(self.hook, RunHook)
+
+    @property
+    def phase(self) -> str:
+        return HOOKS if self.is_users else str(self.hook.phase)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The key of its recorded duration."""
+        if self.phase == HOOKS or self.method == "begin":
+            return id(self.hook), self.method
+        return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -60,6 +76,7 @@ class RunInfo(abc.ABC):
         config: The program's own options.
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
+        failures: Errors of logs, and of checkpoints that nothing resumes from.
         in_flight: The calls that the device has not finished, and the step that it has.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
         saver: The Saver of the run.
@@ -77,7 +94,7 @@ class RunInfo(abc.ABC):
     background: Listener
     in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
     pending: "deque[tuple[RunHook, Poll]]" = dataclasses.field(default_factory=deque, init=False)
-    failures: deque[LogFailure] = dataclasses.field(default_factory=deque, init=False)
+    failures: deque[tuple[Exception, HookCall]] = dataclasses.field(default_factory=deque, init=False)
     steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter, init=False)
     saver: Saver | None = dataclasses.field(default=None, init=False)
     evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
@@ -149,7 +166,7 @@ class RunInfo(abc.ABC):
 
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
         """End the run with this error between two iterations, once the checkpoint that is due is saved."""
-        self.failures.append(LogFailure(log, method, error))
+        self.failures.append((error, HookCall(log, method)))
 
     @abc.abstractmethod
     def to_stop(self) -> bool:

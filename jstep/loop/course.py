@@ -14,44 +14,19 @@ An iteration is defined in `stopping.py`. A run of `train` has no body, and is n
 hook it is saved.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from jstep.core import trees
-from jstep.core.checks import hook_name, truncate, truncate_path
-from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING
+from jstep.core.checks import truncate, truncate_path
 from jstep.core.trees import Tree
 from jstep.hooks.hook import check_hook_result
-from jstep.hooks.run_hook import LoopState, RunHook
+from jstep.hooks.run_hook import HookCall, LoopState
 
 _T = TypeVar("_T")
 
 BEGINNING, BETWEEN, WITHIN = "beginning", "between", "within"
 ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
-
-
-class HookCall(NamedTuple):
-    hook: Any
-    method: str
-
-    @property
-    def name(self) -> str:
-        return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
-
-    @property
-    def is_users(self) -> bool:
-        return not isinstance(self.hook, RunHook)
-
-    @property
-    def phase(self) -> str:
-        return HOOKS if self.is_users else str(self.hook.phase)
-
-    @property
-    def timing_key(self) -> Hashable:
-        """The key of its recorded duration."""
-        if self.phase == HOOKS or self.method == "begin":
-            return id(self.hook), self.method
-        return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
 
 
 BODY = HookCall(None, "the body of the loop")

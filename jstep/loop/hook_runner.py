@@ -15,9 +15,9 @@ from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import LogFailure, RunHook, RunInfo
+from jstep.hooks.run_hook import HookCall, RunHook, RunInfo
 from jstep.loop.arguments import Options
-from jstep.loop.course import LEAVING, Course, HookCall
+from jstep.loop.course import LEAVING, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.origin import ENDED, Origin
 from jstep.loop.programs import Boundaries, Chunk, TrainSteps
@@ -312,10 +312,9 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
         self._calling = self._calling or calling
         self.all.append(error)
 
-    def add_failures(self, failures: deque[LogFailure]) -> None:
+    def add_failures(self, failures: deque[tuple[Exception, HookCall]]) -> None:
         while failures:
-            log, method, error = failures.popleft()
-            self.add(error, HookCall(log, method))
+            self.add(*failures.popleft())
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         self._course.calling = self._calling

@@ -15,10 +15,10 @@ from jstep.core.exceptions import WrongStateError
 from jstep.core.stopwatch import STEPPING, new_watch
 from jstep.core.trees import Tree
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.run_hook import LoopState, RunInfo
+from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.course import WITHIN, Course, HookCall
+from jstep.loop.course import WITHIN, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness

@@ -35,7 +35,7 @@ from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.loop.course import HookCall
+from jstep.hooks.run_hook import HookCall
 from jstep.loop.hook_runner import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext

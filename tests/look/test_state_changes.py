@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.run_hook import LoopState
+from jstep.hooks.run_hook import HookCall, LoopState
 from jstep.look import cli
-from jstep.loop.course import BODY, Course, HookCall
+from jstep.loop.course import BODY, Course
 
 LAST = 12
 

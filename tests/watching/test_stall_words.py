@@ -9,8 +9,8 @@ import pytest
 import jstep
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
-from jstep.hooks.run_hook import RunHook
-from jstep.loop.course import BEGINNING, BETWEEN, BODY, CLOSING, HookCall
+from jstep.hooks.run_hook import HookCall, RunHook
+from jstep.loop.course import BEGINNING, BETWEEN, BODY, CLOSING
 from jstep.metering.in_flight import InFlight
 from jstep.watching import stalls
 from jstep.watching.stalls import StallWatch, Wait
