@@ -1,7 +1,5 @@
 """`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
 
-import signal
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from children import end, read_until, start
 from loop_runs import train
 
 import jstep
-from jstep.watching.recorder import Recorder
 
 
 class Doubles(jstep.Hook):
@@ -103,30 +100,3 @@ say("same", digest(state.params) == digest(jax.tree.map(lambda leaf: 2 * leaf, t
     process.wait(60)
     outputs = [end(start(script, tmp_path, "ends"))[0].split("\n") for _ in range(2)]
     assert outputs == [["end 6", "same True", ""], ["same True", ""]]
-
-
-def test_an_error_of_a_hook_that_closes_is_in_the_record(tmp_path):
-    class Fails(jstep.Hook):
-        def close(self):
-            raise OSError("the connection is gone")
-
-    with pytest.raises(OSError, match="the connection is gone") as caught:
-        train(3, hooks=[Fails()], checkpoint_dir=tmp_path)
-    assert jstep.global_step(caught.value.state) == 3
-    run = jstep.runs(tmp_path)[0]
-    assert (run.status, run.reason) == ("failed", "OSError: the connection is gone")
-
-
-def test_a_signal_while_the_record_closes_is_obeyed_after_it(tmp_path, monkeypatch):
-    """Its handlers are put back after the record is closed, so that it does not end the process in between."""
-    close = Recorder.__exit__
-
-    def signalled(recorder, *error):
-        signal.raise_signal(signal.SIGTERM)
-        close(recorder, *error)
-
-    monkeypatch.setattr(Recorder, "__exit__", signalled)
-    with pytest.raises(jstep.Preempted) as caught:
-        train(3, checkpoint_dir=tmp_path)
-    assert caught.value.code == 143
-    assert jstep.runs(tmp_path)[0].status == "finished"
