@@ -217,7 +217,8 @@ def read_parent(options: Options, opening: Opening, state: TrainState) -> tuple[
 def _find_lineage(
     options: Options, saver: Saver | None, step: int | None, extra: Mapping[str, Any], new_name: str
 ) -> Lineage:
-    directory, prefix, lineage = options.where, options.prefix_of(saver), Lineage(_name_in(extra), _parent_in(extra))
+    directory, prefix = options.where, options.prefix_of(saver)
+    lineage = Lineage(_name_in(extra), _parent_in(extra))
     if extra and jax.process_index() == 0:
         _warn_of_other_parent(options, lineage.parent)
     if directory is None or is_url(directory):
