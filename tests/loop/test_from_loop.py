@@ -12,13 +12,9 @@ import types
 import jax
 import numpy as np
 import pytest
-from loop_runs import DATA, STEP, Counted, doubled, make_state, same
+from loop_runs import DATA, STEP, BoomError, Counted, doubled, make_state, same
 
 import jstep
-
-
-class BoomError(Exception):
-    pass
 
 
 def run_of(last_step, directory, *, save_checkpoint_steps=4, **kept):
