@@ -193,7 +193,6 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
-        self._constants: dict[str, Any] = {}
         self.constants: dict[str, float] = {}
         super().__init__(mean=mean)
         self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
@@ -220,9 +219,7 @@ class MetricsHook(ReportingHook):
                 ", ".join(map(repr, names)),
             )
         constants = {name: value for name, value in self.run.constant_metrics().items() if numbers.is_number(value)}
-        if constants.keys() != self._constants.keys() or any(constants[k] is not self._constants[k] for k in constants):
-            self._constants = constants  # a program's: they change with the stage
-            self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
+        self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
