@@ -79,19 +79,15 @@ def test_rows_are_means_by_hand(interval, steps_per_call):
     assert len(history) == len(expected)
 
 
-@pytest.mark.thorough(except_for=["250-steps1"])
-@pytest.mark.parametrize(("last_step", "steps"), [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250])])
-def test_there_are_about_a_hundred_rows(last_step, steps):
-    history = jstep.History()
-    run(last_step, history)
+@pytest.mark.thorough(except_for=["250-steps1", "None-steps2"])
+@pytest.mark.parametrize(
+    ("last_step", "steps"), [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250]), (None, [100, 200, 250])]
+)
+def test_there_are_about_a_hundred_rows_or_one_every_100_steps(last_step, steps):
+    history, batches = jstep.History(), [batch(step) for step in range(last_step or 250)]
+    jstep.train(train_step, make_state(), batches, last_step, hooks=[history], log_steps=None)
     found = history["loss"][0].tolist()
     assert [*found[:3], *found[-2:]] == [*steps[:3], *steps[-2:]]
-
-
-def test_without_a_last_step_there_is_a_row_every_100_steps():
-    history = jstep.History()
-    jstep.train(train_step, make_state(), [batch(step) for step in range(250)], None, hooks=[history], log_steps=None)
-    assert history["loss"][0].tolist() == [100, 200, 250]
 
 
 def endless(steps, history, *hooks, **options):
