@@ -214,7 +214,9 @@ class LossGradients:
         if type(self.gate_gradients) is not int or self.gate_gradients not in tuple(Gate):
             check_choice(self.gate_gradients, "gate_gradients", tuple(Gate))
         check_choice(self.aggregation_method, "aggregation_method", tuple(AggregationMethod))
-        if check_radius(self.sharpness) is None and self.adaptive:
+        if not callable(self.sharpness):
+            check_sharpness(self.sharpness)
+        if self.sharpness is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
@@ -424,7 +426,3 @@ def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive:
 
 def check_sharpness(sharpness: object) -> Any:
     return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
-
-
-def check_radius(sharpness: object) -> Any:
-    return sharpness if callable(sharpness) else check_sharpness(sharpness)
