@@ -16,10 +16,6 @@ from jstep.metering.cadence import Cadence
 # Start and end
 
 
-def test_train_equals_the_plain_loop():
-    assert same(train(12), by_hand(12))
-
-
 def test_last_step_is_absolute():
     assert same(train(12, state=by_hand(5)), by_hand(12))
     state = by_hand(5)
