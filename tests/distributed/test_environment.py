@@ -66,24 +66,19 @@ def test_arguments_for_jax(calls, monkeypatch, variables, arguments, want):
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("variables", "arguments"),
     [
-        {"JAX_NUM_PROCESSES": "1"},
-        {**FULL, "JAX_NUM_PROCESSES": "1"},
-        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        {"SKYPILOT_NUM_NODES": "1"},
-        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"},
+        ({"JAX_NUM_PROCESSES": "1"}, {}),
+        ({**FULL, "JAX_NUM_PROCESSES": "1"}, {}),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}),
+        ({"SKYPILOT_NUM_NODES": "1"}, {}),
+        ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}, {}),
+        (SLURM | FULL, {"num_processes": 1}),
     ],
 )
-def test_one_process_does_not_initialize_jax(calls, monkeypatch, variables):
+def test_one_process_does_not_initialize_jax(calls, monkeypatch, variables, arguments):
     with_environment(monkeypatch, variables)
-    jstep.distributed.initialize()
-    assert calls == []
-
-
-def test_num_processes_1_overrides_the_environment(calls, monkeypatch):
-    with_environment(monkeypatch, {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"} | FULL)
-    jstep.distributed.initialize(num_processes=1)
+    jstep.distributed.initialize(**arguments)
     assert calls == []
 
 
@@ -137,6 +132,3 @@ def test_an_argument_is_checked_against_a_variable(calls, monkeypatch):
     with_environment(monkeypatch, FULL)
     with pytest.raises(ValueError, match="process_id=2: must be < JAX_NUM_PROCESSES=2"):
         jstep.distributed.initialize(process_id=2)
-
-
-# --- real processes ------------------------------------------------------------------------------------------------
