@@ -20,7 +20,7 @@ from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.evaluating.callbacks import Best
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.hooks.hook import StopWith, check_hook_result
-from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
+from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import Clock, make_cadence
 from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
 from jstep.state.global_step import require_alive
@@ -33,11 +33,11 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 
 
 class EvaluationHook(RunHook):
-    """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
+    """A hook that evaluates the state periodically and at the end, logs the results, and runs callbacks.
 
-    The states of callbacks are saved with each checkpoint. An evaluation at the end of a run that is not due is not
-    passed to callbacks with a true attribute `on_cadence_only`. An evaluation that a signal interrupts is repeated when
-    the run is restarted.
+    Results are also written to `train`'s `logdir`. The states of callbacks are saved with each checkpoint. An
+    evaluation at the end of a run that is not due is not passed to callbacks with a true attribute `on_cadence_only`.
+    An evaluation that a signal interrupts is repeated when the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
@@ -45,7 +45,6 @@ class EvaluationHook(RunHook):
         every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
         callbacks: Functions `(step, state, results)`, such as `EarlyStopping`, called in order after each evaluation.
             Each returns None, True (stop after this step) or a `TrainState` to continue with.
-        summary_writer: Any object with `add_summary(summary, global_step)`; None for the writer of `train`'s `logdir`.
         prefix: Prefix of the names in the log and in the summaries, different for each hook of a run.
         key: The name of its state in checkpoints; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
@@ -87,7 +86,6 @@ class EvaluationHook(RunHook):
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         callbacks: Sequence[EvaluationCallback] = (),
-        summary_writer: object = None,
         prefix: str = "eval",
         key: str | None = None,
         clock: Clock = time.monotonic,
@@ -95,7 +93,6 @@ class EvaluationHook(RunHook):
     ) -> None:
         self._at_start = as_bool(at_start, "at_start")
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
-        self._given_writer = check_writer(summary_writer)
         self.prefix = as_string(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
@@ -252,15 +249,13 @@ class EvaluationHook(RunHook):
         self.newest = (step, as_numbers(named))
         if jax.process_index() == 0:
             logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
-        if self._writer is None:
+        if self.run.writer is None:
             return
         try:
             with internal_transfers():
                 for name, value in named.items():
-                    self._writer.add_summary(summary.scalar(name, value, collections=()), step)
+                    self.run.writer.add_summary(summary.scalar(name, value, collections=()), step)
         except Exception as error:
-            if self._given_writer is not None:
-                raise
             self.run.log_failed(self, error)  # callbacks may save
 
     def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:

@@ -99,10 +99,9 @@ def test_without_metrics_there_is_no_summary():
 def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
     caplog.set_level(logging.INFO)
     writer = Writer()
-    hook = jstep.EvaluationHook(
-        lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, summary_writer=writer, prefix="validation"
-    )
+    hook = jstep.EvaluationHook(lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, prefix="validation")
     run = FakeRun(hook, state_at())
+    run.writer = writer
     for step in (5, 10, 15):
         run.after_step(step, state_at(step, step), {})
     assert list(hook.results) == [10]
