@@ -141,7 +141,7 @@ def test_used_items_are_released():
 # Placement of prefetched items, and the state stored with them.
 
 
-def test_state_is_that_of_the_item_handed_out(self):
+def test_state_is_that_of_the_item_handed_out():
     source = Source(5)
     items = prefetch_to_device(source, size=3, state_fn=lambda: {"read": source.read})
     assert items.state == {"read": 0}
