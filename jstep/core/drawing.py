@@ -75,7 +75,7 @@ def picture(
     ticks = _round_ticks(Decimal(first), Decimal(last), 5)
     ticks = [tick for tick in ticks if first <= tick <= last and tick == int(tick)]
     for tick, text in zip(ticks, _labels(ticks), strict=True):
-        drawn.append(_tick(x(int(tick))))
+        drawn.append(f'<path class="axis" d="M{x(int(tick)):.1f},{_HEIGHT}v4"/>')
         texts.append(_below(x(int(tick)), text))
     texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
     for i, curve in sorted(enumerate(curves), key=lambda pair: pair[1].color != NEUTRAL):
@@ -109,10 +109,6 @@ def picture(
 def _below(x: float, text: str) -> str:
     position = f'x="{x / _WIDTH:.2%}" y="{_HEIGHT + 16}"'
     return f'<text {position} text-anchor="middle">{html_text(text)}</text>'
-
-
-def _tick(x: float) -> str:
-    return f'<path class="axis" d="M{x:.1f},{_HEIGHT}v4"/>'
 
 
 def _marked(kind: str, d: str, text: str, key: int | None) -> str:
