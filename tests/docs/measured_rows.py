@@ -49,7 +49,7 @@ MODULES = {
     "keras": ["keras"],
     "transformers": ["transformers.optimization"],
     "tf": ["tensorflow.compat.v1"],
-    "edm": [],
+    "edm": ["torch"],
     "get_lr": [],
     "diffusers": ["diffusers.optimization", "diffusers.training_utils"],
     "timm": ["timm.scheduler", "timm.utils"],
@@ -118,7 +118,7 @@ def computed(code):
     names = {}
     for name, modules in modules_of(code).items():
         imported = [importlib.import_module(module) for module in modules]
-        names[name] = sys.modules.get(name, imported[0]) if imported else SCRIPTS[name]
+        names[name] = SCRIPTS[name] if name in SCRIPTS else sys.modules.get(name, imported[0])
     if code.endswith(f" {MOMENTUM}"):
         code, names[MOMENTUM] = code.removesuffix(f" {MOMENTUM}"), True
     if "get_lr" in names:
