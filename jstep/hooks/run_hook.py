@@ -228,7 +228,10 @@ class RunHook(Hook):
         return None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        _ = self.run  # an error outside of a run
+        run, when = self.run, self.cadence
+        # A subclass may be called at other steps, and a state that was restored may have changed the cadence.
+        if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
+            return None
         return self.when_due(step, state, metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:

@@ -182,9 +182,12 @@ class HookRunner:
                     pending.append((hook, check))
 
     def _after_step(self, call: HookCall) -> None:
-        course = self._course
+        course, act = self._course, call.hook.after_step
+        # A saver may be due at a step within an iteration of several steps.
+        if isinstance(call.hook, CheckpointSaverHook) and type(call.hook).after_step is RunHook.after_step:
+            act = call.hook.when_due
         step, state, metrics, _ = course.position
-        if course.apply(call, call.hook.after_step(step, state, metrics)):
+        if course.apply(call, act(step, state, metrics)):
             course.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:

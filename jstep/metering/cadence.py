@@ -129,7 +129,9 @@ class HookSchedule:
         return step >= self.next or (self.deadline != math.inf and self.cadence.clock() >= self.deadline)
 
     def at_last(self, step: int) -> bool:
-        return self.cadence.at_last and (self.cadence.again_at_last or self.called != step)
+        cadence = self.cadence
+        has_acted = self.called == step and (cadence.secs is not None or cadence.has_multiple(step))
+        return cadence.at_last and (cadence.again_at_last or not has_acted)
 
     def reschedule(self, step: int) -> None:
         self.called = step

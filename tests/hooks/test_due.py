@@ -15,6 +15,16 @@ from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
+def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
+    class Mine(jstep.MetricsHook):
+        def next_due(self, step):
+            return None  # after every call
+
+    rows = []
+    train(12, [Mine(lambda step, values: rows.append(step), every_n_steps=5)])
+    assert rows == [5, 10, 12]
+
+
 def test_seconds_count_from_the_end_of_the_last_call():
     clock, evaluated = Clock(), []
 
