@@ -2,7 +2,7 @@
 
     python docs/notebook.py    # writes docs/notebook/*.html
 
-A page has a line `<!-- notebook: plan -->` where `docs/notebook/plan.html` goes: the site is built without running
+A page has a line `<!-- notebook: state -->` where `docs/notebook/state.html` goes: the site is built without running
 anything.
 """
 
@@ -27,11 +27,14 @@ def embedded(name: str) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """Name → HTML: of a plan, a cost and a run."""
+    """Name → HTML: of the state of the first page of the tutorial, and of the run of the fifth."""
     import jax
     import jax.numpy as jnp
 
     import jstep
+
+    params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
+    first = jstep.TrainState.create(params, jstep.adam(1e-2))
 
     rows = jax.random.normal(jax.random.key(0), (512, 3))
     data = jstep.batches({"x": rows, "y": rows @ jnp.array([[1.0], [-2.0], [0.5]])}, batch_size=32, seed=0)
@@ -45,6 +48,7 @@ def outputs() -> dict[str, str]:
         jstep.train(train_step, make_state(), data, 300, checkpoint_dir=run, save_checkpoint_steps=100, progress=False)
         goodput = jstep.goodput(run)
     shown = {
+        "state": first,
         "plan": jstep.plan(optimizer, last_step=300, hooks=[jstep.NanLossHook()]),
         "cost": jstep.cost(train_step, make_state(), data[0]),
         "goodput": goodput,

@@ -15,6 +15,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.logs import logger
 from jstep.core.placement import check_memory, compiles_only, is_shape
+from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
 from jstep.slots.optax_transformations import require_optimizer
@@ -305,6 +306,13 @@ class TrainState(Generic[P]):
             f"({_bytes_text(self.params)}), "
             f"slots: {slots or 'none'})"
         )
+
+    def _repr_html_(self) -> str:
+        numbers = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(self.params))
+        named = {"params": self.params, **dict(sorted(self.slots.items()))}
+        rows = [(name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree)) for name, tree in named.items()]
+        title = f"TrainState at step {_step_text(self.global_step)}: {_counted(numbers, 'parameter', 'parameters')}"
+        return html_table(title, rows, ("", "leaves", "size"))
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))

@@ -21,6 +21,11 @@ def outputs():
 
 
 @pytest.mark.thorough
+def test_the_stored_output_is_up_to_date(outputs):
+    assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(outputs["state"])
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plan", "cost", "goodput"])  # their numbers depend on the machine and on versions
 def test_a_computed_output_has_the_current_rows(outputs, name):
     stored = (DOCS / "notebook" / f"{name}.html").read_text(encoding="utf-8")
@@ -39,7 +44,7 @@ def test_outputs_and_placeholders_match(outputs):
 
 
 def test_an_output_is_embedded_as_one_block():
-    page = notebook.on_page_markdown("before\n\n<!-- notebook: plan -->\n\n`<!-- notebook: nope -->`\n")
+    page = notebook.on_page_markdown("before\n\n<!-- notebook: state -->\n\n`<!-- notebook: nope -->`\n")
     lines = page.splitlines()
     assert lines[2].startswith('<div class="notebook-output"><div')
     assert lines[2].endswith("</div>")

@@ -1,4 +1,4 @@
-"""HTML in notebooks: tables of plans, costs and goodput."""
+"""HTML in notebooks: tables of states, plans, costs and goodput."""
 
 import html.parser
 
@@ -15,6 +15,10 @@ def my_loss(params, x):
 
 
 STEP = jstep.minimize(my_loss, OPTIMIZER)
+
+
+def make_state(model_state=None):
+    return jstep.TrainState.create({"<w>": jnp.ones((4, 2))}, OPTIMIZER, model_state=model_state)
 
 
 class TableParser(html.parser.HTMLParser):
@@ -40,6 +44,13 @@ class TableParser(html.parser.HTMLParser):
         self.words.append(data)
         if self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
+
+
+def test_state_table():
+    found = TableParser(make_state({"a & b": jnp.ones(3)})._repr_html_())
+    assert found.words[0] == "TrainState at step 0: 8 parameters"
+    assert [row[0] for row in found.rows] == ["", "params", "m", "model_state", "start_step", "v"]
+    assert found.rows[1][1:] == ["1", "32 B"]
 
 
 def test_goodput_table():
