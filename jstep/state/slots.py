@@ -28,7 +28,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
         path: The path of a parameter, such as `"dense/kernel"`. A trailing `/value` may be omitted.
 
     Raises:
-        ValueError: Several leaves share the path.
+        ValueError: Several leaves share the path, or `name` and `path` are in TF's order.
 
     Example:
         >>> import jstep
@@ -37,6 +37,12 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
         0.1
     """
     if as_string(name, "name") not in require_state(state).slots:
+        paths = () if path is None else trees.leaf_paths(state.params)
+        if name in paths and (path in state.slots or path not in paths):
+            raise ValueError(
+                f"name={name!r}, path={path!r}: must be the name of a slot and the path of a parameter, the reverse of "
+                f"TF's order; use jstep.get_slot(state, {path!r}, {name!r})"
+            )
         return None
     tree = slot_values(state, name)
     if path is None:

@@ -58,6 +58,10 @@ def test_slots_by_name_and_path():
     bare = jstep.TrainState.create(jnp.ones(2), jstep.adam())
     assert jstep.get_slot_names(bare) == ["m", "v"]
     assert jstep.get_slot(bare, "m", "") is bare.slots["m"]
+    same_names = jstep.TrainState.create({"m": 1.0, "w": 2.0}, jstep.momentum(0.1, 0.9))
+    assert jstep.get_slot(same_names, "m", "w") is None  # not TF's order: the parameter "w" in the slot "m" of Adam
+    with pytest.raises(ValueError, match=r"use jstep.get_slot\(state, 'momentum', 'm'\)"):
+        jstep.get_slot(same_names, "m", "momentum")
     assert jstep.get_slot(bare, "m", "w") is jstep.get_slot(lists, "accumulator", "") is None
     scalar = jstep.TrainState.create(1.0, jstep.adam())
     assert jstep.get_slot_names(scalar) == ["m", "v"]
