@@ -14,6 +14,7 @@ thread. The extra `summaries` (tensorboard's protos, google-crc32c) is required.
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.stores.event_files import DataLossError, summary_iterator
 from jstep.summary.creation import histogram, image, scalar, text, zero_fraction
+from jstep.summary.encode import to_proto
 from jstep.summary.graph import write_graph
 from jstep.summary.summaries import Summary, collect, merge, merge_all, summaries_in
 from jstep.summary.writer import SummaryWriter
@@ -31,6 +32,7 @@ __all__ = [
     "summaries_in",
     "summary_iterator",
     "text",
+    "to_proto",
     "write_graph",
     "zero_fraction",
 ]

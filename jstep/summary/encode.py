@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jstep.core.checks import describe_type
 from jstep.core.logs import logger
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import has_tracers
 from jstep.stores.event_files import import_extra, proto
 from jstep.summary.creation import NumPyArray, bucket_limits, non_finite_error
 from jstep.summary.summaries import Histogram, Images, Part, Scalars, Summary, Text, is_here
@@ -181,3 +184,30 @@ _ENCODERS: dict[type[Part], Callable[[Any], Iterator[Values]]] = {
     Histogram: _histograms,
     Text: _texts,
 }
+
+
+def to_proto(summary: Summary) -> Any:
+    """Convert a summary to a `Summary` proto of tensorboard, with the same bytes as TensorFlow's; wait for its arrays.
+
+    Raises:
+        ValueError: The summary holds several steps, stacked by scan or vmap.
+
+    Example:
+        >>> from jstep import summary
+        >>> summary.to_proto(summary.scalar("loss", 0.5)).value[0].simple_value
+        0.5
+    """
+    if not isinstance(summary, Summary):
+        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {describe_type(summary)}")
+    for part in summary.parts:
+        if has_tracers(part):
+            raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")
+    with internal_transfers():
+        events, errors = encode(summary, None, 0.0)
+    if errors:
+        raise errors[0]
+    if len(events) > 1:
+        raise ValueError(
+            f"summary {summary.tags[0]!r} holds {len(events)} steps; use jax.tree.map(lambda x: x[i], summary)"
+        )
+    return proto("Event").FromString(events[0]).summary if events else proto("Summary")()

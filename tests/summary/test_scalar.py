@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from jstep import summary
+from jstep.stores.event_files import proto
 from jstep.summary.creation import bucket_limits
 
 
@@ -403,3 +404,19 @@ def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     assert f"{first} was removed while a SummaryWriter wrote to it" in record.getMessage()
     assert os.listdir(logdir) == [os.path.basename(writer.path)]
     assert [e.step for e in events_of(writer)] == [0, 2, 3]
+
+
+def test_to_proto():
+    created = all_kinds(jnp.float32(2.0), jnp.arange(3))
+    with jax.transfer_guard("disallow_explicit"):
+        message = summary.to_proto(created)
+    assert [value.tag for value in message.value] == list(created.tags)
+    assert summary.to_proto(summary.merge([])) == proto("Summary")()
+    stacked = jax.vmap(lambda x: summary.scalar("loss", x))(jnp.arange(3.0))
+    with pytest.raises(ValueError, match="summary 'loss' holds 3 steps"):
+        summary.to_proto(stacked)
+    assert summary.to_proto(jax.tree.map(lambda x: x[2], stacked)).value[0].simple_value == 2.0
+    with pytest.raises(TypeError, match="'loss' is traced"):
+        jax.jit(lambda x: (x, summary.to_proto(summary.scalar("loss", x)))[0])(1.0)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        summary.to_proto(summary.histogram("h", jax.jit(lambda x: x / 0)(jnp.ones(2**17))))
