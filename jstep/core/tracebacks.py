@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -41,11 +42,27 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         except BaseException as error:
             if isinstance(error, TypeError) and (hint := explain_call(fn, args, kwargs)):
                 raise TypeError(f"{error}{hint}") from None
+            original = original_error(error)
             explain_jax(error)
-            shorten(error)
-            raise  # without another frame
+            shorten(original)
+            try:
+                if original is not error:
+                    raise original from None
+                raise  # without another frame
+            finally:
+                del original  # breaks the reference cycle with this frame, which its traceback holds
 
     return call
+
+
+def original_error(error: BaseException) -> BaseException:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
+    is_of_contextlib = (
+        bool(frames)
+        and frames[-1].f_code.co_name == "__setattr__"
+        and frames[0].f_code.co_filename == contextlib.__file__
+    )
+    return error.__context__ if is_of_contextlib and error.__context__ is not None else error
 
 
 def shorten(error: BaseException) -> None:

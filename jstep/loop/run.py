@@ -20,7 +20,7 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
-from jstep.core.tracebacks import shorten, shortens_tracebacks
+from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
@@ -72,8 +72,11 @@ class _Failure(contextlib.AbstractContextManager[None]):
         return error
 
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        if error is not None and not isinstance(error, GeneratorExit):
-            self.error = error
+        if error is None or isinstance(error, GeneratorExit):
+            return
+        self.error = original_error(error)
+        if self.error is not error:
+            raise self.error from None
 
 
 class Run(Generic[P]):

@@ -2,6 +2,7 @@
 
 import bdb
 import contextlib
+import dataclasses
 import gc
 import os
 import threading
@@ -328,3 +329,43 @@ def test_errors_keep_nothing_alive(name, mode, filtering):
         assert kept() is None
     finally:
         gc.enable()
+
+
+class NoAttributesError(Exception):
+    def __setattr__(self, name, value):
+        raise TypeError("takes no attributes")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    line: int
+
+
+def refusing(kind):
+    def refuse(*args, **kwargs):
+        raise kind(7)
+
+    return refuse
+
+
+REFUSED_IN = {
+    "a loader": lambda fn: run(data=lambda n: fn() if n == 2 else ROWS),
+    "a prefetched loader": lambda fn: list(jstep.prefetch_to_device(map(fn, [0]))),
+    "a hook": lambda fn: run(hooks=[jstep.every(2, fn)]),
+    "a loss": lambda fn: in_step(SGD, fn),
+    "a loss in a run": lambda fn: run(jstep.minimize(fn, SGD)),
+    "an evaluation": lambda fn: run(hooks=[jstep.EvaluationHook(fn, every_n_steps=2)]),
+    "an evaluator": lambda fn: jstep.evaluator(fn, [ROWS])(state()),
+    "a schedule": lambda fn: jstep.adam(fn).hyperparameters(0),
+    "a label": lambda fn: state(jstep.partition({"a": SGD}, fn)),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED_IN.values(), ids=REFUSED_IN)
+@pytest.mark.parametrize("kind", [NoAttributesError, FrozenError])
+def test_an_error_that_takes_no_attributes_is_raised_itself(kind, call):
+    """`contextlib` sets the traceback of each error that passes through it, which such a class refuses."""
+    with pytest.raises(kind) as caught:
+        call(refusing(kind))
+    assert caught.value.args == (7,) or caught.value.line == 7
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "refuse"
