@@ -13,8 +13,11 @@ import abc
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
+import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ from typing import Any, Protocol
 
 from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec, list_names
 from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.core.checks import format_list
+from jstep.core.checks import format_bytes, format_list
 from jstep.core.logs import logger
 from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
 from jstep.stores.objects import BYTES_PER_SEC
@@ -148,6 +151,7 @@ class Attempt(abc.ABC):
         self.process, self.count, self.saved_at = job.process, job.count, job.saved_at
         self._arrays, self._files = job.arrays, job.files
         self._names = [array.name for array in job.arrays]
+        self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
         self._peer_secs = PEER_SECS + job.nbytes / job.count / BYTES_PER_SEC
 
     @abc.abstractmethod
@@ -188,8 +192,9 @@ class Attempt(abc.ABC):
                     self.storage.write(name, data)
                 self.commit(self.storage.finish())
         except BaseException as error:
-            self._report(f"{type(error).__name__}: {error}"[:300])
-            raise
+            explained = _explained(error, self.storage.path(""), self._nbytes)
+            self._report(f"{type(explained).__name__}: {explained}"[:300])
+            raise explained from error.__cause__
         if self.process:
             self._wait_for_outcome()
 
@@ -278,6 +283,16 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.0, 1.5 * pause)
+
+
+def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
+    """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    number = next((number for number in full if os.strerror(number) in str(error)), None)
+    if number is None or not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
+        return error
+    free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
+    return OSError(number, f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {free} free)", path)
 
 
 # The threads of saves.

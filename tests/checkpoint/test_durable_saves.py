@@ -254,3 +254,13 @@ def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
             saver.restore_params(zeros)
         with pytest.raises(CheckpointError, match="the array of 'params/a' has another checksum"):
             jstep.load_weights(path, zeros)
+
+
+def test_a_full_disk_says_what_it_lacks(tmp_path, monkeypatch):
+    with Saver(tmp_path) as saver:
+        with (
+            failing_flush(monkeypatch, "/_METADATA", errno.ENOSPC),
+            pytest.raises(CheckpointError, match=r"No space left on device \(52 B needed, .* free\)"),
+        ):
+            save_all(saver, [1])
+        save_all(saver, [1])
