@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from jstep.stores.files import is_directory, names_in, open_for_reading, walk
 from jstep.stores.urls import is_url, join_path, location
 
@@ -269,7 +271,20 @@ def _add(series: dict[str, Series], event: Any) -> None:
             points.drop_from(event.step)
     step, time = event.step, event.wall_time
     for value in event.summary.value:
-        if value.WhichOneof("value") == "simple_value":
+        if (number := _number(value)) is not None:
             if (tag := value.tag) not in series:
                 series[tag] = Series()
-            series[tag].append(step, time, value.simple_value)
+            series[tag].append(step, time, number)
+
+
+def _number(value: Any) -> float | None:
+    """Return the scalar in a value, or None; TensorFlow 2 writes scalars as tensors."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        number: float = value.simple_value
+        return number
+    if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
+        tensor, content = value.tensor, value.tensor.tensor_content
+        if tensor.dtype == proto("DataType").DT_FLOAT:  # the only one that it writes
+            return next(iter(np.frombuffer(content, "<f4", len(content) // 4).tolist() or tensor.float_val), None)
+    return None

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +122,37 @@ def test_scalars_before_a_corrupted_record_are_kept_if_somebody_is_told(file):
         read_scalars(file)
 
 
+TYPES = proto("DataType")
+
+
+def tensor(plugin: str = "scalars", **fields: Any) -> Any:
+    metadata = proto("SummaryMetadata")(plugin_data={"plugin_name": plugin})
+    return proto("Summary").Value(tag="loss", metadata=metadata, tensor=proto("TensorProto")(**fields))
+
+
+def content(dtype: str, *numbers: float) -> bytes:
+    return np.array(numbers, dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (proto("Summary").Value(tag="loss", simple_value=0.5), 0.5),
+        (tensor(dtype=TYPES.DT_FLOAT, float_val=[2.5, 3.0]), 2.5),
+        (tensor(dtype=TYPES.DT_FLOAT, tensor_content=content("<f4", 0.25, 7)), 0.25),
+        (tensor(dtype=TYPES.DT_FLOAT, tensor_content=content("<f4", 0.25) + b"\0"), 0.25),
+        (tensor(dtype=TYPES.DT_FLOAT, tensor_content=b"\0"), None),
+        (tensor(dtype=TYPES.DT_FLOAT), None),
+        (tensor(dtype=TYPES.DT_INT32, int_val=[3], tensor_content=b"\3\0\0\0"), None),
+        (tensor("text", dtype=TYPES.DT_FLOAT, float_val=[2.5]), None),
+        (proto("Summary").Value(tag="h", histo=proto("HistogramProto")()), None),
+        (proto("Summary").Value(tag="nothing"), None),
+    ],
+)
+def test_the_number_in_a_value(value: Any, expected: float | None) -> None:
+    assert event_files._number(value) == expected
+
+
 def test_later_events_and_starts_replace_points() -> None:
     start, stop = proto("SessionLog").START, proto("SessionLog").STOP
     series: dict[str, Series] = {}
@@ -147,6 +179,5 @@ def test_later_events_and_starts_replace_points() -> None:
     add(2, "b", 7)
     add(5, "b", math.inf)
     assert points()["b"] == [Point(1, 10.0, 1), Point(2, 20.0, 7), Point(5, 50.0, math.inf)]
-    event_files._add(series, proto("Event")(summary={"value": [{"tag": "h", "histo": {}}, {"tag": "nothing"}]}))
     add(0, status=start)
     assert points() == {"b": [], "a": []}
