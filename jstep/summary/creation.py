@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.checks import as_int, describe_type, format_value
-from jstep.core.device_values import as_array, host_leaf
+from jstep.core.device_values import as_array
 from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, is_array, is_traced, native
@@ -260,7 +260,6 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     Raises:
         ValueError: A value is NaN or infinite, in the dtype that devices have. Values that are not ready are checked by
             the writer, which raises at its next call.
-        OverflowError: Integers exceed 32 bits while 64-bit types are off.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -289,8 +288,14 @@ def bucket_limits() -> NumPyArray:
 
 def _eager(tag: str, values: Any) -> Any:
     if isinstance(values, np.ndarray):
+        # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+        if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
+            info = np.iinfo(dtype)
+            if values.min() < info.min or values.max() > info.max:
+                dtype = np.dtype(np.float32)
         with np.errstate(over="ignore"):
-            values = host_leaf(values, "", f"histogram {tag!r}")
+            values = values.astype(dtype)
     elif values.size > _READ_AT_ONCE or not is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):

@@ -10,7 +10,7 @@ import jax
 
 from jstep.core import checks, jaxprs, trees
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.stores.event_files import is_message, proto
+from jstep.stores.event_files import is_message, parse_message, proto
 from jstep.stores.files import write_named
 from jstep.stores.urls import join_path, location
 
@@ -117,11 +117,14 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
 
 
 def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_graph_def = is_message(graph, "GraphDef")
+    is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
     if is_graph_def or isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
         if args or kwargs:
             raise TypeError(f"graph: a {type(graph).__name__} is traced already and takes no arguments")
-        return proto("GraphDef").FromString(graph.SerializeToString()) if is_graph_def else graph
+        if not is_graph_def:
+            return graph
+        data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
+        return parse_message(data, "GraphDef", "graph")
     if not callable(graph):
         raise TypeError(
             f"graph: must be a Traced, Lowered or GraphDef, or take no arguments, got {checks.describe_type(graph)}"

@@ -343,7 +343,7 @@ class SummaryWriter:
 
         Args:
             graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
-                `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
+                `jax.stages.Traced` or `Lowered`, a `GraphDef`, a serialized one, or a function of no arguments.
             args: Arguments of the function: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
             kwargs: Its keyword arguments.
