@@ -46,11 +46,13 @@ class Origin(NamedTuple):
     """Where a value that is not finite comes from, if no operation made it of arguments.
 
     Attributes:
-        place: The first operation that read the constant, or that made it of finite ones; None before it.
+        order: How many operations ran before the first one that read the constant, or that made it of finite ones.
+        place: That operation; None before it.
         constant: The constant; None if all are finite.
         is_mask: Whether it is infinite, and was only moved so far.
     """
 
+    order: int
     place: Place | None
     constant: Range | None
     is_mask: bool
@@ -76,6 +78,7 @@ class Search:
     found: Place | None = None
     constant: Range | None = None
     reaches: bool = False
+    _order: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
     _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
@@ -83,7 +86,8 @@ class Search:
         self.reaches = any(out.is_bad for out in outs)
         origins = [out.origin for out in outs if out.origin is not None and not out.origin.is_mask]
         if self.found is None and origins:
-            self.found, self.constant = origins[0].place, origins[0].constant
+            first = min(origins, key=lambda origin: origin.order)
+            self.found, self.constant = first.place, first.constant
 
     def _run_each(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
         inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
@@ -98,6 +102,7 @@ class Search:
 
     def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
         """Note whether an operation made numbers that are not finite, or where they come from."""
+        order = next(self._order)
         depends = any(item.depends for item in ins)
         results = [Value(out, depends, *_bad(out)) for out in outs]
         if self.found is not None or not any(result.is_bad for result in results):
@@ -109,9 +114,9 @@ class Search:
             return results
         origin = _first_origin(ins)
         if origin is None:
-            origin = Origin(self._place(body, operation, ins, outs), None, False)
+            origin = Origin(order, self._place(body, operation, ins, outs), None, False)
         elif origin.place is None:
-            origin = origin._replace(place=self._place(body, operation, ins, outs))
+            origin = origin._replace(order=order, place=self._place(body, operation, ins, outs))
         origin = origin._replace(is_mask=origin.is_mask and operation.name in MOVES)
         return [result._replace(origin=origin if result.is_bad else None) for result in results]
 
@@ -181,7 +186,7 @@ def _bad(value: Any) -> tuple[bool, bool]:
 
 def _constant(value: Any, depends: bool = False) -> Value:
     has_nan, is_bad = _bad(value)
-    return Value(value, depends, has_nan, is_bad, Origin(None, value_range(value), not has_nan) if is_bad else None)
+    return Value(value, depends, has_nan, is_bad, Origin(-1, None, value_range(value), not has_nan) if is_bad else None)
 
 
 def _moved(value: Any, depends: bool, before: Sequence[Value]) -> Value:
@@ -196,7 +201,7 @@ def _stacked(parts: list[Value], aval: Any, depends: bool) -> Value:
 
 def _first_origin(values: Iterable[Value]) -> Origin | None:
     known = [(not value.has_nan, value.origin) for value in values if value.origin is not None]
-    return min(known, key=lambda pair: (pair[0], pair[1].is_mask), default=(True, None))[1]
+    return min(known, key=lambda pair: (pair[0], pair[1].is_mask, pair[1].order), default=(True, None))[1]
 
 
 def _values(items: Iterable[Value]) -> list[Any]:
