@@ -49,6 +49,9 @@ def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
         raise TypeError(
             f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
         )
+    for name in returned:
+        if not isinstance(name, str):
+            raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
     pairs = {name: (x.total, x.count) if isinstance(x, MeanOf) else x for name, x in returned.items()}
     return [Metric(value, name, _kind(name, value, rows), rows) for name, value in pairs.items()]
 
@@ -135,7 +138,10 @@ def _total(numbers: Sequence[Any]) -> int | float:
 
 def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
     total, count = map(_total, zip(*parts, strict=True))
-    return total / count if count else math.nan
+    try:
+        return total / count if count else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def _is_object(name: str, value: object) -> bool:
@@ -187,6 +193,8 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
     values = computed if isinstance(computed, Mapping) else {None: computed}
     what, numbers = f"metric_fn: the metric {name!r}: compute returned", {}
     for key, value in values.items():
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"{what} the key {key!r}: must be a string")
         if not is_number(value):
             at = "" if key is None else f" at {key!r}"
             raise TypeError(f"{what} {describe_type(value)}{at}: must be a number, or a dict of numbers")

@@ -17,6 +17,7 @@ from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import AxesFallback, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
+from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
@@ -45,7 +46,14 @@ class EvaluationAbandoned(BaseException):
     """Raised between two batches of an evaluation when the run stops; not an Exception, so that no retry catches it."""
 
 
-@shortens_tracebacks
+Evaluate: TypeAlias = Callable[[TrainState], dict[str, float]]
+
+
+def _remember(evaluate: Evaluate, call: RecordedCall) -> Evaluate:
+    return dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
+
+
+@record_calls(_remember, 2)
 def evaluator(
     metric_fn: Callable[..., Mapping[str, Any]],
     batches: Tree,
@@ -118,9 +126,17 @@ class Evaluator:
     use_averages: bool | str | Sequence[str]
     has_model_state: bool
     batch_sharding: Any
+    made_by: RecordedCall | None = None
     warn_once: Callable[[str], None] = dataclasses.field(
         default_factory=lambda: functools.cache(logger.warning), init=False
     )
+
+    def __repr__(self) -> str:
+        return "evaluator(…)" if self.made_by is None else repr(self.made_by)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.made_by is not None
+        return self.made_by.__reduce__()
 
     @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:

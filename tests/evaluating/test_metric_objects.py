@@ -177,6 +177,7 @@ WRONG = r"the metric 'm' is (a|the class) Mine: must have merge\(other\) and com
         (make(first, lambda self: None), TypeError, "'m': compute returned None: must be a number"),
         (make(first, lambda self: jnp.ones(2)), TypeError, r"'m': compute returned an array of float32 and shape \(2"),
         (make(first, lambda self: {"a": [1]}), TypeError, "'m': compute returned a list at 'a': must be a number"),
+        (make(first, lambda self: {1: 1.0}), TypeError, "'m': compute returned the key 1: must be a string"),
         (make(first, lambda self: {"n": 1.0}), ValueError, "two metrics are called 'm/n'"),
     ],
 )
