@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import array_type
-from jstep.core.logs import logger
+from jstep.core.logs import WARNED, logger
 from jstep.core.trees import Params, Slots, Tree
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
@@ -99,7 +99,9 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
     roles, treedef = roles_in(state), trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
-    if not names or _WARNED.get(id(roles)) is roles or trees.structure(params) != treedef:
+    of_run = WARNED.get()
+    has_warned = _WARNED.get(id(roles)) is roles if of_run is None else _OLD_VALUES in of_run
+    if not names or has_warned or trees.structure(params) != treedef:
         return
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
     # The update of a traced state is user-defined.
@@ -109,12 +111,15 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
     pairs_of = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
     left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
     if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
-        _WARNED[id(roles)] = roles
+        if of_run is None:
+            _WARNED[id(roles)] = roles
+        else:
+            of_run.add(_OLD_VALUES)
         logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)), otherwise)
 
 
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
-"""The roles of states, by identity, for which it was logged."""
+"""The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"
