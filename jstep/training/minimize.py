@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -16,7 +15,7 @@ import numpy as np
 from jstep.core import device_values, placement, trees
 from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
-from jstep.core.logs import log_once
+from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
 from jstep.core.recorded_calls import record_calls
 from jstep.core.selection import VarList
@@ -299,13 +298,17 @@ class UpdateStep:
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
+    has_warned = False
+
     def step_in_lanes(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
-        if lanes.others:
-            log_once(
-                logging.WARNING,
-                f"lanes={number}: arrays are also split over {', '.join(map(repr, lanes.others))}, and the rows of the "
-                "batch are not (tensor parallelism): the bits of this run are not promised to be the same on another "
-                "number of devices",
+        nonlocal has_warned
+        if lanes.others and not has_warned and jax.process_index() == 0:
+            has_warned = True
+            logger.warning(
+                "lanes=%d: arrays are also split over %s, and the rows of the batch are not (tensor parallelism): the "
+                "bits of this run are not promised to be the same on another number of devices",
+                number,
+                ", ".join(map(repr, lanes.others)),
             )
         return pure(state, args, None, lanes)
 
