@@ -64,17 +64,31 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
 
 @meshes.exempts_transfers
 def _cotangents(ys: object, grad_ys: Any) -> Any:
-    leaves, treedef = trees.flatten(ys)
-    if not any(jnp.issubdtype(y.dtype, jnp.inexact) for y in leaves):
-        raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for y in leaves]}")
+    named = trees.leaves_with_paths(ys)
+    if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
+        raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
+    try:
+        weights = [None] * len(named) if grad_ys is None else trees.structure(ys).flatten_up_to(grad_ys)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"grad_ys has the structure {trees.structure(grad_ys)}, fn(xs) has {trees.structure(ys)}"
+        ) from error
 
-    def cotangent(y: Array, weight: Any) -> Any:
+    def cotangent(path: str, y: Array, weight: Any) -> Any:
         if not jnp.issubdtype(y.dtype, jnp.inexact):
             return np.zeros(y.shape, jax.dtypes.float0)
-        return jnp.ones_like(y) if weight is None else jnp.asarray(weight).astype(y.dtype)
+        if weight is None:
+            return jnp.ones_like(y)
+        if not trees.is_array_or_number(weight):
+            raise trees.not_an_array(weight, path, "grad_ys")
+        if np.shape(weight) != y.shape:
+            raise ValueError(
+                f"grad_ys: the leaf at {trees.quote_path(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"
+            )
+        return jnp.asarray(weight).astype(y.dtype)
 
-    weights = [None] * len(leaves) if grad_ys is None else treedef.flatten_up_to(grad_ys)
-    return treedef.unflatten(map(cotangent, leaves, weights))
+    cotangents = [cotangent(path, y, weight) for (path, y), weight in zip(named, weights, strict=True)]
+    return trees.structure(ys).unflatten(cotangents)
 
 
 @shortens_tracebacks

@@ -84,6 +84,8 @@ def lookup(table: object, ids: object) -> Array:
     tables = TABLES.get()
     index = None if tables is None else tables.index_of(table)
     table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")
+    if table.ndim == 0:
+        raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
     if tables is not None and index is not None:

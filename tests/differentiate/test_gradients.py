@@ -54,6 +54,8 @@ def test_grad_ys_of_a_tree_with_integers():
     x = jnp.array([1.0, 3.0])
     np.testing.assert_array_equal(jstep.gradients(fn, x), [2.0, 6.0])
     np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys={"n": None, "y": np.array([1, 10])}), [2.0, 60.0])
+    with pytest.raises(TypeError, match=r"grad_ys: .*'y'"):
+        jstep.gradients(fn, x, grad_ys={"n": None, "y": "x"})
 
 
 def test_gradients_of_integers_are_none():
