@@ -119,11 +119,12 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
 
 @makes_optimizer()
-def normalize_gradients(scale: ScalarOrSchedule = 1.0) -> Optimizer:
+def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
     """Normalization: g ·= scale / (‖g‖ + 0.000001), where ‖g‖ is the norm of all leaves together.
 
     Args:
         scale: The norm of the result, > 0.
+        per_leaf: Whether to normalize each leaf by its own norm.
 
     Returns:
         An element of a chain without slots, with the hyperparameter `gradient_norm`.
@@ -138,21 +139,22 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0) -> Optimizer:
 
     Source: `optax.normalize_by_update_norm`.
     """
+    is_per_leaf = as_bool(per_leaf, "per_leaf")
 
     def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        norm = clipping.global_norm(updates)
+        norm = None if is_per_leaf else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
     return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)})
 
 
-def _normalized(g: Array | IndexedSlices, norm: Array, scale: Array) -> Array | IndexedSlices:
+def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
     if isinstance(g, IndexedSlices):
         rows = combine_rows(g)
         values = _normalized(rows.values, norm, scale)
         return trim_slices(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
-    by = scale / (norm.astype(dtype) + EPSILON)
+    by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
     return g.astype(dtype) * by.astype(dtype)
 
 

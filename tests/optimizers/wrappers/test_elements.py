@@ -111,13 +111,16 @@ SLICES = jstep.IndexedSlices(jnp.array([[3.0, 0.0], [1.0, 4.0], [5.0, 0.0]]), jn
 TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
 
 
+@pytest.mark.thorough(except_for=["slices-True", "dense-False"])
+@pytest.mark.parametrize("per_leaf", [False, True])
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
-def test_gradients_are_normalized_by_their_sums(grad):
-    """Slices that name a row twice have the norm of the table."""
-    optimizer = with_descent(jstep.normalize_gradients(2.0))
+def test_gradients_are_normalized_by_their_sums(grad, per_leaf):
+    """Slices that name a row twice have the norm of the table; leaves are normalized together or each by itself."""
+    optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf))
     new = after_one(optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])})
-    np.testing.assert_allclose(new["t"], -2 * TABLE / np.sqrt(85.0), rtol=1e-5)
-    np.testing.assert_allclose(new["w"], [-4 / np.sqrt(85.0)], rtol=1e-5)
+    of_table, of_other = (9.0, 2.0) if per_leaf else (np.sqrt(85.0),) * 2
+    np.testing.assert_allclose(new["t"], -2 * TABLE / of_table, rtol=1e-5)
+    np.testing.assert_allclose(new["w"], [-4 / of_other], rtol=1e-5)
 
 
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])

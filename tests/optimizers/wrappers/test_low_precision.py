@@ -30,6 +30,7 @@ BLOCKS = {
         for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive")
     },
     "normalize": jstep.normalize_gradients,
+    "normalize_each": lambda: jstep.normalize_gradients(per_leaf=True),
     "noise": lambda: jstep.add_noise(0.01, 0.55, KEY),
     "scale": lambda: jstep.scale(0.3),
     "trust": jstep.scale_by_trust_ratio,
