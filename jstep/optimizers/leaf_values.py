@@ -72,7 +72,13 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
 
     def matches(params: Params) -> list[Any]:
         flags(params, globs, argument)  # raises for an entry that matches no leaf
-        return [next((glob for glob in globs if is_named(names, glob)), None) for names in leaf_names(params)]
+        names_of_leaves = leaf_names(params)
+        exact = {name for names in names_of_leaves for name in names}
+
+        def is_match(glob: str, names: tuple[str, ...]) -> bool:
+            return glob in names if glob in exact else is_named(names, glob)
+
+        return [next((glob for glob in globs if is_match(glob, names)), None) for names in names_of_leaves]
 
     return lambda params: on_whole(params, matches)
 

@@ -72,7 +72,13 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 if any(takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA):
                     note(error, "jstep: pass context=jstep.Context(loss, value_and_grad), or train with jstep.minimize")
                 raise
-        return new_updates, _StateSlots(name, after, params).slots
+        new = _StateSlots(name, after, params).slots
+        if new.keys() != shape.slots.keys():
+            raise ValueError(
+                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
+                "compiled step needs the same structure after each update"
+            )
+        return new_updates, new
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
@@ -92,7 +98,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 present_gradients, present_params = [g for g in gradients if g is not None], present(params)
                 computed = of_leaves(present_gradients, fewer, present_params, skeleton(present_params), extra_of)
         new_updates, new = computed or of_leaves(gradients, slots, params, shape, extra_of)
-        kept = {slot: _unless_absent(slots.get(slot, tree), tree, treedef, absent) for slot, tree in new.items()}
+        kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
         return _without(treedef, absent, treedef.unflatten(added)), kept
 
@@ -205,7 +211,10 @@ EXTRA = ("value", "grad", "value_fn")
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
-    parameters = inspect.signature(update).parameters
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return lambda name: False
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return lambda name: takes_any or name in parameters
 

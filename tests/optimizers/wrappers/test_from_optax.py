@@ -284,8 +284,9 @@ def grown(updates: Any, state: Any, params: Any) -> Any:
     [
         (Transformation(lambda p: {}, raising(TypeError("another"))), TypeError, "another"),
         (Transformation(lambda p: {}, needy), TypeError, NEEDS),
-        (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError, "the optimizer's slots are not those of the "
-         "state: it returned a tree with 'optax/b'; use the optimizer that the state was created with"),
+        (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError, "transformation: its update returned "
+         "['optax/a', 'optax/b'], its init returned ['optax/a']; a compiled step needs the same structure after each "
+         "update"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(transformation: Any, kind: type[Exception], message: str) -> None:
