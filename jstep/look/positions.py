@@ -143,24 +143,34 @@ def _position(saved: Mapping[str, Any], read_file: ReadFile) -> Position:
 
 def _parts(name: str, saved: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and the tagged JSON of the values in nested dicts and short lists."""
-    tag, inner = None, saved
-    if isinstance(saved, dict) and len(saved) == 1 and next(iter(saved)).startswith("$"):
-        ((tag, inner),) = saved.items()
+    tag, inner = _tag(saved)
     items = list[tuple[str, Any]]()
     if tag in ("$dict", "$ordered_dict"):
-        items = [(f"[{truncate(str(key), _MAX_TEXT)}]", item) for key, item in inner]
+        items = [(f"[{truncate(str(_plain(key)), _MAX_TEXT)}]", item) for key, item in inner]
     elif tag in (None, "$tuple") and isinstance(inner, list) and len(inner) <= _MAX_ITEMS:
         items = [(f"[{number}]", item) for number, item in enumerate(inner)]
     elif tag is None and isinstance(inner, dict):
         items = [(f".{key}", item) for key, item in inner.items()]
     elif tag == "$jax":  # of a key, its data
         items = [("", inner["data"])]
-    elif tag == "$tensor":
-        saved = {"$array": inner}
     for key, item in items:
         yield from _parts(f"{name}{key}", item)
     if not items:
-        yield name, saved
+        yield name, {"$array": inner} if tag == "$tensor" else saved
+
+
+def _tag(saved: Any) -> tuple[str | None, Any]:
+    if isinstance(saved, dict) and len(saved) == 1 and next(iter(saved)).startswith("$"):
+        ((tag, inner),) = saved.items()
+        return tag, inner
+    return None, saved
+
+
+def _plain(saved: Any) -> Any:
+    """Return the number of a tag, or the value as it is."""
+    from jstep.stores import tagged_json  # it imports JAX
+
+    return tagged_json.decode(saved) if _tag(saved)[0] in ("$int", "$float") else saved
 
 
 def _entry(name: str, saved: Any, read_file: ReadFile) -> PositionValue:
@@ -169,14 +179,14 @@ def _entry(name: str, saved: Any, read_file: ReadFile) -> PositionValue:
     whole = tagged_json.with_files(saved, lambda file: tagged_json.LargeBytes(read_file(file)))
     hashed = json.dumps(whole, sort_keys=True, default=lambda large: large.hash.hex())
     bits = hashlib.blake2b(hashed.encode()).hexdigest()
-    value = tagged_json.decode(whole)
-    if isinstance(value, np.ndarray | np.generic):
-        return PositionValue(name, _number_or_text(np.asarray(value), bits), bits)
-    if isinstance(value, list | tuple) and value:
-        value = f"{len(value)} items {bits[:8]}"
-    elif not (value is None or isinstance(value, bool | int | float | str | list | tuple | dict)):
-        value = f"{type(value).__name__} {bits[:8]}"  # a random generator, or bytes
-    return PositionValue(name, value, bits)
+    tag, inner = _tag(saved)
+    if tag in ("$array", "$scalar"):
+        return PositionValue(name, _number_or_text(np.asarray(tagged_json.decode(whole)), bits), bits)
+    if tag in (None, "$tuple") and isinstance(inner, list) and inner:
+        return PositionValue(name, f"{len(inner)} items {bits[:8]}", bits)
+    if tag in (None, "$tuple", "$int", "$float"):
+        return PositionValue(name, inner if tag == "$tuple" else _plain(saved), bits)
+    return PositionValue(name, f"{tag[1:]} {bits[:8]}", bits)  # a random generator, or bytes
 
 
 def _number_or_text(array: np.ndarray[Any, Any], bits: str) -> Any:
