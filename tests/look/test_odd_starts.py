@@ -9,31 +9,11 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from points import mean
+from trained_runs import evaluation, only, optimizer, train
 from written_runs import starts_of
 
 import jstep
 from jstep.look import cli
-
-optimizer, train_step = mean(0.25)
-
-
-def train(where, last_step, *hooks, **options):
-    state = jstep.TrainState.create({"w": jnp.zeros(1)}, optimizer)
-    options = {"log_steps": None, "checkpoint_dir": where, "save_checkpoint_steps": 5} | options
-    return jstep.train(train_step, state, lambda step: jnp.ones(4), last_step, hooks=hooks, **options)
-
-
-def only(where):
-    (found,) = jstep.runs(where)
-    return found
-
-
-def evaluation(where, values):
-    best = jstep.KeepBest(where, "score", mode="max")
-    return jstep.EvaluationHook(
-        lambda state: {"score": values[int(state.global_step)]}, every_n_steps=5, callbacks=[best]
-    )
 
 
 class Ends(jstep.Hook):

@@ -11,6 +11,7 @@ import forked
 import jax.numpy as jnp
 import pytest
 from points import number
+from trained_runs import only
 from written_runs import change
 
 import jstep
@@ -24,11 +25,6 @@ def train(last_step, where, *hooks, batches=None, **options):
     options = {"log_steps": None} | options
     given = batches or (lambda step: jnp.float32(1.0))
     return jstep.train(train_step, state, given, last_step, checkpoint_dir=where, hooks=hooks, **options)
-
-
-def only(where):
-    (found,) = jstep.runs(where)
-    return found
 
 
 def fail(step, state, metrics):

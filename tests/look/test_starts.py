@@ -12,7 +12,7 @@ import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from points import mean
+from trained_runs import evaluation, only, train
 from written_runs import TIME, start, starts_of, write_start
 
 import jstep
@@ -20,20 +20,6 @@ from jstep.core import threads
 from jstep.look import cli, run_folder
 from jstep.record.stall_files import exit_reason
 from jstep.watching import recorder
-
-optimizer, train_step = mean(0.25)
-
-
-def train(where, last_step, *hooks, batches=None, width=1, **options):
-    state = jstep.TrainState.create({"w": jnp.zeros(width)}, optimizer)
-    options = {"log_steps": None, "checkpoint_dir": where, "save_checkpoint_steps": 5} | options
-    given = batches or (lambda step: jnp.ones(4))
-    return jstep.train(train_step, state, given, last_step, hooks=hooks, **options)
-
-
-def only(where):
-    (found,) = jstep.runs(where)
-    return found
 
 
 def shown(capsys, *arguments):
@@ -151,15 +137,6 @@ def test_examples(tmp_path):
     assert only(tmp_path / "a").examples == 40 + 40
     train(tmp_path / "b", 5, batches=lambda step: jnp.ones(()))
     assert only(tmp_path / "b").examples is None
-
-
-def evaluation(where, values):
-    best = jstep.KeepBest(where, "score", mode="max")
-
-    def evaluate(state):
-        return {"score": values[int(state.global_step)]}
-
-    return jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best])
 
 
 def test_the_best_is_what_is_on_the_disk(tmp_path):
