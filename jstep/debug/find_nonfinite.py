@@ -157,7 +157,7 @@ def _check_finite(args: tuple[Any, ...]) -> None:
 # Places of operations: their lines in the user's code, and the operations that enclose them.
 
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
-_MACHINERY = tuple(_OURS + name + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
+_MACHINERY = tuple(_OURS + name + os.sep for name in ("training", "differentiate", "loop", "debug", "evaluating"))
 _JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name)
 

@@ -58,7 +58,7 @@ class OpenDirectory:
 
     def __init__(self, path: str) -> None:
         self._path, self._handle = path, -1
-        with contextlib.suppress(OSError):  # Windows opens no directories
+        with contextlib.suppress(OSError):  # on other processes it may not exist yet
             self._handle = os.open(path, os.O_RDONLY)
 
     def check(self) -> None:
