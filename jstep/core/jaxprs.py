@@ -337,6 +337,10 @@ def is_annotated(traced: object) -> bool:
     return any(_shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced))
 
 
+def shards_arrays(traced: object) -> bool:
+    return any(_shards(eqn) for *_, eqn in all_equations(traced))
+
+
 def _shards(eqn: Any) -> bool:
     split = (isinstance(value, Sharding) and not value.is_fully_replicated for value in eqn.params.values())
     return _name(eqn) == "shard_map" or (_name(eqn) in _PLACING and any(split)) or any(map(_is_explicit, eqn.outvars))

@@ -133,6 +133,14 @@ def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
     return NamedSharding(sharding.mesh, meshes.fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
+def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
+    mesh = meshes.mesh_of(state)
+    if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
+        return None
+    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
+    return mesh if has_rows else None
+
+
 # Copies of the batches of a loader, which the loop places.
 
 

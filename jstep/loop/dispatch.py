@@ -13,11 +13,13 @@ import numpy as np
 
 from jstep.core import processes, trees
 from jstep.core.checks import describe_type, format_value
+from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import in_background
 from jstep.core.trees import Tree
+from jstep.data.batch_placement import mesh_without_batch
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals
@@ -113,8 +115,11 @@ class Dispatch:
         if not chunk.program.is_called:
             chunk.program.first_call_returned(chunk.rows())
         self._watch.reassign(STARTING, self._watch.clock() - began)
-        for after_chunk in self._after_first if is_first else ():
-            after_chunk(chunk, result[0])
+        if is_first:
+            if self._latest is None:
+                warn_of_redundant_rows(chunk, result[0])
+            for after_chunk in self._after_first:
+                after_chunk(chunk, result[0])
 
     @property
     def constants(self) -> Constants:
@@ -238,3 +243,21 @@ def check_result(result: object) -> None:
         raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")
     if isinstance(metrics.get(LOSS), MeanOf):
         raise TypeError("train_step: the metric 'loss' must be a number, got a mean_of; give that another name")
+
+
+def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
+    params = jax.tree.leaves(state.params)
+    mesh = mesh_without_batch(params, chunk.step_args)
+    if mesh is None or jax.process_index() != 0:
+        return
+    if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
+        return
+    traced = chunk.trace(state)
+    if traced is None or shards_arrays(traced.jaxpr):
+        return
+    logger.warning(
+        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
+        "batch; give train batch_sharding=%r, or place the batches on the mesh",
+        mesh.size,
+        mesh.axis_names[0],
+    )

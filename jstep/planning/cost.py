@@ -20,6 +20,7 @@ from jstep.core.placement import device_count, device_of, is_of_host, sharding_o
 from jstep.core.tables import Tabular
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
+from jstep.data.batch_placement import mesh_without_batch
 from jstep.metering.work import work_of
 from jstep.planning import topologies
 from jstep.slots.compact_numbers import blocks_between
@@ -299,9 +300,8 @@ def _are_donated(compiled: Any) -> list[bool]:
 
 
 def _unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
-    mesh = mesh_of(state)
-    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
-    if mesh is None or mesh.size == 1 or mesh_of(args) is not None or not has_rows:
+    mesh = mesh_without_batch(state, args)
+    if mesh is None:
         return []
     return [
         f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "

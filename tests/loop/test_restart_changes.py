@@ -62,7 +62,7 @@ TRAIN = {
 
 def reported(caplog):
     """Return the lines of the warnings below their first ones, and the INFO lines about a start; forget them."""
-    others = "nothing left to run", "has no position"
+    others = "are not sharded", "nothing left to run", "has no position"
     records = [record for record in caplog.records if not any(words in record.getMessage() for words in others)]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     infos = [m for record in records if record.levelno == logging.INFO and "the start" in (m := record.getMessage())]
