@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jstep.core.checks import as_int, as_number, describe_type, format_count, fo
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import OptimizerLike, Schedule, T, Tree
+from jstep.core.trees import OptimizerLike, Schedule, Tree
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
@@ -22,6 +22,8 @@ from jstep.hooks.run_hook import RunHook
 from jstep.loop.programs import as_stages, name_of_step
 from jstep.metering.cadence import hook_cadence, next_call
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,6 +49,7 @@ class Plan(Tabular):
     batch_size: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         """Columns of changing values, then everything else by name: at most 100 columns wide."""
@@ -84,6 +87,10 @@ class Plan(Tabular):
 
     def _words(self) -> list[tuple[str, list[str]]]:
         constant = [name for name in self.hyperparameters if name not in self._changing()]
+        weights = [
+            f"{format_count(first)}: {' '.join(f'{name} {weight:.3g}' for name, weight in weights.items())}"
+            for first, weights in self._weights.items()
+        ]
         words = {
             "constant": [f"{name} {_constant(self.hyperparameters[name])}" for name in constant],
             "stages": [f"{format_count(first)}: {name}" for first, name in self.stages.items()],
@@ -92,6 +99,7 @@ class Plan(Tabular):
                 f"{name} {format_count(number)} ({self.passes[name]:.3g} passes)".removeprefix("rows ")
                 for name, number in self.rows.items()
             ],
+            "weights": weights,
         }
         known = [(name, some) for name, some in words.items() if some]
         names = ((hook if isinstance(hook, str) else hook_name(hook), steps) for hook, steps in self.due.items())
@@ -118,7 +126,7 @@ def plan(
         hooks: As for `train`. Hooks that are due only by time are left out.
         points: Number of steps to evaluate, evenly spaced, including the first and the last.
         train_step: As for `train`; adds the stages to the plan.
-        batches: As for `train`; adds batch sizes, rows and passes, if made by `jstep.batches` or
+        batches: As for `train`; adds batch sizes, weights, rows and passes, if made by `jstep.batches` or
             `jstep.mixture`.
 
     Returns:
@@ -187,10 +195,13 @@ def _functions(optimizer: Any) -> Any:
 
 
 def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray[Any, Any]]:
-    """The values of a function at each step, compiled as in a train step."""
+    """The values of a function at each step, compiled as in a train step if it can be."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
-    with internal_transfers():
-        rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
+    try:
+        with internal_transfers():
+            rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
+    except jax.errors.ConcretizationTypeError:
+        rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
@@ -219,6 +230,7 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
         "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
         "rows": rows,
         "passes": {name: count / total[name] for name, count in rows.items()},
+        "_weights": _between(batches.weights(), start, stop),
     }
 
 

@@ -17,6 +17,11 @@ def test_values_match_the_optimizer():
     assert set(plan.hyperparameters) == set(jstep.adam(RATE).hyperparameters(0))
 
 
+def test_plan_of_a_python_schedule():
+    plan = jstep.plan(lambda step: 0.5 if step < 5 else 0.25, 10, points=3)
+    assert plan.hyperparameters["schedule"].tolist() == [0.5, 0.5, 0.25]
+
+
 def test_plan_of_a_billion_steps_and_of_few():
     plan = jstep.plan(RATE, 10**9, hooks=[jstep.LoggingHook(every_n_steps=7)])
     assert len(plan.steps) == 200
@@ -99,6 +104,7 @@ def test_stages_batch_sizes_and_rows():
     assert "stages      0: short_loss, 600: long_loss" in text
     assert "batch size  0: 4, 190: 8" in text
     assert f"code {plan.rows['code']:,} (".replace(",", " ") in text
+    assert text.endswith("\nweights     0: code 0.25 web 0.75, 490: code 0.5 web 0.5")
 
 
 def test_single_step_and_finite_batches():
