@@ -104,6 +104,8 @@ def max_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def ints_of_all(*numbers: int) -> list[list[int]]:
     """Return the integers of each process, of up to 62 bits."""
+    if is_single_process():
+        return [list(numbers)]
     return [_joined(row) for row in _gathered(_halves(numbers))]
 
 

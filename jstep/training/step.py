@@ -57,6 +57,9 @@ class PureStep:
         self.title = self.title or self.name
         self.body = functools.partial(_with_kept_kind, self.title, self.body)
 
+    def __repr__(self) -> str:
+        return f"<jstep.PureStep {self.title}>"
+
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         refuse_shapes((state, args), "state and batch")
