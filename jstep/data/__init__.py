@@ -10,5 +10,5 @@
 - `prefetch`: reading ahead of the loop.
 - `sequence`: the base class of batch sequences.
 - `sources`: rows of data sources.
-- `steps`: the steps of a batch sequence.
+- `steps`: the steps of a batch sequence, and values that change at given steps.
 """

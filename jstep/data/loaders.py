@@ -45,7 +45,9 @@ class Source(NamedTuple):
         begin: Returns the position before the first batch; None if `position` does.
         by_step: The batches, if each can be fetched by its step.
         fresh: Whether each batch is in new arrays that no other code writes to.
-        is_of_state: Whether batches are made with the run's state, and never ahead.
+        is_of_state: Whether each batch is made for its step, from the state or by the body of a loop, and never ahead.
+        is_of_loop: Whether the body of a loop makes them.
+        given: What the user passed.
     """
 
     items: Iterator[Any]
@@ -80,13 +82,13 @@ def open_source(
     owner, count = position_owner(batches), max(0, last_step - start)
     if isinstance(batches, LoopBatches):
         # Restored also where no step is left: the loop may go on to use the objects.
-        read, begin = (None, None) if owner is None else _resumed(owner, position, start, start + 1)
+        read, begin = (None, None) if owner is None else _restore_position(owner, position, start, start + 1)
         return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True, given=batches)
     if isinstance(batches, StateBatches):
         make = batches.make
         read = begin = None
         if owner is not None:
-            read, begin = _resumed(owner, position, start, last_step)
+            read, begin = _restore_position(owner, position, start, last_step)
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
         made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
@@ -101,7 +103,7 @@ def open_source(
                 _warn_without_position(type(batches).__name__, start, resumable=resumable)
             return Source(itertools.islice(items, count), given=batches)
         owner = items
-    read, begin = _resumed(owner, position, start, last_step)
+    read, begin = _restore_position(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
     since = batches_since(None if position is None else position.value)
@@ -177,7 +179,8 @@ def _is_array(value: object) -> bool:
     )
 
 
-def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
+def _restore_position(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
+    """Set a loader to its saved position, or warn; return how to read it, and that before the first batch."""
     name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:

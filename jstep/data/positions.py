@@ -40,7 +40,8 @@ class SavedPosition(NamedTuple):
     warning: str = ""
 
 
-def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
+def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
+    """Return the position of this process in a checkpoint's `extra`, or why it is not known; None without one."""
     of_all = extra.get(POSITIONS)
     first = extra.get(POSITION)
     count = jax.process_count()
@@ -142,6 +143,7 @@ class StoredPosition:
         return True
 
     def end_fetch(self, position: object) -> bool:
+        """Note the position after a batch; return whether the batch cannot be made again."""
         self.before, self._now = self._now, position
         return False
 

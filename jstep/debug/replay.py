@@ -19,7 +19,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import check_batches, open_source
-from jstep.data.positions import restore_position
+from jstep.data.positions import saved_position
 from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
@@ -250,7 +250,7 @@ def _restored_start(
                 name = checkpoint_name(saver.prefix, start)
                 try:
                     with internal_transfers():
-                        restored = saver.restore(state, step=start), restore_position(extra_at(saver, start))
+                        restored = saver.restore(state, step=start), saved_position(extra_at(saver, start))
                 except (CheckpointError, FileNotFoundError) as error:  # it may be replaced in a run that is alive
                     logger.warning("replay: %s is skipped: %s", name, error)
                     continue

@@ -1,4 +1,4 @@
-"""What does a folder say? Runs and checkpoints, by their files alone; without JAX.
+"""What does a folder say? Runs and checkpoints, by their files alone; JAX is imported to decode arrays alone.
 
 - `cli`: the command line.
 - `runs`: the runs below directories, as a tree.
@@ -13,5 +13,5 @@
 - `stalls`: processes that hang, and what they wait for.
 - `report`: the page of runs.
 - `page`: the sections of the page.
-- `sweep`: what it shows of each run, and of runs beside each other.
+- `sweep`: what the page shows of each run, and of runs beside each other.
 """

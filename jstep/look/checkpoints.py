@@ -129,7 +129,8 @@ def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
 # The command.
 
 OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "run", "stopped"})
-"""The keys that `train` itself keeps in `extra`. The modules that define them import JAX, which is not needed here."""
+"""The keys of `train` in `extra` that are only named; what says something to a reader, such as `config`, is shown. The
+modules that define them import JAX, which is not needed here."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,10 +236,10 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
 def _directory(path: str, arguments: argparse.Namespace) -> int:
     checkpoints, broken = below(path)
     if not checkpoints and not broken:
-        from jstep.look.runs import directory_of_runs, runs
+        from jstep.look.runs import hint_at_runs, runs
 
         none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
-        raise FileNotFoundError(directory_of_runs(path, runs(path)) or none)
+        raise FileNotFoundError(hint_at_runs(path, runs(path)) or none)
     best, broken_best = below(join_path(path, "best")) if checkpoints else ([], {})
     broken |= broken_best
     rows, problems = list[dict[str, Any]](), list(broken.values())

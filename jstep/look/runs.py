@@ -171,7 +171,7 @@ def _identity(about: os.stat_result) -> tuple[int, int]:
     return about.st_dev, about.st_ino
 
 
-def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
+def hint_at_runs(path: str, below: Sequence[RunSummary]) -> str:
     """A sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
     if not below or any(resolve_path(run.path) == resolve_path(path) for run in below):
         return ""

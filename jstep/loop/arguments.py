@@ -65,12 +65,14 @@ class Options(Generic[P]):
         """`last_step`, or the largest step."""
         return LARGEST_STEP if self.last_step is None else self.last_step
 
-    def prefix_of(self, saver: Saver | None) -> str:
-        """Return the prefix of the checkpoints of a run, with its Saver."""
-        return self.checkpoint_prefix if saver is None else saver.prefix
+    @property
+    def prefix(self) -> str:
+        """The prefix of the checkpoints: that of the Saver, if one was passed."""
+        return self.checkpoint_dir.prefix if isinstance(self.checkpoint_dir, Saver) else self.checkpoint_prefix
 
     @property
     def where(self) -> str | None:
+        """The checkpoint_dir, or else the logdir; None without either."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
         places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}

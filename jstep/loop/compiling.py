@@ -170,7 +170,8 @@ class Compiler:
                     explain(error, state, chunk.args, donates=program.step.donate)
                 raise
 
-    def begin_stage(self, state: Tree, chunk: Chunk) -> bool:
+    def note_compiled(self, state: Tree, chunk: Chunk) -> bool:
+        """Log why a stage was compiled again; return whether this was its first call."""
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size

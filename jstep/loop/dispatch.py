@@ -1,4 +1,4 @@
-"""The calls of a run, and explanations of their errors."""
+"""The calls of a run: how many steps they have under "auto", and the checks and warnings of the first one."""
 
 import contextlib
 import functools
@@ -76,7 +76,7 @@ class Dispatch:
         if not program.is_called or self.compiler.begun or self.compiler.jobs:
             self.prepare(state, chunk)
         began = self._watch.clock()
-        if program.is_called and self._auto is None and not _is_traced():  # else three contexts take a microsecond
+        if program.is_called and self._auto is None and not _is_traced():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_watched(state, chunk, began)
@@ -109,11 +109,11 @@ class Dispatch:
         return result
 
     def _follow_up(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        is_first = self.compiler.begin_stage(state, chunk)
+        is_first = self.compiler.note_compiled(state, chunk)
         if is_first:
             check_result(result)
         if not chunk.program.is_called:
-            chunk.program.first_call_returned(chunk.rows())
+            chunk.program.mark_called(chunk.rows())
         self._watch.reassign(STARTING, self._watch.clock() - began)
         if is_first:
             if self._latest is None:

@@ -35,7 +35,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
-        count: The number of those that the loop has placed on the devices.
+        count: The number of those after which the loop has asked for another one.
     """
 
     def __init__(self, source: Source, times: StartTimes | None = None) -> None:

@@ -69,7 +69,7 @@ class Finiteness:
             step,
         )
 
-    def may_save(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
+    def savers_allowed(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
         """Return the hooks that may save after a signal, this error or a stall, and why the others must not."""
         if not self.savers:
             return [], ""

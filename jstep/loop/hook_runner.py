@@ -128,7 +128,7 @@ class HookRunner:
         if self._course.position.step >= self.savers.next:
             self._call_due(self.savers, with_failures=True)
         else:
-            self.end_log_errors()
+            self.raise_log_errors()
 
     def _check_step(self, first: int) -> None:
         course = self._course
@@ -219,7 +219,7 @@ class HookRunner:
             with errors:
                 return self._run.transfers.deliver_all()
 
-    def end_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
         errors = HookErrors(self._course)
         errors.add_failures(self._run.failures)
         errors.end(failed)

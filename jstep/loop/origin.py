@@ -183,7 +183,7 @@ def find_opening(
     if saver is not None and is_claimed:
         saver.claim(state)  # fails now, not at the first save
     elif saver is not None:
-        StateLeaves(state).left_out(saver.leave_out)
+        StateLeaves(state).left_out(saver.leave_out)  # raises if it selects nothing of this state, as a save would
     if parent is not None:
         return Opening(step, values, parent.step, parent.step, parent=parent, is_claimed=is_claimed)
     first, extra = step, dict[str, Any]()
@@ -191,7 +191,7 @@ def find_opening(
         first = None
         with contextlib.suppress(Exception):  # `restore` reports the error
             first, extra = latest, extra_at(saver, latest)
-    lineage = _find_lineage(options, saver, latest, extra, new_name)
+    lineage = _find_lineage(options, latest, extra, new_name)
     return Opening(step, values, first, latest, extra, lineage, is_claimed=is_claimed)
 
 
@@ -214,10 +214,8 @@ def read_parent(options: Options, opening: Opening, state: TrainState) -> tuple[
     return dataclasses.replace(opening, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
 
 
-def _find_lineage(
-    options: Options, saver: Saver | None, step: int | None, extra: Mapping[str, Any], new_name: str
-) -> Lineage:
-    directory, prefix = options.where, options.prefix_of(saver)
+def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
+    directory, prefix = options.where, options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
     if extra and jax.process_index() == 0:
         _warn_of_other_parent(options, lineage.parent)
@@ -270,7 +268,7 @@ def _find_parent(
 ) -> ParentCheckpoint | None:
     if options.start_from is None:
         return None
-    path, prefix = os.fspath(options.start_from), options.prefix_of(saver)
+    path, prefix = os.fspath(options.start_from), options.prefix
     places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
 
     def arguments_with_it() -> list[str]:

@@ -76,7 +76,7 @@ class Stage:
         is_first, self.is_begun = not self.is_begun, True
         return is_first
 
-    def run_single(self) -> None:
+    def mark_slow(self) -> None:
         if not self.is_slow:
             logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
         self.is_slow = True
@@ -161,7 +161,8 @@ class Program:
         self.is_called = False
         self.is_ahead = False
 
-    def first_call_returned(self, rows: int | None) -> None:
+    def mark_called(self, rows: int | None) -> None:
+        """Note that the first call has returned, and the rows of its batch."""
         self.is_called = True
         self.rows = rows
 
@@ -274,7 +275,7 @@ class ProgramTable:
             try:
                 program, traced = self._looped(stage, max_steps, shapes_of(args()))
                 if is_slow_in_loops(traced.jaxpr.jaxpr):
-                    stage.run_single()
+                    stage.mark_slow()
                     program = Program(stage)
             except Exception as error:  # the step that needs it raises and explains it
                 logger.debug("%s cannot be looped: %s", stage.name, error)

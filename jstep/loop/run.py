@@ -301,7 +301,7 @@ class Run(Generic[P]):
         if run.is_open:
             stopping.rescue(run, error)
         else:
-            stopping.keep_state(run, error)
+            stopping.attach_last_state(run, error)
         self._last = run.position._replace(state=getattr(error, "state", None))
         if run.signals.received_twice and isinstance(error, KeyboardInterrupt):
             stopping.leave_at_once(run.step, error)
@@ -471,7 +471,7 @@ class Run(Generic[P]):
             runner.end()
         if course.status == LEAVING or run.signals.to_stop():  # also during the hooks above
             stopping.exit_on_signal(run)
-        runner.end_log_errors()
+        runner.raise_log_errors()
         self._last = run.position
         course.calling = AFTER_LOOP
         run.watch.switch(HOOKS)

@@ -4,7 +4,7 @@
 
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | positions of the batches | `_positions` | `restore_position`, by `start.py` |
+| `batches`, `batches_of_processes` | positions of the batches | `_positions` | `saved_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
@@ -95,9 +95,6 @@ class SaveInterval:
             self.blocked_secs = self._saved_at - began
 
 
-# The contents of a checkpoint, beside the state.
-
-
 class _HostState(NamedTuple):
     """The parts of a checkpoint that hooks may change at the same step after the save."""
 
@@ -105,7 +102,7 @@ class _HostState(NamedTuple):
     hooks: CheckpointExtra
 
 
-# The hook that saves.
+# The hook that saves, and the contents of a checkpoint beside the state.
 
 
 class RunSaverHook(CheckpointSaverHook):

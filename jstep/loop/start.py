@@ -18,7 +18,7 @@ from jstep.core.logs import logger
 from jstep.core.trees import Tree
 from jstep.data.loaders import Source, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
-from jstep.data.positions import RarePosition, restore_position
+from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
@@ -234,7 +234,7 @@ def _close_batches(run: RunContext, opened: Opened) -> None:
 
 def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> Source:
     options = run.options
-    saved, is_saved = restore_position(extra), options.checkpoint_dir is not None
+    saved, is_saved = saved_position(extra), options.checkpoint_dir is not None
     source = open_source(
         batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.course.position.state
     )
@@ -300,8 +300,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     options = run.options
     if options.logdir is None or options.where is None:
         return None
-    prefix = options.prefix_of(run.saver)
-    suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, prefix, run.name)
+    suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:

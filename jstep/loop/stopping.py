@@ -86,13 +86,13 @@ def report_done(run: RunContext) -> None:
 
 def exit_on_signal(run: RunContext) -> NoReturn:
     when, finiteness, runner = f"after step {run.step}", run.opened.finiteness, run.opened.runner
-    savers, why = finiteness.may_save()
+    savers, why = finiteness.savers_allowed()
     outcomes, errors = list[str](), HookErrors(run.course)
     for hook in savers:
         with errors:
             outcomes.append(_save(run, hook))
     errors.end()
-    runner.end_log_errors()
+    runner.raise_log_errors()
     if len(savers) < len(finiteness.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
@@ -124,7 +124,8 @@ def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
 
-def keep_state(run: RunContext, error: BaseException) -> bool:
+def attach_last_state(run: RunContext, error: BaseException) -> bool:
+    """Attach the state to the error; return whether it is lost."""
     lost = trees.is_donated(run.state)
     attach_state(error, None if lost else run.state)
     return lost
@@ -146,7 +147,7 @@ def rescue(run: RunContext, error: BaseException) -> None:
 
     if not signals.received_twice:
         runner.call_at_last(failed)
-    if keep_state(run, error):
+    if attach_last_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost{where_resumed(run)}.")
         return
     saved = ""
@@ -155,7 +156,7 @@ def rescue(run: RunContext, error: BaseException) -> None:
         saved = why if run.opened.finiteness.savers else ""
     elif not _is_handled(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
         saved = _save_after_error(run, error)
-        runner.end_log_errors(failed)
+        runner.raise_log_errors(failed)
     is_kept = run.course.has_stepped and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
@@ -191,7 +192,7 @@ def save_while_it_hangs(run: RunContext) -> str:
         if why := why_not_saved(run):
             return f"step {step} is not saved, {why}{where_resumed(run)}"
         hook = next(hook for hook in finiteness.savers if isinstance(hook, RunSaverHook))
-        savers, why = finiteness.may_save()
+        savers, why = finiteness.savers_allowed()
         if hook not in savers:
             return f"step {step} is not saved: {why}"
         hook.save_alone(step, run.state, is_finite=not finiteness.nonfinite_params())
@@ -204,7 +205,7 @@ def save_while_it_hangs(run: RunContext) -> str:
 def _save_after_error(run: RunContext, error: BaseException) -> str:
     if not processes.is_single_process():
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
-    savers, why = run.opened.finiteness.may_save(error)
+    savers, why = run.opened.finiteness.savers_allowed(error)
     if not savers:
         return f", and is not saved{why and ': '}{why}{where_resumed(run)}"
     try:

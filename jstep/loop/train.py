@@ -103,9 +103,9 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
             infinite since the run began. Nothing is saved.
         RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not allow.
-        ValueError: The checkpoint does not fit the state, start_from is neither at the step of the state passed nor is
-            that 0, train_step does not advance the step by one, there is no batch for the first step, the shapes of a
-            batch differ between processes, or a hook returns a state that does not fit.
+        ValueError: The checkpoint does not fit the state, the state passed is neither at step 0 nor at that of
+            start_from, train_step does not advance the step by one, there is no batch for the first step, the shapes
+            of a batch differ between processes, or a hook returns a state that does not fit.
 
     Example:
         >>> import jax.numpy as jnp, jstep

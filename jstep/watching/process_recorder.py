@@ -24,7 +24,7 @@ class ProcessRecorder(Observer):
         run, where, index = self._run, self._run.options.where, jax.process_index()
         if where is None or index == 0 or not run.start_number:
             return
-        prefix = run.options.prefix_of(run.saver)
+        prefix = run.options.prefix
         earlier = None if run.restored is None else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
         fields = {"start": run.start_number, "process": this_process(), "batches": batches}

@@ -83,8 +83,8 @@ class Recorder(Observer):
             self._tasks.add(self._add_code)
 
     def _open(self, where: str) -> None:
-        saver, opening = self.run.saver, self.run.opening
-        prefix = self.run.options.prefix_of(saver)
+        opening = self.run.opening
+        prefix = self.run.options.prefix
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.array_writer import FILES
 from jstep.checkpoint.listing import directory_spec, read_manifest
 from jstep.data.loaders import open_source
-from jstep.data.positions import restore_position
+from jstep.data.positions import saved_position
 from jstep.look.cli import main
 from jstep.stores.tagged_arrays import LARGE
 
@@ -208,7 +208,7 @@ def test_a_run_that_stops_between_reads_resumes_bit_for_bit(tmp_path, steps_per_
     assert "after" not in kept[40]
     for step, one in kept.items():
         found = Rows()
-        assert next(open_source(found, step, step + 2, restore_position({"batches": one})).items) is not None
+        assert next(open_source(found, step, step + 2, saved_position({"batches": one})).items) is not None
         assert found.at == step + 1
     loader = Rows()
     found = jstep.replay(STEP, whole, loader, tmp_path / "parts", 31, steps_per_call=steps_per_call)
