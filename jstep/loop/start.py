@@ -211,7 +211,7 @@ def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCop
     extra = run.opening.extra
     copies = _open_batches(run, batches, start, extra)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    copies.start(functools.partial(_source, run, batches, start, extra) if copies.source.by_step else None)
+    copies.start(functools.partial(_source, run, batches, start, extra) if copies.source.by_step is not None else None)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
     dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(copies.peek, shapes))

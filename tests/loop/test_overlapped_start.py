@@ -82,6 +82,20 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
 # The log line
 
 
+class Endless:
+    def __len__(self):
+        raise TypeError("endless")
+
+    def __getitem__(self, step):
+        return ROWS[step : step + 8]
+
+
+def test_a_restart_reads_batches_of_unknown_length(tmp_path):
+    for last in (2, 4):
+        state = train(make_step(), Endless(), last, tmp_path)
+    assert int(state.global_step) == 4
+
+
 @pytest.mark.usefixtures("no_cached_programs")
 def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
