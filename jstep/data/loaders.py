@@ -38,7 +38,7 @@ _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
 
-class Source(NamedTuple):
+class BatchSource(NamedTuple):
     """An iterator over batches.
 
     Attributes:
@@ -78,12 +78,12 @@ def open_source(
     *,
     resumable: bool = False,
     state: Callable[[], Any] = lambda: None,
-) -> Source:
+) -> BatchSource:
     owner, count = position_owner(batches), max(0, last_step - start)
     if isinstance(batches, LoopBatches):
         # Restored also where no step is left: the loop may go on to use the objects.
         read, begin = (None, None) if owner is None else _restore_position(owner, position, start, start + 1)
-        return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True, given=batches)
+        return BatchSource(iter(batches), read, begin, is_of_state=True, is_of_loop=True, given=batches)
     if isinstance(batches, StateBatches):
         make = batches.make
         read = begin = None
@@ -92,23 +92,23 @@ def open_source(
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
         made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
-        return Source(made, read, begin, is_of_state=True, given=batches)
+        return BatchSource(made, read, begin, is_of_state=True, given=batches)
     if owner is None:
         items = _by_step(batches, start, last_step)
         if items is not None:
-            return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence), given=batches)
+            return BatchSource(items, by_step=batches, fresh=isinstance(batches, BatchSequence), given=batches)
         items = iter(batches)
         if not keeps_position(items):
             if not _warn_of_untrained(batches):
                 _warn_without_position(type(batches).__name__, start, resumable=resumable)
-            return Source(itertools.islice(items, count), given=batches)
+            return BatchSource(itertools.islice(items, count), given=batches)
         owner = items
     read, begin = _restore_position(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
     since = batches_since(None if position is None else position.value)
     items = itertools.islice(items, since, since + count)
-    return Source(items, read, begin, fresh=isinstance(owner, BatchIterator), given=batches)
+    return BatchSource(items, read, begin, fresh=isinstance(owner, BatchIterator), given=batches)
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
-Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
-RowNumbers: TypeAlias = Rows | slice
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+RowNumbers: TypeAlias = Numbers | slice
 
 # With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
 _MAX_32 = 2**24
@@ -62,7 +62,7 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
     return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
 
 
-def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool = False) -> Rows:
+def permute(domain: Domain, keys: list[Words], positions: Numbers, *, inverse: bool = False) -> Numbers:
     numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
     outside = np.flatnonzero(numbers >= domain.n)
     while outside.size:
@@ -108,9 +108,9 @@ class Lookahead:
         self._seed = seed
         self._keys: tuple[int, list[Words]] = (-1, [])  # an epoch, and its keys
         # The epoch, the position of the first line in it, the distance from line to line, and the lines.
-        self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
+        self._block: tuple[int, int, int, Numbers] = (-1, 0, 1, np.empty((0, 0), np.intp))
 
-    def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
+    def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Numbers:
         cached_epoch, first, apart, block = self._block
         line, between = divmod(start - first, apart)
         is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)

@@ -20,7 +20,7 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, Task, doing, in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
-from jstep.data.loaders import Source
+from jstep.data.loaders import BatchSource
 from jstep.data.sequence import BatchSequence
 from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of
 from jstep.loop.signals import StopSignals
@@ -91,7 +91,7 @@ class Compiler:
         if stage.is_compilable:
             self.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
-    def plan(self, source: Source, start: int, last_step: int, batch_sharding: object) -> None:
+    def plan(self, source: BatchSource, start: int, last_step: int, batch_sharding: object) -> None:
         """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
         table = self.table
         first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
@@ -243,7 +243,7 @@ def _warn_if_running(future: Task[Any]) -> None:
         logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 
 
-def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
+def shapes_of_batch(source: BatchSource, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
     fetch = getattr(source.by_step, "__getitem__", source.by_step)
     if fetch is None:
         return None

@@ -15,7 +15,7 @@ from jstep.core.exceptions import until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
-from jstep.data.loaders import Source
+from jstep.data.loaders import BatchSource
 from jstep.data.positions import LivePosition, LoopPosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
@@ -38,10 +38,10 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         count: The number of those after which the loop has asked for another one.
     """
 
-    def __init__(self, source: Source, times: StartTimes | None = None) -> None:
+    def __init__(self, source: BatchSource, times: StartTimes | None = None) -> None:
         self.source, self._times = source, StartTimes() if times is None else times
         self._items = self._read()
-        self._again: Callable[[], Source] | None = None
+        self._again: Callable[[], BatchSource] | None = None
         self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
         self._reader: weakref.ref[ReaderThread] | None = None
@@ -68,7 +68,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     # The first batch.
 
-    def start(self, again: Callable[[], Source] | None) -> None:
+    def start(self, again: Callable[[], BatchSource] | None) -> None:
         """Make the first batch in a thread. If it fails, because no hook has begun, `again` opens the source again."""
         self._again = again
         # A daemon, because the user's reader may hang; it may also compile.
@@ -216,7 +216,7 @@ class BatchFeeder(Iterator[Chunk]):
         return self._reader is None or self._reader.close()
 
 
-def _position_of(source: Source) -> StoredPosition:
+def _position_of(source: BatchSource) -> StoredPosition:
     if source.is_of_loop:
         return LoopPosition(source.position)
     if source.is_of_state and source.position is not None:

@@ -16,7 +16,7 @@ from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
-from jstep.data.loaders import Source, StateBatches, open_source, set_back
+from jstep.data.loaders import BatchSource, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
@@ -232,7 +232,7 @@ def _close_batches(run: RunContext, opened: Opened) -> None:
         set_back(source.given, feeder.position_after(steps) if is_unused else None, untrained)
 
 
-def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> Source:
+def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchSource:
     options = run.options
     saved, is_saved = saved_position(extra), options.checkpoint_dir is not None
     source = open_source(
