@@ -121,7 +121,7 @@ _PRECISION = 2**128
 """Errors are carried from stage to stage in units of 1/_PRECISION row."""
 
 
-class Phase(NamedTuple):
+class RatePeriod(NamedTuple):
     """A period of constant rates: each source has floor((offset + rate·t) / unit) rows at time t.
 
     Attributes:
@@ -144,17 +144,17 @@ class CountStage(NamedTuple):
     """
 
     first: int
-    phases: tuple[Phase, ...]
+    periods: tuple[RatePeriod, ...]
     slack: int
 
     def counts(self, rows: int) -> tuple[int, ...]:
         # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
         twice = max(2 * (rows - self.first) - self.slack, 0)
-        number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1
-        phase = self.phases[number]
+        number = bisect.bisect_right(self.periods, Fraction(twice, 2), key=lambda period: period.start) - 1
+        period = self.periods[number]
         counts = [
-            (2 * offset + rate * twice) // (2 * phase.unit)
-            for offset, rate in zip(phase.offsets, phase.rates, strict=True)
+            (2 * offset + rate * twice) // (2 * period.unit)
+            for offset, rate in zip(period.offsets, period.rates, strict=True)
         ]
         missing = rows - sum(counts)  # fewer than there are sources
         due = [(self._due(source, count, number), source) for source, count in enumerate(counts)] if missing else []
@@ -166,10 +166,10 @@ class CountStage(NamedTuple):
         return tuple(counts)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
-        for i, phase in enumerate(self.phases[number:], number + 1):
-            if phase.rates[source]:
-                time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])
-                if i == len(self.phases) or time <= self.phases[i].start:
+        for i, period in enumerate(self.periods[number:], number + 1):
+            if period.rates[source]:
+                time = Fraction((count + 1) * period.unit - period.offsets[source], period.rates[source])
+                if i == len(self.periods) or time <= self.periods[i].start:
                     return time
         return math.inf
 
@@ -187,17 +187,17 @@ def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]
             counts = stairs[-1].counts(first)
             errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
             ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
-        stairs.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
+        stairs.append(CountStage(first, _periods(counts, ideals, weights), sum(w > 0 for w in weights)))
         start, before = first, weights
     return Staircase(tuple(stage.first for stage in stairs), tuple(stairs))
 
 
-def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
+def _periods(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[RatePeriod, ...]:
     excess = [c - i for c, i in zip(counts, ideals, strict=True)]
     waiting = {s for s, weight in enumerate(weights) if weight > 0}
     level, time = min(excess[s] for s in waiting), Fraction(0)
     filling: set[int] = set()
-    phases = []
+    periods = []
     while True:
         filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
         waiting -= filling
@@ -208,9 +208,11 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
         ]
         rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
         unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
-        phases.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
+        periods.append(
+            RatePeriod(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates))
+        )
         if not waiting:
-            return tuple(phases)
+            return tuple(periods)
         # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
         times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
         level, time = level + rise * (min(times) - time), min(times)

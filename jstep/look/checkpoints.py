@@ -82,7 +82,7 @@ class Checkpoint:
         return [f"{self.path}/{path}: {why}" for path, why in found.items()]
 
 
-def at(path: str) -> Checkpoint | None:
+def checkpoint_at(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
     path = absolute(path)
     above, last = split_path(path.rstrip("/"))
@@ -105,7 +105,7 @@ def at(path: str) -> Checkpoint | None:
     return Checkpoint(stored, match[1], step, manifest, store)
 
 
-def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
+def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
     """Return the checkpoints in a directory, by prefix and step, and the problems of others by their paths."""
     directory = absolute(directory)
     store = open_store(directory)
@@ -120,7 +120,7 @@ def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
     checkpoints = []
     for path in paths:
         try:
-            checkpoints.append(at(path))
+            checkpoints.append(checkpoint_at(path))
         except (CheckpointError, OSError) as error:
             problems[path] = str(error)
     return sorted(filter(None, checkpoints), key=lambda checkpoint: (checkpoint.prefix, checkpoint.step)), problems
@@ -154,7 +154,7 @@ def _print_contents(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(path: str, arguments: argparse.Namespace) -> int:
-    if (checkpoint := at(path)) is not None:
+    if (checkpoint := checkpoint_at(path)) is not None:
         return _checkpoint(checkpoint, arguments)
     if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint or directory of checkpoints: {path}")
@@ -234,13 +234,13 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
 
 
 def _directory(path: str, arguments: argparse.Namespace) -> int:
-    checkpoints, broken = below(path)
+    checkpoints, broken = checkpoints_in(path)
     if not checkpoints and not broken:
         from jstep.look.runs import hint_at_runs, runs
 
         none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         raise FileNotFoundError(hint_at_runs(path, runs(path)) or none)
-    best, broken_best = below(join_path(path, "best")) if checkpoints else ([], {})
+    best, broken_best = checkpoints_in(join_path(path, "best")) if checkpoints else ([], {})
     broken |= broken_best
     rows, problems = list[dict[str, Any]](), list(broken.values())
     for checkpoint in [*checkpoints, *best]:

@@ -11,7 +11,7 @@ from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.arrays import LeafDifference, array_difference
-from jstep.look.checkpoints import Checkpoint, at, below
+from jstep.look.checkpoints import Checkpoint, checkpoint_at, checkpoints_in
 from jstep.look.cli import SHOWN, first_lines
 from jstep.look.positions import position_differences
 from jstep.look.run_folder import (
@@ -216,12 +216,12 @@ def _print_differences(arguments: argparse.Namespace) -> int:
 
 
 def _side(path: str) -> _Side:
-    checkpoint = at(path)
+    checkpoint = checkpoint_at(path)
     if checkpoint is not None:
         return _Side(path, _CHECKPOINT, {(checkpoint.step, checkpoint.prefix): checkpoint})
     in_directory = is_directory(path)
     if in_directory:
-        checkpoints, problems = below(path)
+        checkpoints, problems = checkpoints_in(path)
         if checkpoints or problems:
             by_step = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
             return _Side(path, _DIRECTORY, by_step, list(problems.values()))
