@@ -59,7 +59,7 @@ def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
-    if not path.endswith(INDEX):
+    if not path.endswith(".json"):
         return read_header(path)
     weight_map = _files_of(path)
     files = {}

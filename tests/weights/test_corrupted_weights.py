@@ -91,7 +91,8 @@ def test_an_index_must_agree_with_its_files(tmp_path):
         jstep.load_weights(write_index(path, {"a": "1.safetensors", "b": "2.safetensors"}), TARGET)
     with pytest.raises(ValueError, match=r"'b' should be in '1\.safetensors'"):
         jstep.load_weights(write_index(path, {"a": "1.safetensors", "b": "1.safetensors"}), TARGET)
-    assert jstep.load_weights(write_index(path, {"a": "1.safetensors"}), TARGET)["a"].tolist() == [1, 2]
+    for named in (path, tmp_path / "index.json"):
+        assert jstep.load_weights(write_index(named, {"a": "1.safetensors"}), TARGET)["a"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "null"])
@@ -109,6 +110,8 @@ def test_finding_the_weights_in_a_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the directory has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json: not an index: must have a weight_map"):
+        jstep.load_weights(tmp_path / "config.json", TARGET)
     with pytest.raises(FileNotFoundError, match=r"the directory has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     write_arrays(tmp_path / "adapter.safetensors", a=[1, 2])
