@@ -26,6 +26,7 @@ from jstep.planning import topologies
 from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, require_state
+from jstep.training.explain import note_other_devices
 
 _UNKNOWN = "not known"
 
@@ -147,7 +148,11 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
     name = topologies.topology_name(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
     with using_mesh(mesh_of((state, args))), slow(doing):
-        return compile_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
+        try:
+            return compile_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
+        except ValueError as error:
+            note_other_devices(error)
+            raise
 
 
 def _size(count: float | None) -> str:

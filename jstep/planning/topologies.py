@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import importlib.metadata
 import importlib.resources
 import importlib.util
 import math

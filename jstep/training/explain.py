@@ -1,4 +1,4 @@
-"""Explanations of errors of a training step, states that cannot be donated, and a warning of the updates of a step."""
+"""Explanations of errors of a training step, states that cannot be donated, and warnings of the updates of a step."""
 
 import contextlib
 import contextvars
@@ -120,6 +120,10 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
         require_alive(state, error)
         if donates:
             refuse_shared_buffers(state, args, error)
+    note_other_devices(error)
+
+
+def note_other_devices(error: BaseException) -> None:
     if _OF_DEVICES.search(str(error)):
         note(error, _ON_ONE_MESH)
 
@@ -170,16 +174,22 @@ def _buffer(leaf: Any) -> Any:
         return id(leaf)
 
 
-# The updates of one step: an age that counts an update without a gradient of its leaf is a warning.
+# The updates of one step. An age that counts an update without a gradient of its leaf is a warning, as are averages
+# that no update moves.
 
 
 @dataclasses.dataclass
 class _StepUpdates:
-    """Paths of leaves: with a gradient, whose ages only count an update, and on which a loss does not depend."""
+    """Paths of leaves: with a gradient, whose ages only count an update, and on which a loss does not depend.
+
+    Also the averages that move once a step, and whether an update increments the step.
+    """
 
     updated: set[str] = dataclasses.field(default_factory=set)
     aged: set[str] = dataclasses.field(default_factory=set)
     unused: set[str] = dataclasses.field(default_factory=set)
+    per_step: set[str] = dataclasses.field(default_factory=set)
+    increments: bool = False
 
 
 _UPDATES: contextvars.ContextVar[_StepUpdates | None] = contextvars.ContextVar("jstep_updates", default=None)
@@ -201,15 +211,24 @@ def watch_updates() -> Iterator[None]:
             "Otherwise add a term 0 * … of it to the loss that does not use it, or give it a label of its own in a "
             "jstep.partition",
         )
+    if found.per_step and not found.increments:
+        log_once(
+            logging.WARNING,
+            f"the averages {format_list(sorted(map(repr, found.per_step)))} move once a step, at the update that "
+            "increments the global step, and no update of this step does: make the last one with "
+            "increment_global_step=True",
+        )
 
 
-def note_update(optimizer: Optimizer, params: Params, gradients: Updates, roles: Roles) -> None:
+def note_update(optimizer: Optimizer, params: Params, gradients: Updates, roles: Roles, *, increments: bool) -> None:
     if (step := _UPDATES.get()) is None:
         return
     leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
     labels = init_labels(optimizer, params) or [""] * len(leaves)
     named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))
     counting = {label for _, label, gradient in named if gradient is not None} & _labels_with_age(labels, roles)
+    step.per_step |= roles.per_step
+    step.increments |= increments
     step.updated |= {path for path, _, gradient in named if gradient is not None}
     step.aged |= {path for path, label, gradient in named if gradient is None and label in counting}
 

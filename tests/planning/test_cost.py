@@ -239,6 +239,15 @@ def state_of_warnings(mesh=MESH, specs=None):
 PAIRS = jstep.shard_batch([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, MESH)
 
 
+def test_a_state_and_a_batch_on_two_meshes_are_jaxs_error_with_a_remedy():
+    batch = jax.device_put([np.ones((64, 64), np.float32)] * 2, jax.devices()[-1])
+    with pytest.raises(ValueError, match="incompatible devices") as caught:
+        jstep.cost(
+            STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])), *batch
+        )
+    assert "Put" in "".join(caught.value.__notes__)
+
+
 def test_is_annotated_finds_constraints_of_the_loss():
     def traced(loss):
         step = jstep.minimize(loss, OPTIMIZER_OF_WARNINGS, num_microbatches=2)
