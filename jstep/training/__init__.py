@@ -1,7 +1,7 @@
 """What does one step do? It is compiled, donates its state, and increments the step.
 
 - `apply_gradients`: one optimizer update of the state.
-- `explain`: explanations of errors of a step, and a warning of its updates.
+- `explain`: explanations of errors of a step, and warnings of its updates.
 - `looped`: several steps in one call.
 - `metrics`: the metrics of a step.
 - `minimize`: steps from a loss function.

@@ -284,3 +284,11 @@ def test_an_age_that_counts_updates_without_a_gradient_is_one_warning(name, capl
 def test_steps_that_jstep_does_not_compile(compiled, steps_per_call, caplog):
     step = compiled(one_after_the_other(ADAM, (fit, D), (penalize, D)))
     assert len(warnings_of_run(step, ADAM, caplog, steps_per_call=steps_per_call)) == 1
+
+
+def test_averages_that_no_update_of_a_step_moves(caplog):
+    optimizer = jstep.with_moving_average(ADAM, jstep.ExponentialMovingAverage(0.9, per_step=True))
+    (warning,) = warnings_of_run(with_gradients(optimizer, (generate, G)), optimizer, caplog)
+    assert "'ExponentialMovingAverage' move once a step, at the update that increments" in warning
+    caplog.clear()
+    assert not warnings_of_run(one_after_the_other(optimizer, (fit, D), (generate, G)), optimizer, caplog)
