@@ -202,7 +202,9 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     def __len__(self) -> int:
         if self.is_endless:
-            raise TypeError("these batches have no end and no len(): give num_epochs, or a slice with a stop")
+            raise TypeError(
+                "these batches have no end and no len(): give a slice with a stop, or num_epochs to jstep.batches"
+            )
         return self._steps.count
 
     def __bool__(self) -> bool:

@@ -142,7 +142,8 @@ examples:
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 A path may be a URL (gs://, s3://). `python -m jstep COMMAND --help`: options.
 Exit codes: 0 on success; 1 if `diff` found a difference, `stalls` a process
-that hangs, or `runs` a run that cannot be read; 2 on an error: a missing path, a corrupted file, nothing to compare."""
+that hangs, or `runs` a run that cannot be read; 2 on an error: a missing path,
+a corrupted file, nothing to compare."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,7 +44,7 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capsys):
         assert any(line.split(maxsplit=1) == [name, words] for line in out.splitlines()), name
     assert max(map(len, out.splitlines())) <= 80
     assert len(out.splitlines()) <= 28
-    for words in ("Exit codes: 0 on success; 1 if", "or `stalls` a process"):
+    for words in ("Exit codes: 0 on success; 1 if", "`stalls` a process", "or `runs` a run"):
         assert words in out
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
