@@ -91,7 +91,7 @@ def open_source(
             read, begin = _restore_position(owner, position, start, last_step)
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
-        made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
+        made = map(lambda step: make(step, state()), range(start, last_step))
         return BatchSource(made, read, begin, is_of_state=True, given=batches)
     if owner is None:
         items = _by_step(batches, start, last_step)
