@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step, watch_updates
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
-from jstep.training.metrics import SKIPPED, Constants, has_ratios
+from jstep.training.metrics import SKIPPED, Constants, flat_metrics, has_ratios
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
 
 # Stages.
@@ -186,11 +186,12 @@ class Program:
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = _OF_CUSTOM_STEPS
-        if isinstance(result[1], Mapping) and (sums.is_wanted or has_ratios(result[1])):
-            sums.add(chunk.first, result[1])
+        metrics = flat_metrics(result[1])
+        if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
+            sums.add(chunk.first, metrics)
         is_known = self.is_called and self.stage.is_compilable  # by its first call, which was traced
         new = keep_roles(state, result[0]) if is_known else keep_kind(self.stage.name, state, result[0])
-        return trees.copy_numpy(new, "the state that the step returned"), result[1]
+        return trees.copy_numpy(new, "the state that the step returned"), metrics
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:
         with using_mesh(mesh_of((state, args))):

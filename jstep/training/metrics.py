@@ -64,13 +64,45 @@ class Constants:
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of a step, as its program returns them; `computed` is usually a dict."""
+    """The metrics of a step, as its program returns them; `computed` is a flat dict, if the step returned a mapping."""
 
     computed: Any
     constants: Constants
 
     def merged(self) -> Any:
         return {**self.computed, **self.constants.all} if self.constants.all else self.computed
+
+
+# The metrics that a step returns may be any mapping, and nested. This is the only place that asks: whatever reads
+# metrics later gets a flat dict.
+
+
+def flat_metrics(metrics: Any) -> Any:
+    """Return a mapping of metrics as a flat dict, `{"world": {"kl": x}}` as `{"world/kl": x}`.
+
+    Anything but a mapping is returned as it is; whoever requires metrics rejects it.
+    """
+    if not isinstance(metrics, Mapping):
+        return metrics
+    # Steps that are not compiled come here at each call.
+    if type(metrics) is dict and not any(isinstance(value, Mapping) for value in metrics.values()):
+        return metrics
+    flat: dict[str, Any] = {}
+    _add_flat(flat, "", metrics)
+    return flat
+
+
+def _add_flat(flat: dict[str, Any], prefix: str, metrics: Mapping[Any, Any]) -> None:
+    for key, value in metrics.items():
+        name = f"{prefix}/{key}" if prefix else key
+        if isinstance(value, Mapping):
+            _add_flat(flat, str(name), value)
+            continue
+        if name in flat:
+            raise ValueError(
+                f"metrics: two have the name {name!r}, because nested metrics are named by their path; rename one"
+            )
+        flat[name] = value
 
 
 def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:

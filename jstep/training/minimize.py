@@ -120,11 +120,12 @@ def minimize(
 
     Returns:
         A `TrainStep`, or the pure function if jit=False. Its metrics contain `loss`, each hyperparameter used in the
-        update (including those stored in the state), the requested norms, and the entries of aux if that is a mapping,
-        else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and their sum as `loss`.
-        Metrics are scalars on the device; hyperparameters that are plain numbers are NumPy scalars. Summaries that the
-        loss creates but does not return are in `summaries`. With a guard (`skip_nonfinite`, `dynamic_loss_scale`),
-        `skipped` is 1.0 if it skipped the update and nothing non-finite was applied, else 0.0.
+        update (including those stored in the state), the requested norms, and the entries of aux if that is a mapping
+        (nested ones by their path, `world/kl`), else `aux`. With several losses they contain `critic/loss` and
+        `critic/<aux>` for each, and their sum as `loss`. Metrics are scalars on the device; hyperparameters that are
+        plain numbers are NumPy scalars. Summaries that the loss creates but does not return are in `summaries`. With a
+        guard (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if it skipped the update and nothing non-finite
+        was applied, else 0.0.
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
@@ -414,7 +415,7 @@ def _merged(summaries: list[Any]) -> Any:
 
 
 def _by_name(aux: object) -> Mapping[str, Any]:
-    return aux if isinstance(aux, Mapping) else {"aux": aux}
+    return step_metrics.flat_metrics(aux) if isinstance(aux, Mapping) else {"aux": aux}
 
 
 def _without_overlap(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:

@@ -25,7 +25,7 @@ from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
-from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
+from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
@@ -103,6 +103,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             return result
 
         new, metrics = fallback(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
+        metrics = flat_metrics(metrics)
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)
@@ -219,7 +220,8 @@ class TrainStep:
 
     Args:
         step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the structure, shapes and
-            dtypes of the old one. A metric that is a plain Python or NumPy number is a constant of the program.
+            dtypes of the old one. Metrics are any mapping; nested ones are returned flat, by their path: `world/kl`.
+            One that is a plain Python or NumPy number is a constant of the program.
         donate: Whether a call donates the state.
 
     Attributes:
