@@ -54,36 +54,78 @@ def request_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+class _Exchange(NamedTuple):
+    """A step at which the processes have agreed on the time, and when they had done so."""
+
+    step: int
+    at: float
+
+
+_LONGEST_GAP, _SHORTEST_GAP = 2.0, 1.0
+"""Seconds between two exchanges, early in a period and at its end; a tenth of the period if that is less."""
+_SLOWER = 10
+"""So many times slower may steps become after an exchange, early in a period, without making the period longer."""
+
+
+class _Exchange(NamedTuple):
+    """A step at which the processes agreed on the time, and the time when they began to."""
+
+    step: int
+    at: float
+
+
+_LONGEST_GAP, _SHORTEST_GAP = 2.0, 1.0
+"""Seconds between two exchanges, early in a period and at its end; at most a tenth of the period at its end."""
+_SLOWER = 10
+"""By this factor may steps become slower without ending the period late, but for the shortest gap."""
+
+
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The processes communicate about ten times a period.
+    At an exchange, process 0 says whether the period is over, and after how many steps the next exchange follows. It
+    plans by the time that the newest steps took. A mean of the whole run would plan the last exchange of a long period
+    hours too late if steps have become slower.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float]) -> None:
-        self._secs, self._clock = secs, clock
-        self._last = self._began = clock()
-        self._first_step: int | None = None
-        self._exchange_step = 0
+        self._secs = secs
+        self._clock = clock
+        self._began = clock()
+        self._next_exchange = 0
+        self._latest: _Exchange | None = None
 
     def due(self, step: int) -> bool:
-        if self._first_step is None:
-            self._first_step = step
-        if step < self._exchange_step:
+        """Return whether the period is over; all processes must ask after each call."""
+        if step < self._next_exchange:
             return False
-        time_now = self._clock()
-        per_step = (time_now - self._began) / max(1, step - self._first_step)
-        left = max(0.0, self._secs - (time_now - self._last))
-        gap = min(left, self._secs / 10) / max(per_step, 1e-6)
-        over, gap_of_all = broadcast_ints(time_now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
-        self._exchange_step = step + gap_of_all
-        return bool(over)
+        exchange = _Exchange(step, self._clock())
+        left = self._secs - (exchange.at - self._began)
+        is_over, gap = broadcast_ints(left <= 0, self._steps_to_next(exchange, left))
+        self._next_exchange = step + gap
+        self._latest = exchange
+        return bool(is_over)
 
     def done(self, secs: float | None = None) -> None:
         """Start another period, of the same length or of `secs` on process 0."""
-        self._secs = self._secs if secs is None else secs
-        self._last = self._clock()
-        self._exchange_step = 0
+        if secs is not None:
+            self._secs = secs
+        self._began = self._clock()
+        self._next_exchange = 0
+
+    def _steps_to_next(self, exchange: _Exchange, left: float) -> int:
+        if left <= 0 or self._latest is None:
+            return 1
+        # The host runs ahead of the device, but each exchange waits for it. So the seconds since the latest exchange
+        # began are those of as many steps, even if the newest of them are still running.
+        steps = max(1, exchange.step - self._latest.step)
+        secs_per_step = (exchange.at - self._latest.at) / steps
+        shortest = min(_SHORTEST_GAP, self._secs / 10)
+        gap = min(left, max(shortest, min(_LONGEST_GAP, left / _SLOWER)))
+        # Not more than twice as many steps as were timed: the first ones are a poor sample.
+        if gap >= 2 * steps * secs_per_step:
+            return 2 * steps
+        return max(1, int(gap / secs_per_step))
 
 
 def is_single_process() -> bool:

@@ -207,6 +207,29 @@ def test_both_are_due_at_the_same_steps_by_the_clock_of_process_0():
     assert len(two.asked[0]) <= 16 * len(due)  # of 40 steps: about ten times a period
 
 
+@pytest.mark.parametrize("slower", [2, 8])
+@pytest.mark.parametrize("changes_after", [0.2, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("secs", [60.0, 600.0])
+def test_a_period_ends_late_by_seconds_if_steps_become_slower(secs, changes_after, slower):
+    """A mean of the whole period would plan the last exchange by steps that are not taken any more."""
+    two, step_secs = Two(secs, speed=0.5), 0.1
+    began = two.now
+    while not two.due(step_secs if two.now - began < changes_after * secs else slower * step_secs):
+        pass
+    assert 0 <= two.now - began - secs < 10.0
+    assert len(two.asked[0]) < secs + 20  # about one exchange in one or two seconds
+
+
+def test_the_first_step_which_is_dispatched_long_before_it_ends_is_no_sample():
+    two = Two(secs=100.0)
+    two.due(0.0)
+    for _ in range(3):
+        two.due(1e-6)  # the host runs ahead
+    while not two.due(5.0):
+        pass
+    assert two.now - 200.0 < 10.0
+
+
 def test_a_period_ends_exactly_with_its_last_second():
     two = Two()
     assert not two.due(9.999)
