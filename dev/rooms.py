@@ -13,8 +13,6 @@ from collections.abc import Mapping
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURE = ROOT / "dev" / "rooms.svg"
 WIDTH, ROW, HEIGHT, MARGIN, SHIFT = 1280, 96, 54, 16, 75
-TOGETHER = {"watching": "loop"}
-"""The room of those that watch, whose interface the loop calls, is drawn beside it."""
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
@@ -22,14 +20,10 @@ def imports_of_rooms() -> dict[str, set[str]]:
     for path in ROOT.glob("jstep/*/*.py"):
         names = re.findall(r"^\s*(?:from|import) jstep\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         rooms[path.parent.name].update(name for name in names if name != path.parent.name)
-    for room, other in TOGETHER.items():
-        rooms[other].discard(room)
     return rooms
 
 
 def row_of(room: str, rooms: Mapping[str, set[str]]) -> int:
-    if room in TOGETHER:
-        return row_of(TOGETHER[room], rooms)
     return max((row_of(other, rooms) + 1 for other in rooms[room]), default=0)
 
 
@@ -72,8 +66,6 @@ def picture() -> str:
         implied = set[str]().union(*(reached(other, rooms) for other in others))
         for other in sorted(others - implied):
             (x, y), (to_x, to_y) = at[room], at[other]
-            if room in TOGETHER and TOGETHER[room] == other:
-                continue
             end = to_y + HEIGHT
             middle = (y + end) / 2
             curve = f"{x:.0f} {middle:.0f} {to_x:.0f} {middle:.0f} {to_x:.0f} {end:.0f}"

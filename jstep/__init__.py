@@ -87,8 +87,8 @@ Queues
     queues.queue_runner: QueueRunner add_queue_runner start_queue_runners
     queues.coordinator: Coordinator
 Training loop and hooks
-    loop.run: Run
-    loop.train: train
+    running.run: Run
+    running.train: train
     loop.signals: Preempted
     loop.stopping: interrupted_state
     hooks.hook: Hook

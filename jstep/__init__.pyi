@@ -71,10 +71,8 @@ from jstep.look.report import report as report
 from jstep.look.run_summary import RunSummary as RunSummary
 from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
-from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
 from jstep.loop.stopping import interrupted_state as interrupted_state
-from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor
 from jstep.optimizers.adam import adam as adam
@@ -167,6 +165,8 @@ from jstep.queues.queue_runner import start_queue_runners as start_queue_runners
 from jstep.queues.queues import CancelledError as CancelledError
 from jstep.queues.queues import FIFOQueue as FIFOQueue
 from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
+from jstep.running.run import Run as Run
+from jstep.running.train import train as train
 from jstep.schedules.compose import constant as constant
 from jstep.schedules.compose import join as join
 from jstep.schedules.compose import linear_warmup as linear_warmup

@@ -16,6 +16,8 @@ BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 _VISITS = 64
 """The number of latest durations that are kept for each phase or key."""
 _SWITCHES = 256
+_SHORT = 1e-4
+"""A body of the user's loop that takes fewer seconds counts as a part of the step, which is cheaper."""
 
 
 class Stopwatch:
@@ -26,7 +28,7 @@ class Stopwatch:
 
     Attributes:
         waiting: The phase of waiting for a batch; `starting` until the first step has returned.
-        aside: When the user's code began to run between two steps; its phase is `hooks`.
+        body_began: When the body of the user's loop began to run between two steps; its phase is `hooks`.
         lasted: The seconds of the latest visits of each phase, and of what `record` names.
     """
 
@@ -37,7 +39,7 @@ class Stopwatch:
         self._since = clock() if since is None else since
         self._totals = dict.fromkeys(PHASES, 0.0) | {BEFORE: before}
         self.current = self.waiting = STARTING
-        self.aside: float | None = None
+        self.body_began: float | None = None
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
@@ -65,11 +67,23 @@ class Stopwatch:
         self._totals[self.current] -= seconds
         self._totals[phase] += seconds
 
-    def end_aside(self) -> None:
-        """End the time of the user's code between two steps, if it runs."""
-        began, self.aside = self.aside, None
-        if began is not None:
-            self.reassign(HOOKS, self.clock() - began)
+    # The body runs between two calls, tens of thousands of times a second if it is empty. Its phase is not switched,
+    # which takes longer than such a body does: its time is moved to `hooks` once it is known, if it is worth it.
+
+    def begin_body(self) -> None:
+        self.body_began = self.clock()
+
+    def end_body(self, key: Hashable = None) -> None:
+        """End the time of the body, if it runs; its duration is recorded under `key`."""
+        began = self.body_began
+        self.body_began = None
+        if began is None:
+            return
+        seconds = self.clock() - began
+        if seconds > _SHORT:
+            self.reassign(HOOKS, seconds)
+            if key is not None:
+                self.record(key, began)
 
     def started(self) -> None:
         self.waiting = WAITING
@@ -82,12 +96,12 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         totals = dict(self._totals)
         current, since = self.current, self._since
-        aside = self.aside
+        body_began = self.body_began
         end = self.clock()
         totals[current] += end - since
-        if aside is not None:
-            totals[current] -= end - aside
-            totals[HOOKS] += end - aside
+        if body_began is not None:
+            totals[current] -= end - body_began
+            totals[HOOKS] += end - body_began
         return totals
 
 

@@ -2,8 +2,9 @@
 
 - `batch_placement`: placement of host data on devices; copies and hashes of batches.
 - `batch_rows`: the rows of each batch, and how many come from each source.
+- `batch_sources`: batches from one step on, as a run sees them.
 - `batches`: batches and mixtures as functions of the step.
-- `loaders`: iterators over all sources of batches.
+- `loaders`: opens all kinds of batches; `from_state` and `replayed`.
 - `loop_batches`: `from_loop`.
 - `permutation`: shuffling without a stored permutation.
 - `positions`: positions of loaders.

@@ -1,11 +1,11 @@
-"""Iterators over all sources of batches; `from_state` and `replayed`."""
+"""Opens all kinds of batches, whose kind is asked only here; `from_state` and `replayed`."""
 
 import contextlib
 import functools
 import itertools
+import math
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ from jstep.core.checks import as_function, can_take, describe_type, format_value
 from jstep.core.exceptions import note, until_end
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
+from jstep.data.batch_sources import BatchSource, FromLoop, FromState, Indexed, Loader, Unseekable, untrained_batches
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import (
     OWN_STATE,
     STATE_DICT,
+    RarePosition,
     SavedPosition,
     batches_since,
     decode_position,
@@ -32,83 +34,121 @@ from jstep.stores.tagged_arrays import UnsupportedError
 
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
-_untrained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators with batches that no step was trained on, and their numbers; 0 if one was only begun."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
 
-class BatchSource(NamedTuple):
-    """An iterator over batches.
+class _Opening(NamedTuple):
+    """Where batches begin, and what happens to their position.
 
     Attributes:
-        begin: Returns the position before the first batch; None if `position` does.
-        by_step: The batches, if each can be fetched by its step.
-        fresh: Whether each batch is in new arrays that no other code writes to.
-        is_of_state: Whether each batch is made for its step, from the state or by the body of a loop, and never ahead.
-        is_of_loop: Whether the body of a loop makes them.
-        given: What the user passed.
+        saved: The position in the checkpoint that the run resumes from; None without one.
+        is_saved: Whether the run saves checkpoints.
+        next_save: After how many batches, more than these, a save is due.
     """
 
-    items: Iterator[Any]
-    position: Callable[[], Any] | None = None
-    begin: Callable[[], Any] | None = None
-    by_step: Any = None
-    fresh: bool = False
-    is_of_state: bool = False
-    is_of_loop: bool = False
-    given: Any = None
+    start: int
+    last_step: int
+    saved: SavedPosition | None
+    is_saved: bool
+    next_save: Callable[[int], float]
 
     @property
-    def seekable(self) -> bool:
-        return self.by_step is not None or self.position is not None or self.is_of_state
-
-    def next_change(self, step: int) -> int | None:
-        try:
-            return self.by_step.next_change(step) if isinstance(self.by_step, BatchSequence) else None
-        except IndexError:  # they end before the run does
-            return None
+    def steps_left(self) -> int:
+        return max(0, self.last_step - self.start)
 
 
 def open_source(
     batches: Tree,
     start: int,
     last_step: int,
-    position: SavedPosition | None = None,
+    saved: SavedPosition | None = None,
     *,
-    resumable: bool = False,
+    is_saved: bool = False,
+    next_save: Callable[[int], float] = lambda number: math.inf,
     state: Callable[[], Any] = lambda: None,
 ) -> BatchSource:
-    owner, count = position_owner(batches), max(0, last_step - start)
+    """Open the batches from a step on, at their saved position. Only here it is asked of which kind batches are."""
+    opening = _Opening(start, last_step, saved, is_saved, next_save)
     if isinstance(batches, LoopBatches):
-        # Restored also where no step is left: the loop may go on to use the objects.
-        read, begin = (None, None) if owner is None else _restore_position(owner, position, start, start + 1)
-        return BatchSource(iter(batches), read, begin, is_of_state=True, is_of_loop=True, given=batches)
+        return _open_loop_batches(batches, opening)
     if isinstance(batches, StateBatches):
-        make = batches.make
-        read = begin = None
-        if owner is not None:
-            read, begin = _restore_position(owner, position, start, last_step)
-        elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
-            _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
-        made = map(lambda step: make(step, state()), range(start, last_step))
-        return BatchSource(made, read, begin, is_of_state=True, given=batches)
-    if owner is None:
-        items = _by_step(batches, start, last_step)
-        if items is not None:
-            return BatchSource(items, by_step=batches, fresh=isinstance(batches, BatchSequence), given=batches)
-        items = iter(batches)
-        if not keeps_position(items):
-            if not _warn_of_untrained(batches):
-                _warn_without_position(type(batches).__name__, start, resumable=resumable)
-            return BatchSource(itertools.islice(items, count), given=batches)
-        owner = items
-    read, begin = _restore_position(owner, position, start, last_step)
-    # Some iterators have `__next__` but no `__iter__`.
+        return _open_state_batches(batches, opening, state)
+    if keeps_position(batches):
+        return _open_loader(batches, batches, opening)
+    items = _by_step(batches, start, last_step)
+    if items is not None:
+        return Indexed(batches, items)
+    iterator = iter(batches)
+    if keeps_position(iterator):
+        return _open_loader(batches, iterator, opening)
+    if not _warn_of_untrained(batches):
+        _warn_without_position(type(batches).__name__, opening)
+    return Unseekable(batches, itertools.islice(iterator, opening.steps_left))
+
+
+def are_made_one_by_one(batches: Tree) -> bool:
+    """Whether each batch is made for its step, with the state or by the body of a loop, and never ahead of it."""
+    return isinstance(batches, StateBatches | LoopBatches)
+
+
+def _open_loop_batches(batches: LoopBatches, opening: _Opening) -> BatchSource:
+    ask: Callable[[], Any] | None = None
+    if batches.kept:
+        ask = functools.partial(loader_position, batches)
+        # Restored also where no step is left: the loop may go on to use the objects.
+        _restore_position(batches, opening._replace(last_step=opening.start + 1))
+    if ask is None or not opening.is_saved:
+        return FromLoop(batches, iter(batches), None)
+    ask()  # raises now if it cannot be saved
+    batches.begin()
+    return FromLoop(batches, iter(batches), ask)
+
+
+def _open_state_batches(batches: "StateBatches", opening: _Opening, state: Callable[[], Any]) -> BatchSource:
+    make = batches.make
+    steps = range(opening.start, opening.last_step)
+    made = map(lambda step: make(step, state()), steps)
+    if position_methods(make) is None:
+        if not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
+            _warn_without_position(getattr(make, "__qualname__", type(make).__name__), opening)
+        return FromState(batches, made)
+    _restore_position(make, opening)
+    ask = functools.partial(loader_position, make)
+    start = _position_at_start(ask, opening) if opening.is_saved else None
+    return FromState(batches, made, ask=ask, start=start, is_saved=opening.is_saved)
+
+
+def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
+    """Open batches whose position is that of `owner`: the batches, or their iterator."""
+    _restore_position(owner, opening)
+    # Some iterators have `__next__` but no `__iter__`. The position was set before: loaders read it in `iter`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    since = batches_since(None if position is None else position.value)
-    items = itertools.islice(items, since, since + count)
-    return BatchSource(items, read, begin, fresh=isinstance(owner, BatchIterator), given=batches)
+    since = batches_since(None if opening.saved is None else opening.saved.value)
+    ask = functools.partial(loader_position, owner)
+    read_position: Callable[[], Any] | None = None
+    start: Any = None
+    if opening.is_saved:
+        read_position = RarePosition(ask, opening.next_save)
+        start = _position_at_start(read_position.read, opening)
+    elif hasattr(batches, "__next__"):  # `set_back` needs it
+        start = _position_at_start(ask, opening)
+    return Loader(
+        batches,
+        itertools.islice(items, since, since + opening.steps_left),
+        start=start,
+        read_position=read_position,
+        set_position=functools.partial(set_position, batches),
+        is_fresh=isinstance(owner, BatchIterator),
+    )
+
+
+def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
+    if opening.saved is not None:
+        return opening.saved.value
+    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
+        return ask()
+    return None
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
@@ -142,10 +182,11 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         ) from error
 
 
-def _warn_without_position(name: str, start: int, *, resumable: bool) -> None:
-    if start:
-        what = f"The run resumes at step {start}, but a {name} has no position to resume from: it starts where it is."
-    elif resumable:
+def _warn_without_position(name: str, opening: _Opening) -> None:
+    if opening.start:
+        at = f"The run resumes at step {opening.start}"
+        what = f"{at}, but a {name} has no position to resume from: it starts where it is."
+    elif opening.is_saved:
         what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
     else:
         return
@@ -158,7 +199,7 @@ def check_batches(batches: Tree) -> None:
     if isinstance(batches, Mapping | str | bytes):
         what = f"batches: must be a source of batches, got a {type(batches).__name__}"
         raise TypeError(f"{what}; to repeat one batch, give itertools.repeat(batch)")
-    if isinstance(batches, StateBatches | LoopBatches):
+    if are_made_one_by_one(batches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         raise TypeError(
@@ -179,27 +220,28 @@ def _is_array(value: object) -> bool:
     )
 
 
-def _restore_position(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
-    """Set a loader to its saved position, or warn; return how to read it, and that before the first batch."""
-    name, read = _name_of(owner), functools.partial(loader_position, owner)
-    if kept is None:
+def _restore_position(owner: object, opening: _Opening) -> None:
+    """Set a loader to its saved position, or warn that there is none."""
+    name, saved, start = _name_of(owner), opening.saved, opening.start
+    if saved is None:
         if not _warn_of_untrained(owner) and start:
             what = f"The run begins at step {start}, and there is no checkpoint with a position of the {name}"
             logger.warning("%s: it starts where it is now, perhaps after a batch that was not trained on.", what)
-        return read, None
-    if start < last_step:
-        if kept.error:
-            raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
-        if kept.warning:
-            logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
-        if kept.value is not None:
-            value = decode_position(kept.value, name)
-            try:
-                _methods(owner)[1](value)  # before iter(), which is when loaders read it
-            except Exception as error:
-                note(error, f"jstep: the {name} did not accept the position in the checkpoint of step {start}")
-                raise
-    return read, lambda: kept.value
+        return
+    if start >= opening.last_step:
+        return
+    if saved.error:
+        raise ValueError(f"batches: the position of the {name} is not known: {saved.error}")
+    if saved.warning:
+        logger.warning("%s (the %s of process %d)", saved.warning, name, jax.process_index())
+    if saved.value is None:
+        return
+    value = decode_position(saved.value, name)
+    try:
+        _methods(owner)[1](value)
+    except Exception as error:
+        note(error, f"jstep: the {name} did not accept the position in the checkpoint of step {start}")
+        raise
 
 
 def keeps_position(batches: Tree) -> bool:
@@ -240,22 +282,10 @@ def set_position(owner: object, position: object) -> None:
     _methods(owner)[1](decode_position(position, _name_of(owner)))
 
 
-def set_back(batches: Tree, position: Any, untrained: int) -> None:
-    """Set an iterator back to a position; otherwise the next run warns of `untrained` batches."""
-    with contextlib.suppress(Exception):  # what cannot be set is warned about
-        if position is not None:
-            set_position(batches, position)
-            for _ in range(batches_since(position)):
-                next(batches)
-            return
-    with contextlib.suppress(TypeError):  # an object without weak references or a hash
-        _untrained[batches] = untrained
-
-
 def _warn_of_untrained(batches: object) -> bool:
     count, name = None, type(batches).__name__
     with contextlib.suppress(TypeError):
-        count = _untrained.pop(batches, None)
+        count = untrained_batches.pop(batches, None)
     if count is None:
         return False
     what = f"{count} of this {name} were fetched by an earlier run without being trained on, and are lost"

@@ -11,7 +11,6 @@ import jax
 from jstep.core import processes
 from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
-from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
@@ -124,94 +123,6 @@ def decode_position(kept: object, owner: str) -> Any:
 
 def _file_stem(process: int) -> str:
     return f"position.process_{process}."
-
-
-class StoredPosition:
-    """The position of batches that may be made ahead; `before` is the one before the latest batch."""
-
-    is_live = is_large = False
-
-    def __init__(self, begin: Callable[[], Any] | None) -> None:
-        self.before: Any = None
-        self._now = begin() if begin else None
-
-    def is_lost(self, is_before: bool) -> bool:
-        return False
-
-    def begin_fetch(self) -> bool:
-        """Begin a batch; return whether it may be interrupted; only if `is_live`."""
-        return True
-
-    def end_fetch(self, position: object) -> bool:
-        """Note the position after a batch; return whether the batch cannot be made again."""
-        self.before, self._now = self._now, position
-        return False
-
-    def mark_exhausted(self) -> None:
-        """Record that the batches have ended."""
-
-    def freeze(self) -> None:
-        """Freeze the current position, without later changes."""
-
-    def now(self) -> Any:
-        return self._now
-
-
-class LivePosition(StoredPosition):
-    """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
-
-    After a failure it is the position before that batch. Large positions (`is_large`) are copied only for checkpoints.
-    """
-
-    is_live = True
-
-    def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
-        super().__init__(begin)
-        self._ask, self.before = ask, self._now
-        self.is_large, self._is_frozen = tagged_json.encoded_size(self.before) > LARGE, True
-
-    def is_lost(self, is_before: bool) -> bool:
-        return self.is_large and self.before is None and (is_before or self._is_frozen)
-
-    def begin_fetch(self) -> bool:
-        if not self.is_large:
-            self.before = self._ask()
-            self.is_large = tagged_json.encoded_size(self.before) > LARGE
-        self._is_frozen = True
-        return not self.is_large
-
-    def mark_exhausted(self) -> None:
-        self._is_frozen = not self.is_large
-
-    def end_fetch(self, position: object) -> bool:
-        self._is_frozen = False
-        if self.is_large:
-            self.before = None
-        return self.is_large
-
-    def freeze(self) -> None:
-        self.before, self._is_frozen = self.now(), True
-
-    def now(self) -> Any:
-        return self.before if self._is_frozen else self._ask()
-
-
-class LoopPosition(StoredPosition):
-    """The position of batches that the body of a loop makes; `ask` reads it, or returns None."""
-
-    def __init__(self, ask: Callable[[], Any] | None) -> None:
-        super().__init__(None)
-        self._ask = ask or (lambda: None)
-
-    def end_fetch(self, position: object) -> bool:
-        return True  # the body has used up what it made the batch of
-
-    def freeze(self) -> None:
-        position = self._ask()
-        self._ask = lambda: position
-
-    def now(self) -> Any:
-        return self._ask()
 
 
 _SHARE = 0.02

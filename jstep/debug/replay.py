@@ -161,14 +161,14 @@ def replayed(
     yield current
     check_batches(batches)
     source = open_source(batches, start, step + ahead, position, state=lambda: current.state)
-    is_lost = source.position is not None and position is None and start > 0
-    if is_lost or not source.seekable:
+    is_lost = source.has_position and position is None and start > 0
+    if is_lost or not source.is_seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
         raise ValueError(
             f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
             "list, a function of the step, or a loader with get_state and set_state"
         )
-    items = iter(BatchCopies(source._replace(position=None)))  # the position is not saved again
+    items = iter(BatchCopies(source))
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
     ends = Boundaries(stages, source.next_change).ends(

@@ -14,7 +14,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.loaders import loader_position, open_source, position_owner, set_position
-from jstep.loop.train import train
+from jstep.running.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
@@ -124,7 +124,7 @@ def verify_resume(
     cause = _OUTSIDE
     if _differing(reference, again(steps)):
         cause = _NOT_FUNCTIONS
-    elif not open_source(batches, 0, 1).seekable:
+    elif not open_source(batches, 0, 1).is_seekable:
         cause = _NO_POSITION
     return ResumeReport(False, differing[0], cause, tuple(differing))
 

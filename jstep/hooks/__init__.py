@@ -9,5 +9,6 @@
 - `notebook`: the progress bar of a run in a notebook.
 - `reporting`: hooks that report metrics.
 - `run_hook`: the base class of built-in hooks.
+- `saver_hook`: what all hooks that save have in common.
 - `speed`: the hook that measures the speed.
 """

@@ -2,23 +2,18 @@
 
 import os
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_functions
-from jstep.core.meshes import internal_transfers
-from jstep.core.stopwatch import SAVING
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.metering.cadence import Clock, make_cadence
-from jstep.state.global_step import check_step, require_alive
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import Metrics
 
 
-class CheckpointSaverHook(RunHook):
+class CheckpointSaverHook(SaverHook):
     """A hook that saves checkpoints at intervals of seconds or steps, and at the end.
 
     Args:
@@ -36,9 +31,6 @@ class CheckpointSaverHook(RunHook):
     Source: `tf.train.CheckpointSaverHook`.
     """
 
-    phase = SAVING
-    instead = "call save(state) of a jstep.Saver"
-
     def __init__(
         self,
         saver: Saver | str | os.PathLike[str],
@@ -54,18 +46,13 @@ class CheckpointSaverHook(RunHook):
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
-        self.saver, self._is_closed = saver if isinstance(saver, Saver) else Saver(saver), False
-        self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
+        self.saver = saver if isinstance(saver, Saver) else Saver(saver)
+        self._is_closed = False
+        self._saved: LatestSave | None = None
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         self._saved = None
-
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        self.save(step, state)
-
-    def end(self, step: int, state: TrainState) -> None:
-        self.save(step, state, wait=True)
 
     def close(self) -> None:
         super().close()
@@ -73,35 +60,17 @@ class CheckpointSaverHook(RunHook):
             self._is_closed = True
             self.saver.close()
 
-    def mark_saved(self, step: int, state: TrainState) -> None:
-        self._saved = step, weakref.ref(state)
-
-    def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether a checkpoint of this step holds this state, unchanged by hooks since."""
-        return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
-
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
-        """Save, unless this state is saved; return False if `before_save` prevented it.
-
-        With `wait`, the checkpoint is on disk on return. `temporary_secs` is that of `CheckpointExtra`.
-        """
-        if not self.has_saved(step, state):
-            require_alive(state)
-            run = self.run
-            checks = (run.before_save, *self._before_save)
-            prevented = [bool(check(step)) for check in checks]  # a list: each must be called
-            if any(prevented):
+        if self._saved is None or not self._saved.holds(step, state):
+            if not may_save(self.run, step, state, self._before_save):
                 return False
-            check_step(step, state)
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
-                self.saver, self._is_closed = Saver(self._directory), False
-            is_finite = run.require_finite(step, self.saver)
+                self.saver = Saver(self._directory)
+                self._is_closed = False
+            is_finite = self.run.require_finite(step, self.saver)
             extra = CheckpointExtra.of(self._extra() if self._extra else None)
-            extra = extra._replace(finite=is_finite, temporary_secs=temporary_secs)
-            self.saver.set_listener(run.background)
-            with internal_transfers():
-                self.saver.save(state, extra=extra)
-            self.mark_saved(step, state)
+            write(self.run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
+            self._saved = LatestSave.of(step, state)
         if wait and not self._is_closed:
             try:
                 self.saver.wait()

@@ -1,11 +1,9 @@
 """The arguments of `train`, validated before anything is opened."""
 
 import dataclasses
-import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,11 +11,9 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
-from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import P, Tree
+from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, over_axes
-from jstep.data.loaders import StateBatches
-from jstep.data.loop_batches import LoopBatches
+from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.hook import list_of_hooks
 from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence
@@ -26,7 +22,6 @@ from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, require_state
 from jstep.stores.urls import absolute, is_url, location
 
-_A = ParamSpec("_A")
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
@@ -35,30 +30,29 @@ MAX_SECS = 600.0
 """The longest interval of "auto", in seconds, and the time after a permanent checkpoint before the next one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(Generic[P]):
-    """The arguments of `Run` and `train`, validated when created, without the steps, the state and the batches."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `Run` and `train`, without the steps, the state and the batches.
 
-    train_step: dataclasses.InitVar[Step | Mapping[int, Step]]
-    state: dataclasses.InitVar[TrainState[P]]
-    batches: dataclasses.InitVar[Callable[[int], Tree] | Tree]
+    `Run.__init__` makes them as they were given; `validated` returns them as a run uses them.
+    """
+
     last_step: int | None
-    _: dataclasses.KW_ONLY
-    hooks: Sequence[Any] = ()
-    checkpoint_dir: str | os.PathLike[str] | Saver | None = None
-    checkpoint_prefix: str = "model"
-    save_checkpoint_secs: float | str | None = "auto"
-    save_checkpoint_steps: int | None = None
-    logdir: str | os.PathLike[str] | None = None
-    save_summaries_steps: int | None = 100
-    log_steps: int | None = 100
-    steps_per_call: int | str = 1
-    progress: bool | None = None
-    batch_sharding: Any = None
-    compile_cache: str | os.PathLike[str] | bool | None = None
-    stop_secs: float | None = None
-    config: Any = None
-    start_from: str | os.PathLike[str] | None = None
+    hooks: Sequence[Any]
+    checkpoint_dir: str | os.PathLike[str] | Saver | None
+    checkpoint_prefix: str
+    save_checkpoint_secs: float | str | None
+    save_checkpoint_steps: int | None
+    logdir: str | os.PathLike[str] | None
+    save_summaries_steps: int | None
+    log_steps: int | None
+    steps_per_call: int | str
+    progress: bool | None
+    batch_sharding: Any
+    compile_cache: str | os.PathLike[str] | bool | None
+    stop_secs: float | None
+    config: Any
+    start_from: str | os.PathLike[str] | None
 
     @property
     def stop_step(self) -> int:
@@ -75,65 +69,64 @@ class Options(Generic[P]):
         """The checkpoint_dir, or else the logdir; None without either."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
-        places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
-        return next((location(place, name) for name, place in places.items() if place is not None), None)
-
-    def __post_init__(self, train_step: object, state: TrainState[P], batches: Tree) -> None:
-        self._set(
-            batch_sharding=over_axes(self.batch_sharding, state),
-            steps_per_call=as_steps_per_call(self.steps_per_call, LoopBatches() if batches is None else batches),
-        )
-        last_step = None if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END)
-        start_from = self.start_from
-        self._set(
-            hooks=list_of_hooks(self.hooks),
-            last_step=None if last_step == LARGEST_STEP else last_step,
-            config=as_config(self.config),
-            start_from=None if start_from is None else absolute(location(start_from, "start_from")),
-            progress=None if self.progress is None else as_bool(self.progress, "progress"),
-            stop_secs=_as_secs(self.stop_secs, "stop_secs", "a number of seconds or None"),
-        )
-        if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
-            self._set(save_checkpoint_secs=MAX_SECS)
-        secs = self.save_checkpoint_secs
-        secs = None if secs == AUTO else _as_secs(secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
-        steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
-        make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
-        for name in ("save_summaries_steps", "log_steps"):
-            make_cadence(steps=(name, getattr(self, name)), required=False)
-        check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir)
-        make_placer(self.batch_sharding, "batch_sharding")
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        if self.checkpoint_dir is not None:
+            return location(self.checkpoint_dir, "checkpoint_dir")
+        return None if self.logdir is None else location(self.logdir, "logdir")
 
 
-def takes_options(
-    make: Callable[_A, Options[P]],
-) -> Callable[[Callable[[Any, Any, Any, Any, Options[P]], None]], Callable[Concatenate[Any, _A], None]]:
-    signature = inspect.signature(make)
-    parameters = signature.parameters.values()
+def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
+    """Return the options with each value as a run uses it; an error names the first one that is invalid."""
+    batch_sharding = over_axes(given.batch_sharding, state)
+    steps_per_call = as_steps_per_call(given.steps_per_call, batches)
+    options = dataclasses.replace(
+        given,
+        batch_sharding=batch_sharding,
+        steps_per_call=steps_per_call,
+        last_step=_as_last_step(given.last_step),
+        hooks=list_of_hooks(given.hooks),
+        config=as_config(given.config),
+        start_from=_as_parent(given.start_from),
+        progress=_as_progress(given.progress),
+        stop_secs=_as_secs(given.stop_secs, "stop_secs", "a number of seconds or None"),
+        save_checkpoint_secs=_save_secs(given),
+    )
+    _check_intervals(options)
+    check_locations(options.checkpoint_dir, options.checkpoint_prefix, options.logdir)
+    make_placer(batch_sharding, "batch_sharding")
+    return options
 
-    def decorate(fn: Callable[[Any, Any, Any, Any, Options[P]], None]) -> Callable[Concatenate[Any, _A], None]:
-        @functools.wraps(fn)
-        def init(self: Any, /, *args: _A.args, **kwargs: _A.kwargs) -> None:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"Run: {error}") from None
-            fn(self, given["train_step"], given["state"], given["batches"], make(*args, **kwargs))
 
-        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        # `InitVar[T]` is shown as `T`.
-        shown = [
-            parameter.replace(annotation=getattr(parameter.annotation, "type", parameter.annotation))
-            for parameter in parameters
-        ]
-        init.__signature__ = inspect.Signature([self_parameter, *shown])  # type: ignore[attr-defined]
-        return shortens_tracebacks(init)
+def _as_last_step(value: object) -> int | None:
+    if value is None:
+        return None
+    last_step = as_int(value, "last_step", 0, _NO_END)
+    return None if last_step == LARGEST_STEP else last_step
 
-    return decorate
+
+def _as_parent(value: Any) -> str | None:
+    return None if value is None else absolute(location(value, "start_from"))
+
+
+def _as_progress(value: object) -> bool | None:
+    return None if value is None else as_bool(value, "progress")
+
+
+def _save_secs(given: Options) -> float | str | None:
+    """Resolve "auto" beside a number of steps: then seconds are only the longest time without a checkpoint."""
+    if given.save_checkpoint_secs == AUTO and given.save_checkpoint_steps is not None:
+        return MAX_SECS
+    return given.save_checkpoint_secs
+
+
+def _check_intervals(options: Options) -> None:
+    secs: Any = options.save_checkpoint_secs
+    if secs == AUTO:
+        secs = None
+    secs = _as_secs(secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
+    steps = ("save_checkpoint_steps", options.save_checkpoint_steps)
+    make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
+    make_cadence(steps=("save_summaries_steps", options.save_summaries_steps), required=False)
+    make_cadence(steps=("log_steps", options.log_steps), required=False)
 
 
 def _as_secs(value: object, argument: str, expected: str) -> float | None:
@@ -144,9 +137,9 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     if isinstance(value, str):
         if value != AUTO:
             raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
-        return 1 if isinstance(batches, StateBatches | LoopBatches) else AUTO
+        return 1 if are_made_one_by_one(batches) else AUTO
     steps = as_int(value, "steps_per_call", 1)
-    if steps > 1 and isinstance(batches, StateBatches | LoopBatches):
+    if steps > 1 and are_made_one_by_one(batches):
         raise ValueError(
             f"steps_per_call={steps}, batches={batches!r}: these batches are made one by one, with the state or in the "
             "body of the loop; use steps_per_call=1"

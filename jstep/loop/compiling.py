@@ -20,8 +20,7 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, Task, doing, in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
-from jstep.data.loaders import BatchSource
-from jstep.data.sequence import BatchSequence
+from jstep.data.batch_sources import BatchSource
 from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import Compiled, StartTimes, thread_record
@@ -101,8 +100,8 @@ class Compiler:
             is_edge = step == stage.first
             if not stage.is_compilable:
                 continue
-            is_indexed = hasattr(source.by_step, "__getitem__") and is_edge and step != first
-            if isinstance(source.by_step, BatchSequence) or is_indexed:
+            # An item may take as long to fetch as a batch to make, so it is fetched only where a stage needs it.
+            if source.knows_shapes or (source.has_items and is_edge and step != first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier
                     break
@@ -244,11 +243,8 @@ def _warn_if_running(future: Task[Any]) -> None:
 
 
 def shapes_of_batch(source: BatchSource, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
-    fetch = getattr(source.by_step, "__getitem__", source.by_step)
-    if fetch is None:
-        return None
     try:
-        batch = copy_batch(fetch(step), fresh=True)
+        batch = copy_batch(source.item(step), fresh=True)
     except IndexError:
         return None
     try:

@@ -2,8 +2,9 @@
 
 | status | from | to | saved after an error or a stall |
 |---|---|---|---|
-| `BEGINNING` | the start | `BETWEEN`; `ENDING`, if no step is taken | nothing |
-| `BETWEEN` | the first call; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
+| `BEGINNING` | the start | `READY`; `ENDING`, if there is no step to take | nothing |
+| `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if it is stopped before | nothing |
+| `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
 | `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
 | `ENDING` | the last iteration; an error or a signal between two | `CLOSING` | the state |
 | `LEAVING` | a signal between two iterations | `ENDING`, by the exception that it raises | the state |
@@ -12,26 +13,30 @@
 
 An iteration is defined in `stopping.py`. A run of `train` has no body, and is never `WITHIN` one: after an error of a
 hook it is saved.
+
+Each arrow of the table is a method below, and only the loop's thread calls them. Other threads (observers, the saver of
+a stalled run) read: so a change is one assignment of a new value, never a change in place.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jstep.core import trees
-from jstep.core.checks import truncate, truncate_path
 from jstep.core.trees import Tree
 from jstep.hooks.hook import check_hook_result
 from jstep.hooks.run_hook import HookCall, LoopState
+from jstep.record.state_changes import StateChanges
 
 _T = TypeVar("_T")
 
-BEGINNING, BETWEEN, WITHIN = "beginning", "between", "within"
+BEGINNING, READY, BETWEEN, WITHIN = "beginning", "ready", "between", "within"
 ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
 
 
 BODY = HookCall(None, "the body of the loop")
 AFTER_LOOP = HookCall(None, "the code after the loop")
 """What is in progress while code of the user's block runs."""
+BODY_TIMES = BODY.timing_key
+"""The key of the recorded durations of the body."""
 
 
 class Course:
@@ -46,23 +51,35 @@ class Course:
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins, assumed unless `is_first_known`.
+        has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
+        iterations: The iterations that have begun, of a body that makes its batches.
+        body_ended_at: The latest step after which no body is owed any more; None if an earlier start may owe one.
+        ended_at: The step at which `end` of the hooks was called last, also by an earlier start.
+        failure: The error that ends the run, until the block of the user is left: the block may swallow it.
         state_changes: When the body or a hook replaced the state.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
         self.position = position
-        self.stop_step, self.has_body = stop_step, has_body
+        self.stop_step = stop_step
+        self.has_body = has_body
         self.status = BEGINNING
         self.calling: HookCall | None = None
         self.stopped_by: str | None = None
         self.body_interval: int | None = None
-        self.first, self.is_first_known = 0, False
+        self.first = 0
+        self.is_first_known = False
         self.restoring: int | None = None
+        self.has_begun = False
+        self.iterations = 0
+        self.body_ended_at: int | None = None
+        self.ended_at: int | None = None
+        self.failure: BaseException | None = None
         self.state_changes = StateChanges()
 
     @property
     def is_over(self) -> bool:
-        return self.status not in (BEGINNING, BETWEEN, WITHIN)
+        return self.status not in (BEGINNING, READY, BETWEEN, WITHIN)
 
     @property
     def is_whole(self) -> bool:
@@ -75,18 +92,72 @@ class Course:
         return self.position.step >= self.stop_step or self.stopped_by is not None
 
     @property
+    def has_next(self) -> bool:
+        """Whether another iteration follows, if there is a batch for it.
+
+        If this is true when the loop has ended, the batches were what ended it.
+        """
+        return self.status in (READY, BETWEEN) and not self.is_at_last
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.status == LEAVING
+
+    @property
     def has_stepped(self) -> bool:
         return self.position.step > self.first
 
     # The start.
 
     def expect(self, first: int, restoring: int | None) -> None:
-        self.first, self.is_first_known = first, True
+        self.first = first
+        self.is_first_known = True
         self.restoring = restoring
 
-    def begin_at(self, step: int, state: Tree) -> None:
+    def begin_at(self, step: int, state: Tree, ended_at: int | None = None, *, is_restored: bool = False) -> None:
+        """Begin with this state. A restored run may owe the body of its step: see `owes_body`."""
         self.expect(step, None)
         self.position = LoopState(step, state)
+        self.ended_at = ended_at
+        self.body_ended_at = None if is_restored and ended_at != step else step
+
+    def get_ready(self) -> None:
+        """`BEGINNING` → `READY`: the hooks have begun, and there is a step to take."""
+        self.status = READY
+
+    def begin(self) -> None:
+        """`READY` → `BETWEEN`, before the first batch is asked for."""
+        self.status = BETWEEN
+        self.has_begun = True
+
+    # An iteration.
+
+    def begin_iteration(self) -> None:
+        """`BETWEEN` → `WITHIN`, before code of the user; a run without a body has no inside."""
+        if self.has_body:
+            self.status = WITHIN
+
+    def has_due_body(self) -> bool:
+        """Whether the body follows the call that has just ended, in a run that has one."""
+        step = self.position.step
+        if self.body_interval is not None and step % self.body_interval and not self.is_at_last:
+            return False
+        self.body_ended_at = step
+        return True
+
+    def end_iteration(self) -> None:
+        """`WITHIN` → `BETWEEN`: from here on, a checkpoint may hold this step."""
+        self.status = BETWEEN
+
+    def owes_body(self) -> bool:
+        """Whether the batches have ended after a step that had no body: the end of the loop is a multiple, too.
+
+        An earlier start may owe it as well: if it was stopped at such a step, and the batches turn out to be used up
+        there. It does not if its hooks have ended at that step, as the body ran before them.
+        """
+        step = self.position.step
+        is_skipped = self.body_interval is not None and step % self.body_interval > 0 and self.body_ended_at != step
+        return self.has_body and self.has_begun and is_skipped and not self.is_leaving
 
     # What the run is doing.
 
@@ -111,75 +182,31 @@ class Course:
             self.state_changes.add(self.position.step, by, self.position.state, state)
         self.position = self.position._replace(state=state)
 
-    def begin_iteration(self) -> None:
-        """Begin an iteration with code of the user; a run without a body has no inside."""
-        if self.has_body:
-            self.status = WITHIN
-
     # The end.
 
     def stop(self, by: str | None) -> None:
         self.stopped_by = self.stopped_by or by
 
+    def leave(self) -> None:
+        """→ `LEAVING`: a signal ends the run here, at a step that is whole."""
+        self.status = LEAVING
+
+    def end(self) -> None:
+        """→ `ENDING`: no iteration follows. A run that leaves by a signal goes on leaving."""
+        if not self.is_leaving:
+            self.status = ENDING
+
     def fail(self) -> None:
+        """→ `ENDING` or `BROKEN`, by an error: which one decides what is saved."""
         self.status = ENDING if self.is_whole else BROKEN
 
     def close(self) -> None:
+        """→ `CLOSING`. The state is dropped here, so that nothing of jstep holds its memory."""
         self.position = LoopState(self.position.step, None)
-        self.status, self.calling = CLOSING, None
+        self.status = CLOSING
+        self.calling = None
 
-
-# What replaced the state between two calls: the body of the loop, or a hook; at which steps, which leaves.
-
-_MAX_KINDS, _MAX_LEAVES, _MAX_STEPS, _MAX_TEXT = 6, 4, 10, 80
-"""The maximum number of kinds of changes, of paths of one, of its first and of its newest steps, and of characters: the
-file of a start is written each second."""
-_OTHERS = "the body or a hook", ("other leaves",)
-
-
-class StateChanges:
-    """The changes of a state by code of the user, of bounded size.
-
-    A leaf counts as changed if it is another array. None is read, as the one before may have been donated.
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[str, Any], dict[str, Any]] = {}
-
-    def add(self, step: int, by: str, before: Tree, after: Tree) -> None:
-        pairs = zip(trees.flatten(before)[0], trees.flatten(after)[0], strict=True)
-        changed = tuple(i for i, (old, new) in enumerate(pairs) if old is not new)
-        if not changed:
-            return
-        key: tuple[str, Any] = (by, changed)
-        if key not in self._kinds and len(self._kinds) >= _MAX_KINDS:
-            key = _OTHERS
-        kind = self._kinds.get(key)
-        if kind is None:
-            paths = _subtrees(trees.leaf_paths(after), changed) if key is not _OTHERS else [*_OTHERS[1]]
-            shown = [truncate_path(path, _MAX_TEXT) for path in paths[:_MAX_LEAVES]]
-            by = truncate(key[0], _MAX_TEXT)
-            kind = {"by": by, "leaves": shown, "leaves_left_out": len(paths) - len(shown), "count": 0, "steps": []}
-        steps = kind["steps"]
-        if step not in steps[-1:]:  # replaced twice at one step
-            steps = [*steps, step]
-            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]
-            kind = {**kind, "count": kind["count"] + 1, "steps": [*steps[:_MAX_STEPS], *newest]}
-        self._kinds = {**self._kinds, key: kind}  # not in place: another thread may be writing the record
-
-    def as_record(self) -> list[dict[str, Any]]:
-        """Return the changes as `schema.StateChange`."""
-        return [*self._kinds.values()]
-
-
-def _subtrees(paths: list[str], changed: tuple[int, ...]) -> list[str]:
-    """Return the paths of the largest subtrees of which each leaf has changed."""
-    unchanged = {part for i in {*range(len(paths))}.difference(changed) for part in _prefixes(paths[i])}
-    found = (next((part for part in _prefixes(paths[i]) if part not in unchanged), paths[i]) for i in changed)
-    return list(dict.fromkeys(found))
-
-
-def _prefixes(path: str) -> list[str]:
-    """Return `a`, `a/b` and `a/b/c` for `a/b/c`."""
-    parts = path.split("/")
-    return ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    def take_failure(self) -> BaseException | None:
+        """Return the error and drop it: its traceback holds the frames of the run."""
+        error, self.failure = self.failure, None
+        return error

@@ -15,8 +15,7 @@ from jstep.core.exceptions import until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
-from jstep.data.loaders import BatchSource
-from jstep.data.positions import LivePosition, LoopPosition, StoredPosition
+from jstep.data.batch_sources import BatchSource
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
@@ -54,11 +53,10 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
-        # `LivePosition` reads the positions of batches that are made with the state.
-        read_position = None if source.is_of_state else source.position
+        read_position = source.read_position
         for batch in until_end(source.items):
             self.fetched += 1
-            leaves, structure = copy_leaves(batch, fresh=source.fresh)
+            leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
             shapes = shapes_of_leaves(leaves, structure)
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if not is_ahead:
@@ -133,62 +131,64 @@ class BatchFeeder(Iterator[Chunk]):
 
     Attributes:
         waiting: Whether the loop waits for a batch.
-        may_stop: Whether that wait may be left: no batch is lost.
+        may_leave: Whether a signal may end that wait now: no batch is lost.
         got: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
-        iterations: The iterations that have begun, of a loop that makes its batches.
     """
 
     def __init__(self, copies: BatchCopies, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
-        source = copies.source
-        self._copies, self._chunks = copies, chunks
-        self._signals, self._watch = signals, watch
+        self._copies = copies
+        self._chunks = chunks
+        self._signals = signals
+        self._watch = watch
         self._reader: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
-        self._requests = self.iterations = 0
+        self._requests = 0
         # When the waits were checked last, the seconds waited and the number of requests until then.
-        self._checked = (math.inf if source.is_of_state else -math.inf, 0.0, 0)
-        self.waiting = self.may_stop = self.is_exhausted = False
+        next_check = -math.inf if copies.source.may_be_read_ahead else math.inf
+        self._checked = (next_check, 0.0, 0)
+        self.waiting = False
+        self.may_leave = False
+        self.is_exhausted = False
         self.got = 0.0
-        self.steps, self._taken = 1, 0
-        # A body that has passed a batch must see its step run, whatever has been received.
-        self._may_leave = not source.is_of_loop
-        self.position = _position_of(source)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._requests > 0 or self.iterations > 0
+        self.steps = 1
 
     def interrupted(self) -> BaseException | None:
-        return StopWaiting() if self.may_stop else None
+        return StopWaiting() if self.may_leave else None
 
     def __next__(self) -> Chunk:
-        watch, position = self._watch, self.position
+        watch, source = self._watch, self._copies.source
         self._requests += 1
-        self.waiting, self.may_stop = True, self._may_leave
+        # From here on until the chunk is there, a signal raises `StopWaiting` wherever this thread is: in the user's
+        # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
+        self.waiting = True
+        self.may_leave = source.may_be_left
         before = watch.current
         watch.switch(watch.waiting)
         try:
-            if self._signals.received is not None and self._may_leave:
+            if self._signals.received is not None and self.may_leave:
                 self._signals.check()
-            if position.is_live:
-                self.may_stop = not position.is_large  # while `begin_fetch` reads it
-                self.may_stop = position.begin_fetch()
+            if source.moves_between_steps:
+                source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then
+                self.may_leave = source.may_be_left
             chunk = next(self._chunks)
-            self.may_stop = False
-            # If the wait is interrupted, the position stays before the batch, even if it was partly read.
-            chunk.must_run = position.end_fetch(chunk.position)
+            self.may_leave = False  # before anything is noted of the batch, which a signal would tear apart
+            chunk.must_run = not source.may_be_left
+            # Only now: if the wait is left, the position stays before the batch, even if it was partly read.
+            if source.follows_calls:
+                source.end_fetch(chunk.steps, chunk.position)
         except StopIteration:
-            position.mark_exhausted()
-            self.waiting, self.is_exhausted = False, True
+            source.end()
+            self.waiting = False
+            self.is_exhausted = True
             raise
         finally:
-            self.may_stop = False
-            self.got = got = watch.switch(before)
-        self.waiting, self.steps = False, chunk.steps
-        self._taken += chunk.steps
-        if got - self._checked[0] >= _SECOND:
-            self._check_waits(got)
+            self.may_leave = False
+            self.got = watch.switch(before)
+        self.waiting = False
+        self.steps = chunk.steps
+        if self.got - self._checked[0] >= _SECOND:
+            self._check_waits(self.got)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
         return chunk
@@ -206,22 +206,9 @@ class BatchFeeder(Iterator[Chunk]):
         self._reader = self._copies.reader()
         self._reader.request(self._ahead - before)
 
-    def is_position_lost(self, steps: int) -> bool:
-        return self.position.is_lost(steps < self._taken)
-
-    def position_after(self, steps: int) -> Any:
-        return self.position.now() if steps >= self._taken else self.position.before
-
     def close(self) -> bool:
+        """End the thread; return whether it has ended."""
         return self._reader is None or self._reader.close()
-
-
-def _position_of(source: BatchSource) -> StoredPosition:
-    if source.is_of_loop:
-        return LoopPosition(source.position)
-    if source.is_of_state and source.position is not None:
-        return LivePosition(source.position, source.begin)
-    return StoredPosition(None if source.is_of_state else source.begin or source.position)
 
 
 def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:

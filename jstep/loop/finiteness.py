@@ -12,8 +12,8 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import processes
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook
+from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.course import Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
@@ -36,7 +36,7 @@ class Finiteness:
         self, course: Course, hooks: Sequence[Any], sums: MetricSums, dispatch: Dispatch, feeder: BatchFeeder
     ) -> None:
         self._course, self._sums, self._dispatch, self._feeder = course, sums, dispatch, feeder
-        self.savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+        self.savers = [hook for hook in hooks if isinstance(hook, SaverHook)]
         self.has_nan_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
         is_checked = self.has_nan_hook or self.savers
         state = course.position.state if is_checked else {}
@@ -45,6 +45,7 @@ class Finiteness:
         self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
 
     def nonfinite_params(self) -> dict[str, int]:
+        """Return the parameters that have become not finite. Reads the device once for a state, which savers share."""
         state = self._course.position.state
         if self._known is None or self._known[0]() is not state:
             bad, _ = StateContents(state, params_only=True).worse_since(self.at_start)
@@ -52,6 +53,10 @@ class Finiteness:
         return self._known[1]
 
     def require(self, step: int, saver: Saver) -> bool:
+        """Return whether the parameters are finite, which the checkpoint records; raise if not.
+
+        Returns False only for a `Saver` that allows it. To be called on all processes, which end here together.
+        """
         if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
             return True
         bad = self.nonfinite_params()
@@ -69,7 +74,7 @@ class Finiteness:
             step,
         )
 
-    def savers_allowed(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
+    def savers_allowed(self, error: BaseException | None = None) -> tuple[list[SaverHook], str]:
         """Return the hooks that may save after a signal, this error or a stall, and why the others must not."""
         if not self.savers:
             return [], ""

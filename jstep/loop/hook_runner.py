@@ -13,13 +13,12 @@ from jstep.core.exceptions import note, note_other, noting
 from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, defines
 from jstep.hooks.run_hook import HookCall, RunHook, RunInfo
+from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.arguments import Options
-from jstep.loop.course import LEAVING, Course
+from jstep.loop.course import Course
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.origin import ENDED, Origin
 from jstep.loop.programs import Boundaries, Chunk, TrainSteps
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 from jstep.state.global_step import check_step
@@ -51,7 +50,6 @@ class HookRunner:
     Attributes:
         savers: The hooks that save, which are called between two iterations.
         is_checking: Whether it waits for the device.
-        ended_at: The step at which `end` of the hooks was called last, also by an earlier start.
     """
 
     def __init__(
@@ -61,14 +59,14 @@ class HookRunner:
         hooks: Sequence[Any],
         options: Options,
         train_steps: TrainSteps,
-        origin: Origin,
     ) -> None:
         self._run, self._course, self._hooks = run, course, hooks
         self._options, self._train_steps = options, train_steps
-        self._non_savers = self.savers = ScheduleGroup((), course.first)
-        self.is_checking = self._was_last = False
+        self._non_savers = ScheduleGroup((), course.first)
+        self.savers = ScheduleGroup((), course.first)
+        self.is_checking = False
+        self._was_last = False
         self._next_check = course.first
-        self.ended_at: int | None = origin.extra.get(ENDED)
 
     def use_run(self, closing: contextlib.ExitStack) -> None:
         for hook in self._hooks:
@@ -94,8 +92,8 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", course.position.state):
                 is_done = True
-        savers = [hook for hook in self._hooks if isinstance(hook, CheckpointSaverHook)]
-        others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, CheckpointSaverHook)]
+        savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
+        others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, SaverHook)]
         self._non_savers, self.savers = ScheduleGroup(others, course.first), ScheduleGroup(savers, course.first)
         return is_done
 
@@ -109,28 +107,42 @@ class HookRunner:
         return is_done
 
     def after(self, first: int) -> None:
+        """Call the hooks that are due after the call that began at step `first`, but for savers.
+
+        This runs after each call, and mostly finds nothing due: it compares two numbers, and reads the clocks of the
+        hooks that are due by time. A hook is asked for its next step only after it was called.
+        """
         run, position = self._run, self._course.position
         step = position.step
         run.steps_by_rows[position.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
         non_savers, savers = self._non_savers, self.savers
+        # A hook that is due by time makes its group due here; `_call_due` then asks each schedule, on all processes at
+        # the same step.
         for schedule in non_savers.timed:
             if schedule.cadence.clock() >= schedule.deadline:
                 non_savers.next = step
         if step >= non_savers.next or run.pending:
             self._call_due(non_savers)
-        for schedule in savers.timed:  # after the others, which may take long
+        # Savers are only noted: they save at the end of the iteration (`save`), after the body. Their clocks are read
+        # after the other hooks, which may take long.
+        for schedule in savers.timed:
             if schedule.cadence.clock() >= schedule.deadline:
                 savers.next = step
 
     def save(self) -> None:
+        """Call the savers that are due, and raise the errors of logs, which must not prevent a save."""
         if self._course.position.step >= self.savers.next:
             self._call_due(self.savers, with_failures=True)
         else:
             self.raise_log_errors()
 
     def _check_step(self, first: int) -> None:
+        """Read the step from the device, after the first call of each stage: the only such wait of the loop.
+
+        From then on the step is counted on the host, which is right only if the stage advances it by one.
+        """
         course = self._course
         if first == course.first:
             self._run.watch.started()
@@ -184,7 +196,7 @@ class HookRunner:
     def _after_step(self, call: HookCall) -> None:
         course, act = self._course, call.hook.after_step
         # A saver may be due at a step within an iteration of several steps.
-        if isinstance(call.hook, CheckpointSaverHook) and type(call.hook).after_step is RunHook.after_step:
+        if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
             act = call.hook.when_due
         step, state, metrics, _ = course.position
         if course.apply(call, act(step, state, metrics)):
@@ -198,6 +210,11 @@ class HookRunner:
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
     def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
+
+        Args:
+            failed: Called with each error; None to raise the first one.
+        """
         run, course, errors = self._run, self._course, HookErrors(self._course)
         if not course.has_stepped or self._was_last:
             return
@@ -225,16 +242,21 @@ class HookRunner:
         errors.end(failed)
 
     def end(self) -> None:
+        """Call `end` of all hooks, savers last: a checkpoint holds what the others did at the end.
+
+        An error of a saver does not keep the next one from saving. One of another hook puts the state back to that of
+        before, so that what is saved of the end is nothing or all: the next start calls all of them again.
+        """
         course, errors = self._course, HookErrors(self._course)
         before, hooks = course.position.state, self._hooks
-        if not course.has_stepped and (self._run.restored is None or self.ended_at == course.position.step):
+        if not course.has_stepped and (self._run.restored is None or course.ended_at == course.position.step):
             hooks = self._repeat_evaluations()
         # Savers come last; all of them run, even if one raises.
         for hook in hooks:
-            is_saver = isinstance(hook, CheckpointSaverHook)
+            is_saver = isinstance(hook, SaverHook)
             step, state, _, _ = course.position
             if is_saver:
-                self.ended_at = step
+                course.ended_at = step
             if not hasattr(hook, "end"):
                 continue
             try:
@@ -259,12 +281,12 @@ class HookRunner:
 
     def has_ended(self) -> bool:
         course = self._course
-        if self.ended_at == course.position.step:
+        if course.ended_at == course.position.step:
             return True
         is_evaluated = all(course.position.step in hook.results for hook in self._run.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in self._options.hooks)
-        return course.is_at_last and is_evaluated and not (has_ends or course.status == LEAVING)
+        return course.is_at_last and is_evaluated and not (has_ends or course.is_leaving)
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, call = self._run.watch, HookCall(hook, method)

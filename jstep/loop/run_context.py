@@ -208,5 +208,5 @@ class RunContext(RunInfo):
 
     def before_off_cadence(self) -> None:
         """Freeze the position of batches that are made with the state."""
-        if self.opened.feeder.has_begun:
-            self.opened.feeder.position.freeze()
+        if self.course.has_begun:
+            self.opened.batches.source.freeze()

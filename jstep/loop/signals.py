@@ -74,6 +74,7 @@ class StopSignals:
         interrupts: Returns the exception that the first signal raises, or None where it is only recorded.
         received: The signal that stops the run; on several processes, once they have agreed.
         received_at: When this process received one, in seconds since 1970; None if it did not.
+        is_obeyed: Whether the exception that ends the run obeys it; if not, the run leaves once it has closed.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
@@ -83,6 +84,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self.received_at: float | None = None
         self.received_twice = False
+        self.is_obeyed = False
         self._handler_of_jax: Any = None
         self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False

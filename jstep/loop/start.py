@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,24 +16,25 @@ from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
-from jstep.data.loaders import BatchSource, StateBatches, open_source, set_back
-from jstep.data.loop_batches import LoopBatches
-from jstep.data.positions import RarePosition, saved_position
+from jstep.data.batch_sources import BatchSource
+from jstep.data.loaders import are_made_one_by_one, open_source
+from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import EvaluationHook
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.history import check_paths
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook
+from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.arguments import Options
+from jstep.loop.contents import restore_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import STOPPED, find_opening, open_saver, read_parent, restore
+from jstep.loop.origin import ENDED, STOPPED, find_opening, open_saver, read_parent, restore
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
-from jstep.loop.saving import RunSaverHook, restore_hooks
+from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
 from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
@@ -48,28 +49,43 @@ _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be open
 
 
 def open_run(run: RunContext, batches: Tree) -> None:
+    """Open all that a run needs, and push on its `closing` what closes it.
+
+    The checkpoints come first, as the claim of their prefix refuses a second run before anything is written. While the
+    state is read, a thread makes the first batch and another one compiles the step for it (`_restore`).
+    """
     _open_checkpoints(run)
     (run.start_number,) = processes.first_ints_on_all(lambda: _open_logs(run), 1, _NO_LOGS)
     dispatch = _dispatch_of(run)
     run.closing.callback(dispatch.compiler.close)
-    started = _restore(run, dispatch, batches)
+    copies = _restore(run, dispatch, batches)
+    # From here on the step is known: the event file, the hooks and the batches begin there.
     hooks = processes.on_all_processes(lambda: _build_hooks(run), _NO_LOGS)
-    runner = HookRunner(run, run.course, hooks, run.options, run.train_steps, run.origin)
-    copies = processes.on_all_processes(
-        lambda: started or _open_batches(run, batches, run.origin.step, run.origin.extra), _NO_BATCHES
-    )
+    runner = HookRunner(run, run.course, hooks, run.options, run.train_steps)
+
+    def open_batches() -> BatchCopies:
+        return copies or _open_batches(run, batches, run.origin.step, run.origin.extra)
+
+    copies = processes.on_all_processes(open_batches, _NO_BATCHES)
     chunks = _make_chunks(run, dispatch, runner, copies)
     feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
     run.at_start = finiteness.at_start
-    opened = Opened(dispatch, copies, feeder, hooks, runner, finiteness)
-    run.closing.callback(_close_batches, run, opened)
-    run.opened = opened
+    run.opened = Opened(dispatch, copies, feeder, hooks, runner, finiteness)
+    run.closing.callback(_close_batches, run, run.opened)
     runner.use_run(run.closing)
-    if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
-        summaries = [] if run.writer is None else [run.writer.settle]
-        for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
-            run.closing.enter_context(run.saver.flushing(flush))
+    _flush_before_saves(run)
+
+
+def _flush_before_saves(run: RunContext) -> None:
+    """Let each save flush lines and rows first: a run that resumes from it does not write earlier ones again."""
+    if run.saver is None:
+        return
+    flushes = [observer.flush for observer in run.observers]
+    if run.writer is not None:
+        flushes.insert(0, run.writer.settle)
+    for flush in (*flushes, run.background.flush):
+        run.closing.enter_context(run.saver.flushing(flush))
 
 
 def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies: BatchCopies) -> Iterator[Chunk]:
@@ -118,31 +134,28 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
         if run.opening.parent is None:
             course.expect(assumed_first or 0, latest)
         run.origin, state = restore(saver, run.state, run.opening)
-        course.begin_at(run.origin.step, state)
-    if started is not None and started.source.seekable and course.first != assumed_first:
+        course.begin_at(run.origin.step, state, run.origin.extra.get(ENDED), is_restored=run.restored is not None)
+    if started is not None and started.source.is_seekable and course.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started.wait_for_first()  # the thread ends before the batches are opened again
         started = None
     return started
 
 
-def begin(run: RunContext, opened: Opened) -> bool:
-    runner = opened.runner
+def begin_hooks(run: RunContext) -> bool:
+    """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take."""
+    opened = run.opened
+    first, last_step = run.course.first, run.options.stop_step
     check_stateful(opened.hooks)
     for observer in run.observers:
         observer.before_begin()
-    first, last_step = run.course.first, run.options.stop_step
-    is_over = runner.begin()
+    is_over = opened.runner.begin()
     if run.restored is not None:
-        is_over = restore_hooks(run, opened) or is_over
-        for hook in opened.hooks:
-            if isinstance(hook, RunSaverHook):
-                hook.resume(run.step, run.state)
-        is_over = runner.evaluate("evaluate_owed") or is_over  # a signal interrupted it
+        is_over = _resume_hooks(run) or is_over
     elif run.saver is not None:
         get_states(opened.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
-        is_over = runner.evaluate("evaluate_first")
+        is_over = opened.runner.evaluate("evaluate_first")
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
@@ -152,6 +165,17 @@ def begin(run: RunContext, opened: Opened) -> bool:
         logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
     opened.dispatch.compiler.plan(opened.batches.source, first, last_step, run.options.batch_sharding)
     return True
+
+
+def _resume_hooks(run: RunContext) -> bool:
+    """Give the hooks their states of the checkpoint; return whether one of them keeps the run stopped."""
+    is_stopped = restore_hooks(run, run.opened)
+    for hook in run.opened.hooks:
+        if isinstance(hook, RunSaverHook):
+            hook.resume(run.step, run.state)
+    # A signal interrupted it before the save. Evaluated even if a hook keeps the run stopped: its result is owed.
+    is_done = run.opened.runner.evaluate("evaluate_owed")
+    return is_stopped or is_done
 
 
 def _open_logs(run: RunContext) -> tuple[int]:
@@ -203,15 +227,17 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Start the first batch and compilation before the state is restored, if possible."""
     start, sequence = run.opening.first, batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
+    if start is None or start >= run.options.stop_step or are_made_one_by_one(batches):
         return None
     is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
     if is_past_end or (sequence is None and run.opening.latest is None):
         return None
     extra = run.opening.extra
     copies = _open_batches(run, batches, start, extra)
-    # A function of the step is called again if it failed, because it may depend on a hook.
-    copies.start(functools.partial(_source, run, batches, start, extra) if copies.source.by_step is not None else None)
+    open_again: Callable[[], BatchSource] | None = None
+    if copies.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook
+        open_again = functools.partial(_open_source, run, batches, start, extra)
+    copies.start(open_again)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
     dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(copies.peek, shapes))
@@ -219,43 +245,27 @@ def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCop
 
 
 def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchCopies:
-    return BatchCopies(_source(run, batches, first, extra), run.times)
+    return BatchCopies(_open_source(run, batches, first, extra), run.times)
+
+
+def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchSource:
+    options = run.options
+    return open_source(
+        batches,
+        first,
+        options.stop_step,
+        saved_position(extra),
+        is_saved=options.checkpoint_dir is not None,
+        next_save=functools.partial(_next_save, options, first),
+        state=lambda: run.course.position.state,
+    )
 
 
 def _close_batches(run: RunContext, opened: Opened) -> None:
-    feeder, source = opened.feeder, opened.batches.source
-    is_unused = feeder.close()
-    steps = run.step - run.course.first
-    untrained = opened.batches.fetched - steps
-    is_iterator = hasattr(source.given, "__next__") and source.by_step is None
-    if is_iterator and (untrained or feeder.waiting):  # a batch may have been read in part
-        set_back(source.given, feeder.position_after(steps) if is_unused else None, untrained)
-
-
-def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchSource:
-    options = run.options
-    saved, is_saved = saved_position(extra), options.checkpoint_dir is not None
-    source = open_source(
-        batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.course.position.state
-    )
-    ask = source.position
-    if not is_saved:
-        source = source._replace(position=None)  # it is never saved
-    if ask is None or not (is_saved or hasattr(batches, "__next__")):
-        return source
-    if source.is_of_loop:
-        ask()  # raises now if it cannot be saved
-        batches.begin()
-        return source
-    if is_saved and not source.is_of_state:
-        rare = RarePosition(ask, functools.partial(_next_save, options, first))
-        source, ask = source._replace(position=rare), rare.read
-    if source.begin is not None:
-        return source
-    before = None
-    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
-        before = ask()
-    return source._replace(begin=lambda: before)
+    copies, trained = opened.batches, run.step - run.course.first
+    is_idle = opened.feeder.close()
+    if copies.fetched > trained or opened.feeder.waiting:  # a batch may have been read in part
+        copies.source.set_back(trained, copies.fetched, is_idle=is_idle)
 
 
 def _next_save(options: Options, first: int, batches: int) -> int:
@@ -272,8 +282,8 @@ def _build_hooks(run: RunContext) -> list[Any]:
     check_paths(run.options.hooks)
     options = run.options
     run.writer = _open_writer(run)
-    savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
-    hooks = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
+    savers = [hook for hook in options.hooks if isinstance(hook, SaverHook)]
+    hooks = [hook for hook in options.hooks if not isinstance(hook, SaverHook)]
     has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
     run.counter = next((hook for hook in hooks if isinstance(hook, StepCounterHook)), None)
     if run.counter is None:
@@ -287,7 +297,7 @@ def _build_hooks(run: RunContext) -> list[Any]:
     if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if run.saver is not None:
-        savers.insert(0, RunSaverHook(options, run.saver))
+        savers.insert(0, RunSaverHook(run, run.saver))
     run.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
     return hooks + savers  # a checkpoint includes the other hooks' changes to the state
 

@@ -34,8 +34,8 @@ from jstep.core import interactive, processes, trees
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.run_hook import HookCall
+from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.hook_runner import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext
@@ -227,7 +227,7 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
     return f", and {outcomes[0]}"
 
 
-def _save(run: RunContext, hook: CheckpointSaverHook, where: str = "") -> str:
+def _save(run: RunContext, hook: SaverHook, where: str = "") -> str:
     if run.course.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
@@ -248,7 +248,7 @@ def _doing(run: RunContext) -> str:
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {course.first + opened.batches.count} was fetched"
-    is_between = not feeder.has_begun or feeder.is_exhausted or course.is_at_last or opened.runner.is_checking
+    is_between = not course.has_begun or feeder.is_exhausted or course.is_at_last or opened.runner.is_checking
     if run.signals.received is not None or is_between:
         return at_step
     first, steps = run.step, feeder.steps

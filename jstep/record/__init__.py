@@ -6,5 +6,6 @@
 - `process_files`: the files of all processes but the first.
 - `schema`: the schema of the files of a run.
 - `stall_files`: the files `stalls/PREFIX.PROCESS.json`.
+- `state_changes`: what replaced the state between two calls.
 - `starts`: the files `starts/PREFIX.NNNNNN.json`.
 """

@@ -44,7 +44,7 @@ class BatchWatch(Observer):
         run = self._run
         if run.saver is None:
             return
-        if run.restored is not None and not run.origin.is_at_branch_point and run.opened.batches.source.seekable:
+        if run.restored is not None and not run.origin.is_at_branch_point and run.opened.batches.source.is_seekable:
             self._tasks.add(self._read_hashes)
             self._watch(run.course.first)
 
@@ -56,7 +56,7 @@ class BatchWatch(Observer):
         return {}
 
     def before_close(self) -> None:
-        batches, step = self._run.opened.batches.source.by_step if self._run.is_open else None, self._step
+        batches, step = self._run.opened.batches.source.given if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 

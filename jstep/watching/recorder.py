@@ -181,7 +181,7 @@ class Recorder(Observer):
                     logger.warning(text, type(error).__name__, error, extra=BELOW_BAR)
 
     def _sample(self) -> None:
-        if self.run.watch.current == stopwatch.HOOKS or self.run.watch.aside is not None:
+        if self.run.watch.current == stopwatch.HOOKS or self.run.watch.body_began is not None:
             is_busy = self.run.in_flight.unfinished() is not None
             self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
 

@@ -22,7 +22,7 @@ from jstep.core.checks import as_number, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING
+from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING, READY
 from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
@@ -35,8 +35,8 @@ _OF_HOST = (_BATCH, _COMPILE, _START)
 _EVALUATION, _USERS_HOOK = "evaluation", "hook"
 _OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
 """The kinds of waits in code of the user."""
-_RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RUN = os.path.join(_OWN, "running", "run.py")
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 
 
@@ -217,7 +217,7 @@ class StallWatch(Observer):
             return Wait("close", f"closing after step {step}", "close")
         if course.restoring is not None:
             return Wait("restore", f"restoring step {course.restoring}", "restore")
-        if not run.is_open or course.status == BEGINNING:
+        if not run.is_open or course.status in (BEGINNING, READY):
             what = f"starting at step {step}" if course.is_first_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
         feeder, compiler = run.opened.feeder, run.opened.dispatch.compiler

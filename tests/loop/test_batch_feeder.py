@@ -58,7 +58,7 @@ def check_waits(feeder, got):
 
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
-    source = open_source(batches, 0, 100, None)
+    source = open_source(batches, 0, 100, is_saved=True, next_save=lambda number: number)
     copies = BatchCopies(source)
     made = make_chunks(copies, 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(copies, made, signals or StopSignals(), Stopwatch())
@@ -122,7 +122,7 @@ def test_an_interrupted_wait_loses_no_batch(way):
     with pytest.raises(StopWaiting):
         got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 10]
-    assert feeder.position.now() == {"value": 2}
+    assert feeder._copies.source.position_after(2) == {"value": 2}
     feeder.close()
 
 

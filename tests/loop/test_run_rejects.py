@@ -40,7 +40,7 @@ def test_arguments_are_checked_before_the_block():
         train(5, jstep.from_loop())
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_steps'; use last_step"):
         run_of(5, max_steps=5)
-    with pytest.raises(TypeError, match="train: missing a required argument: 'batches'"):
+    with pytest.raises(TypeError, match=r"train\(\) missing 2 required .*: 'batches' and 'last_step'"):
         jstep.train(STEP, make_state())
 
 

@@ -37,11 +37,11 @@ def test_the_interval(still, write, directory, secs):
     now = [100.0]
     saver = FakeSaver(directory)
     interval = SaveInterval(saver, lambda: now[0])
-    assert interval() == 10.0  # the first
-    with interval.saving():
+    assert interval.seconds_left() == 10.0  # the first
+    with interval.timing_save():
         now[0] += still
     saver.write_secs = write
-    assert interval() == pytest.approx(secs)
+    assert interval.seconds_left() == pytest.approx(secs)
 
 
 @pytest.fixture

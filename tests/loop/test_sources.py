@@ -50,9 +50,9 @@ def test_a_grain_loader():
         return grain.MapDataset.range(50).shuffle(seed=3).batch(4).to_iter_dataset()
 
     expected = [np.asarray(x).tolist() for x in itertools.islice(make(), 6)]
-    source = open_source(make(), 0, 100, None)
+    source = open_source(make(), 0, 100, is_saved=True, next_save=lambda number: number)
     assert [next(source.items).tolist() for _ in range(3)] == expected[:3]
-    saved = json.loads(json.dumps(as_json(source.position())))
+    saved = json.loads(json.dumps(as_json(source.read_position())))
     next(source.items)
     resumed = open_source(make(), 3, 100, SavedPosition(saved))
     assert [next(resumed.items).tolist() for _ in range(3)] == expected[3:]

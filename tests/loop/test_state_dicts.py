@@ -55,9 +55,9 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
 
 @pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"])
 def test_the_state_of_a_loader_or_of_its_iterator(batches):
-    source = open_source(batches(), 0, 100)
+    source = open_source(batches(), 0, 100, is_saved=True, next_save=lambda number: number)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
-    saved = json.loads(json.dumps(source.position()))
+    saved = json.loads(json.dumps(source.read_position()))
     next(source.items)
     assert next(open_source(batches(), 3, 100, SavedPosition(saved)).items) == 30
 

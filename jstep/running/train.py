@@ -1,16 +1,16 @@
 """The training loop, `jstep.train`: a `Run` whose body is empty."""
 
-import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from jstep.checkpoint.saver import Saver
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import P
+from jstep.core.trees import P, Tree
 from jstep.data.loop_batches import LoopBatches
-from jstep.loop.run import Run
+from jstep.loop.arguments import Step
+from jstep.running.run import Run
 from jstep.state.train_state import TrainState
-
-_Arguments = ParamSpec("_Arguments")
 
 
 class _RunWithoutBody(Run[P]):
@@ -19,20 +19,29 @@ class _RunWithoutBody(Run[P]):
     _has_body = False
 
 
-def _with_arguments_of(
-    make_run: Callable[_Arguments, Run[P]],
-) -> Callable[[Callable[..., TrainState[Any]]], Callable[_Arguments, TrainState[P]]]:
-    signature = inspect.signature(make_run)
-
-    def decorate(fn: Callable[..., TrainState[Any]]) -> Callable[_Arguments, TrainState[P]]:
-        fn.__signature__ = signature.replace(return_annotation=TrainState[P])  # type: ignore[attr-defined]
-        return shortens_tracebacks(fn)
-
-    return decorate
-
-
-@_with_arguments_of(Run)
-def train(*args: Any, **options: Any) -> TrainState[Any]:
+@shortens_tracebacks
+def train(
+    train_step: Step | Mapping[int, Step],
+    state: TrainState[P],
+    batches: Callable[[int], Tree] | Tree,
+    last_step: int | None,
+    *,
+    hooks: Sequence[Any] = (),
+    checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
+    checkpoint_prefix: str = "model",
+    save_checkpoint_secs: float | str | None = "auto",
+    save_checkpoint_steps: int | None = None,
+    logdir: str | os.PathLike[str] | None = None,
+    save_summaries_steps: int | None = 100,
+    log_steps: int | None = 100,
+    steps_per_call: int | str = 1,
+    progress: bool | None = None,
+    batch_sharding: Any = None,
+    compile_cache: str | os.PathLike[str] | bool | None = None,
+    stop_secs: float | None = None,
+    config: Any = None,
+    start_from: str | os.PathLike[str] | None = None,
+) -> TrainState[P]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that is started again resumes: the state and the positions of the batches are restored.
@@ -118,13 +127,30 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    try:
-        batches = inspect.signature(train).bind(*args, **options).arguments["batches"]
-    except TypeError as error:
-        raise TypeError(f"train: {error}") from None
     if batches is None or isinstance(batches, LoopBatches):
         raise TypeError(f"batches={batches}: train has no body that makes them; write the loop with jstep.Run")
-    with _RunWithoutBody[Any](*args, **options) as run:
+    run = _RunWithoutBody(
+        train_step,
+        state,
+        batches,
+        last_step,
+        hooks=hooks,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_prefix=checkpoint_prefix,
+        save_checkpoint_secs=save_checkpoint_secs,
+        save_checkpoint_steps=save_checkpoint_steps,
+        logdir=logdir,
+        save_summaries_steps=save_summaries_steps,
+        log_steps=log_steps,
+        steps_per_call=steps_per_call,
+        progress=progress,
+        batch_sharding=batch_sharding,
+        compile_cache=compile_cache,
+        stop_secs=stop_secs,
+        config=config,
+        start_from=start_from,
+    )
+    with run:
         for _ in run:
             pass
     return run.state

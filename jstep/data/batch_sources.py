@@ -1,0 +1,291 @@
+"""Batches from one step on, as a run sees them: `BatchSource`, and a class for each way in which batches are made.
+
+| class | batches | a restart continues | ahead of the loop | a signal may leave a batch |
+|---|---|---|---|---|
+| `Indexed` | a function of the step | at the step | yes | yes |
+| `Loader` | an iterator with a position | at the position that was read after a batch | yes | yes |
+| `FromState` | `from_state` | at the position before a batch, or after it if that is large | no | if it is small |
+| `FromLoop` | `from_loop` | at the objects' states between two iterations | no | no: the body has used it up |
+| `Unseekable` | any other iterator | where the iterator is | yes | yes, with a warning that it is lost |
+
+`loaders.open_source` chooses the class, and is the only function that asks of which kind batches are.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jstep.data.positions import batches_since
+from jstep.data.sequence import BatchSequence
+from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import LARGE
+
+untrained_batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Iterators with batches that no step was trained on, and their numbers; 0 if one was only begun."""
+
+
+class BatchSource:
+    """Batches from one step on. A run asks what can be done with them, never of which kind they are.
+
+    Whoever fetches batches, the loop or a thread ahead of it, takes them from `items` and calls `read_position` after
+    each. All other methods are the loop's: it calls `end_fetch` when it takes the batches of a call, so that
+    `position_after` can tell the position before that call from the one after it.
+
+    Args:
+        given: What the user passed.
+        items: The batches.
+        is_fresh: Whether each batch is in new arrays that no other code writes to.
+
+    Attributes:
+        has_position: Whether it has a position of its own, beside the step.
+        is_seekable: Whether a restart continues with the batch of its step.
+        may_be_opened_again: Whether opening it again fetches the same batches, as they are a function of the step.
+        may_be_read_ahead: Whether a thread may fetch batches before their step.
+        may_be_left: Whether a signal may end the wait for a batch, or leave one untrained: it can be made again.
+        follows_calls: Whether it must be told of calls, by `end_fetch`, to know its position.
+        moves_between_steps: Whether hooks may change its position after a step, so that `begin_fetch` has to read it.
+        knows_shapes: Whether `item` tells the shapes of any batch, at any time.
+        has_items: Whether `item` returns any batch; it may take as long as making one.
+        read_position: Returns the position after the latest batch; None if nobody needs it.
+    """
+
+    has_position = False
+    is_seekable = True
+    may_be_opened_again = False
+    may_be_read_ahead = True
+    may_be_left = True
+    follows_calls = False
+    moves_between_steps = False
+    knows_shapes = False
+    has_items = False
+    read_position: Callable[[], Any] | None = None
+
+    def __init__(self, given: Any, items: Iterator[Any], *, is_fresh: bool = False) -> None:
+        self.given = given
+        self.items = items
+        self.is_fresh = is_fresh
+
+    def item(self, step: int) -> Any:
+        raise NotImplementedError
+
+    def next_change(self, step: int) -> int | None:
+        """Return the next step whose batch has other shapes, if that is known."""
+        return None
+
+    # The loop takes the batches of a call.
+
+    def begin_fetch(self) -> None:
+        """Called before a batch is made, if `moves_between_steps`."""
+
+    def end_fetch(self, steps: int, position: Any) -> None:
+        """Called when the loop has the batches of a call, with the position that was read after the last of them."""
+
+    def end(self) -> None:
+        """Called when there are no more batches."""
+
+    # What a checkpoint needs.
+
+    def position_after(self, steps: int) -> Any:
+        """Return the position after so many steps; the loop may have taken the batches of one more call."""
+        return None
+
+    def is_lost_after(self, steps: int) -> bool:
+        """Whether that position is not known any more."""
+        return False
+
+    def freeze(self) -> None:
+        """Keep the current position: what hooks do from now on is not part of a checkpoint."""
+
+    def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
+        """Called at the end: undo, as far as possible, the fetches of batches that no step was trained on.
+
+        `is_idle`: whether no thread is still using it.
+        """
+
+
+class Indexed(BatchSource):
+    """Batches that are functions of the step, which is their position."""
+
+    may_be_opened_again = True
+
+    def __init__(self, batches: Any, items: Iterator[Any]) -> None:
+        is_sequence = isinstance(batches, BatchSequence)
+        super().__init__(batches, items, is_fresh=is_sequence)
+        self.knows_shapes = is_sequence
+        self.has_items = hasattr(batches, "__getitem__")
+
+    def item(self, step: int) -> Any:
+        return self.given[step]
+
+    def next_change(self, step: int) -> int | None:
+        try:
+            return self.given.next_change(step) if self.knows_shapes else None
+        except IndexError:  # they end before the run does
+            return None
+
+
+class Loader(BatchSource):
+    """The batches of an iterator or loader that can tell its position, and be set to it.
+
+    A thread may be batches ahead of the loop, so each batch comes with the position after it, and the source keeps
+    those before and after the latest call. In a run that saves nothing, only the one before the first batch is known.
+
+    Args:
+        start: The position before the first batch.
+        read_position: Reads the position of the loader; None if it is never saved.
+        set_position: Sets it.
+    """
+
+    has_position = True
+    follows_calls = True
+
+    def __init__(
+        self,
+        given: Any,
+        items: Iterator[Any],
+        *,
+        start: Any,
+        read_position: Callable[[], Any] | None,
+        set_position: Callable[[Any], None],
+        is_fresh: bool,
+    ) -> None:
+        super().__init__(given, items, is_fresh=is_fresh)
+        self.read_position = read_position
+        self._set_position = set_position
+        self._taken = 0
+        self._before: Any = None
+        self._after = start
+
+    def end_fetch(self, steps: int, position: Any) -> None:
+        self._taken += steps
+        self._before = self._after
+        self._after = position
+
+    def position_after(self, steps: int) -> Any:
+        return self._after if steps >= self._taken else self._before
+
+    def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
+        if not hasattr(self.given, "__next__"):
+            return  # the next run begins another pass over it
+        position = self.position_after(trained) if is_idle else None
+        if position is not None:
+            with contextlib.suppress(Exception):  # what cannot be set is warned about
+                self._set_position(position)
+                for _ in range(batches_since(position)):
+                    next(self.given)
+                return
+        note_untrained(self.given, fetched - trained)
+
+
+class FromState(BatchSource):
+    """The batches of `from_state`, made one at a time, with the state, after the hooks of the step before.
+
+    Hooks may change what they are made of, such as the level of a game, so the position is read at the last moment:
+    before each batch. A batch that no step was trained on is then made again. A large position, such as a replay
+    buffer, is not copied for each batch, but read once a checkpoint is due; then a batch must be trained on.
+
+    Args:
+        ask: Reads the position; None if there is none.
+        start: The position before the first batch.
+        is_saved: Whether the position is ever saved.
+    """
+
+    may_be_read_ahead = False
+
+    def __init__(
+        self,
+        given: Any,
+        items: Iterator[Any],
+        *,
+        ask: Callable[[], Any] | None = None,
+        start: Any = None,
+        is_saved: bool = False,
+    ) -> None:
+        super().__init__(given, items)
+        self.has_position = ask is not None
+        self.follows_calls = self.has_position and is_saved
+        self.moves_between_steps = self.follows_calls
+        self._ask = ask if ask is not None else _no_position
+        self._taken = 0
+        self._before = start
+        self._is_large = _is_large(start)
+        self._is_frozen = True  # nothing can have changed since `_before` was read
+
+    def begin_fetch(self) -> None:
+        if not self._is_large:
+            self._before = self._ask()
+            self._is_large = _is_large(self._before)
+        self._is_frozen = True
+        self.may_be_left = not self._is_large
+
+    def end_fetch(self, steps: int, position: Any) -> None:
+        self._taken += steps
+        self._is_frozen = False
+        self.may_be_left = True
+        if self._is_large:
+            self._before = None  # from here on, only the position after the batch exists
+
+    def end(self) -> None:
+        self._is_frozen = not self._is_large
+
+    def position_after(self, steps: int) -> Any:
+        if steps < self._taken or self._is_frozen:
+            return self._before
+        return self._ask()
+
+    def is_lost_after(self, steps: int) -> bool:
+        is_before = steps < self._taken or self._is_frozen
+        return self._is_large and self._before is None and is_before
+
+    def freeze(self) -> None:
+        if not self._is_frozen:
+            self._before = self._ask()
+        self._is_frozen = True
+
+
+class FromLoop(BatchSource):
+    """The batches that the body of a loop makes, out of objects that a checkpoint keeps.
+
+    The objects change only within an iteration, and are asked only when a checkpoint is saved, as a replay buffer may
+    be large. So there is no position before a batch.
+    """
+
+    may_be_read_ahead = False
+    may_be_left = False
+
+    def __init__(self, given: Any, items: Iterator[Any], ask: Callable[[], Any] | None) -> None:
+        super().__init__(given, items)
+        self.has_position = ask is not None
+        self._ask = ask if ask is not None else _no_position
+
+    def position_after(self, steps: int) -> Any:
+        return self._ask()
+
+    def freeze(self) -> None:
+        position = self._ask()
+        self._ask = lambda: position
+
+
+class Unseekable(BatchSource):
+    """An iterator without a position: a restart continues where it is."""
+
+    is_seekable = False
+
+    def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
+        if hasattr(self.given, "__next__"):
+            note_untrained(self.given, fetched - trained)
+
+
+def _no_position() -> None:
+    return None
+
+
+def _is_large(position: Any) -> bool:
+    return tagged_json.encoded_size(position) > LARGE
+
+
+def note_untrained(batches: Any, count: int) -> None:
+    """Let the next run over this iterator warn of the batches that it has lost."""
+    with contextlib.suppress(TypeError):  # an object without weak references or a hash
+        untrained_batches[batches] = count

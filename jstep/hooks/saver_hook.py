@@ -1,0 +1,76 @@
+"""What all hooks that save have in common: their place in a run, the checks before a save, and the write."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.checkpoint.saver import Saver
+from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import SAVING
+from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.state.global_step import check_step, require_alive
+from jstep.state.train_state import TrainState
+from jstep.training.metrics import Metrics
+
+
+class SaverHook(RunHook):
+    """A hook that saves the state of a run: the loop calls it between two iterations, and last at the end.
+
+    Attributes:
+        saver: The `Saver`.
+    """
+
+    phase = SAVING
+    instead = "call save(state) of a jstep.Saver"
+    saver: Saver
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
+        """Save, unless this is saved already; return False if a hook prevented it.
+
+        With `wait`, the checkpoint is on disk on return. `temporary_secs` is that of `CheckpointExtra`.
+        """
+        raise NotImplementedError
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        self.save(step, state)
+
+    def end(self, step: int, state: TrainState) -> None:
+        self.save(step, state, wait=True)
+
+
+class LatestSave(NamedTuple):
+    """What the latest save holds; the state is referred to weakly, as it is donated to the next step."""
+
+    step: int
+    state: Callable[[], TrainState | None]
+
+    @classmethod
+    def of(cls, step: int, state: TrainState) -> "LatestSave":
+        return cls(step, weakref.ref(state))
+
+    def holds(self, step: int, state: TrainState) -> bool:
+        """Whether it holds this state: a hook may have replaced it at the same step."""
+        return self.step == step and self.state() is state
+
+
+def may_save(
+    run: RunInfo, step: int, state: TrainState, before_save: Sequence[Callable[[int], bool | None]] = ()
+) -> bool:
+    """Call all that want to be called before a save; return False if one of them prevents it.
+
+    They come before anything of the checkpoint is read: they deliver the rows of metrics, which are part of it.
+    """
+    require_alive(state)
+    prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
+    if any(prevented):
+        return False
+    check_step(step, state)
+    return True
+
+
+def write(run: RunInfo, saver: Saver, state: TrainState, extra: CheckpointExtra) -> None:
+    """Begin to write a checkpoint, of which the run's hooks are told once it is complete."""
+    saver.set_listener(run.background)
+    with internal_transfers():
+        saver.save(state, extra=extra)

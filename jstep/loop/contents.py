@@ -1,0 +1,136 @@
+"""What a checkpoint of a run holds beside the state: everything else that a restart needs.
+
+| key of its `extra` | content | taken by | restored by |
+|---|---|---|---|
+| `batches`, `batches_of_processes` | positions of the batches | `_positions` | `saved_position`, by `start.py` |
+| `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
+| `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
+| `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
+| `ended` | the step at which the hooks have ended | `_hooks` | `Course`, whose hooks then end once |
+| `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
+| `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
+| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_opening` |
+| others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint.hook_states import get_states, set_states
+from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.core import processes
+from jstep.data.positions import gather_positions, positions_elsewhere
+from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
+from jstep.loop.run_context import Opened, RunContext
+from jstep.stores.tagged_json import AttachedFiles, as_json
+
+HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
+"""Keys of a checkpoint's `extra`."""
+
+
+class Contents(NamedTuple):
+    """What hooks and the body of a loop may change without a step, so that the same step is saved again."""
+
+    positions: CheckpointExtra
+    hooks: CheckpointExtra
+    iterations: int
+
+
+NOTHING = Contents(CheckpointExtra({}, {}), CheckpointExtra({}, {}), 0)
+
+
+class RunContents:
+    """Takes, compares and writes down the contents of one run; knows nothing of when and how they are saved."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+
+    def take(self, hooks: CheckpointExtra | None = None) -> Contents:
+        """Return the current contents, perhaps with states of hooks that were taken before."""
+        return Contents(self._positions(), self._hooks() if hooks is None else hooks, self._run.course.iterations)
+
+    def are_still(self, saved: Contents) -> bool:
+        """Whether `take` would return the same.
+
+        Positions are asked only where they may differ at one step: it may take long, and with several processes it is a
+        collective, which all must call alike. The objects of `from_loop` change only in an iteration.
+        """
+        run, source = self._run, self._run.opened.batches.source
+        are_same = run.course.iterations == saved.iterations
+        if source.moves_between_steps and run.course.has_begun:
+            has_moved = not self._positions().is_same(saved.positions)
+            are_same = not processes.any_process(has_moved)
+        return self._hooks().is_same(saved.hooks) and are_same
+
+    def as_extra(self, contents: Contents) -> CheckpointExtra:
+        """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""
+        run = self._run
+        self._drain_writer()
+        values = dict(contents.positions.values)
+        for observer in run.observers:
+            values |= observer.about_to_save(run.step)
+        values |= contents.hooks.values
+        if run.origin.held_values:
+            values[HELD_VALUES] = dict(run.origin.held_values)
+        if run.opening.lineage.parent is not None:
+            values[PARENT] = run.opening.lineage.parent
+        values[RUN_KEY] = run.name
+        return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
+
+    def _drain_writer(self) -> None:
+        """Hand all summaries over: a run that resumes from this checkpoint does not write earlier ones again."""
+        writer = self._run.writer
+        if writer is None:
+            return
+        try:
+            writer.drain()
+        except Exception as error:
+            self._run.log_failed(writer, error)
+
+    def _hooks(self) -> CheckpointExtra:
+        run, course = self._run, self._run.course
+        entries = {
+            HOOK_STATES: get_states(run.opened.hooks) or None,
+            STOPPED: course.stopped_by,
+            ENDED: run.step if run.opened.runner.has_ended() else None,
+        }
+        if course.stopped_by is None and not course.has_begun:
+            # A run that takes no step keeps the name of the hook that stopped the earlier one.
+            entries[STOPPED] = run.origin.extra.get(STOPPED)
+        if run.sums.limit is not None:
+            entries[SKIPPED_IN_A_ROW] = run.sums.skipped_in_a_row()
+        values = {key: value for key, value in entries.items() if value is not None}
+        files = AttachedFiles("hooks.")
+        encoded: Any = as_json(values, files)
+        return CheckpointExtra(encoded, files if jax.process_index() == 0 else {})
+
+    def _positions(self) -> CheckpointExtra:
+        run = self._run
+        if not run.course.has_begun:  # the positions have not changed
+            return CheckpointExtra(*positions_elsewhere(run.origin.extra))
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        position = run.opened.batches.source.position_after(run.step - run.course.first)
+        return CheckpointExtra(*gather_positions(position, self._progress))
+
+    def _progress(self) -> str:
+        """Describe how far this process has come in its loop, and what it did, which must be alike on all."""
+        run, course = self._run, self._run.course
+        parts = [f"step {run.step}"]
+        if course.iterations:
+            parts.append(f"iteration {course.iterations}")
+        changes = sum(change["count"] for change in course.state_changes.as_record())
+        if changes:
+            parts.append(f"its state replaced {changes}×")
+        if course.is_over or course.stopped_by is not None:
+            parts.append("the end of the loop")
+        return ", ".join(parts)
+
+
+def restore_hooks(run: RunContext, opened: Opened) -> bool:
+    """Set the states of the hooks; return whether one of them keeps the run stopped."""
+    extra = run.origin.extra
+    is_stopped = set_states(opened.hooks, extra.get(HOOK_STATES))
+    if SKIPPED_IN_A_ROW in extra:
+        run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
+    return is_stopped and not run.origin.is_at_branch_point

@@ -1,0 +1,540 @@
+"""A run that a loop holds, `jstep.Run`; `jstep.train` is a loop with an empty body.
+
+Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends in
+each.
+
+Entering the block pushes what its end has to undo on one stack, which is unwound in reverse order, from below:
+
+| pushed | at the end of the block, from the last row up |
+|---|---|
+| `_enter_settings` | the mesh, the log, the cache of programs and the warnings are those of before |
+| `_leave` | a signal that arrived while the run closed is obeyed, by the last exception |
+| `signals.end` | the handlers of signals are those of before; late, as the record may be closing for seconds |
+| each observer | the record, the progress line and the watch for stalls close: they have seen how the run ended |
+| `_close_hooks` | `failed`, `closed` and `close` of the user's hooks |
+| `background.wait` | the calls of `saved` in other threads end |
+| `closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
+| `_release` | the state is dropped, so that closing needs no device memory |
+| `_rescue` | after an error, the state is saved if it may be, and attached to the error |
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Generic, TypeAlias
+
+import jax
+
+from jstep.checkpoint.saver import Saver
+from jstep.core import interactive, processes, trees
+from jstep.core.checks import as_int, as_string, describe_type
+from jstep.core.exceptions import setting
+from jstep.core.logs import WARNED, log_to_stderr
+from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
+from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
+from jstep.core.trees import P, Tree
+from jstep.data.loaders import check_batches
+from jstep.data.loop_batches import LoopBatches
+from jstep.hooks.hook import check_returned_state
+from jstep.hooks.run_hook import LoopState
+from jstep.loop import stopping
+from jstep.loop.arguments import Options, Step, cache_directory, check, validated
+from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, BODY_TIMES, READY, Course
+from jstep.loop.feeder import fetch_by_all
+from jstep.loop.hook_runner import RunChunk, close_hooks
+from jstep.loop.programs import Chunk, as_stages
+from jstep.loop.run_context import RunContext
+from jstep.loop.signals import StopWaiting
+from jstep.loop.start import begin_hooks, open_run
+from jstep.loop.start_times import StartTimes
+from jstep.running.observers import OBSERVERS
+from jstep.state.global_step import check_step
+from jstep.state.train_state import TrainState
+from jstep.stores.compile_cache import persistent_cache
+
+_Kind: TypeAlias = type[BaseException] | None
+_Trace: TypeAlias = TracebackType | None
+
+
+class _KeepFailure(contextlib.AbstractContextManager[None]):
+    """Keeps the error that ends the run in its `Course`, in case the block of the user swallows it."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+
+    def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        if error is None or isinstance(error, GeneratorExit):
+            return
+        self._course.failure = original_error(error)
+        if self._course.failure is not error:
+            raise self._course.failure from None
+
+
+class Run(Generic[P]):
+    """A training run for a loop of your own; `train` is `with Run(…) as run: for _ in run: pass`.
+
+    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the last hooks,
+    saves and closes. Each iteration is one call of the step, of up to `steps_per_call` steps, followed by the hooks
+    that are due. `next(run)` works as `for` does.
+
+    A restart resumes only between two iterations: savers, signals, stops and `last_step` take effect there. An
+    exception in the body, or in a hook, saves nothing of its iteration: the state is in the exception's `state`, and a
+    note names the checkpoint that the next start resumes from.
+
+    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times in an
+    iteration, so the last one may pass last_step.
+
+    A run is iterated over in the thread that entered it, on several processes alike. In a notebook, one cell holds the
+    block.
+
+    Args:
+        train_step: As in `train`, like the arguments that are not named here.
+        batches: As in `train`, or None or `from_loop(…)` if the body makes the batches.
+
+    Attributes:
+        step: The number of training steps completed.
+        state: The latest state, which is donated to the next step. In the body it may be replaced by a state of the
+            same step, structure, shapes and dtypes. After the block it is the last complete state, or None if that was
+            donated.
+        metrics: The metrics of the latest call, on the device; None before the first one.
+
+    Raises:
+        RuntimeError: It is entered twice, or used where it must not be: `run.state = …` and `train_step` outside of the
+            body, `every` after the first step.
+        Preempted: From the loop, or where the block ends: see `train`, also for the other exceptions.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> with jstep.Run(train_step, state, lambda step: jnp.ones(()), last_step=10) as run:
+        ...     for step in run:
+        ...         if step % 5 == 0:
+        ...             print(step, round(float(run.metrics["loss"]), 4))
+        5 0.0039
+        10 0.0
+        >>> print(round(float(run.state.params["w"]), 4))
+        0.999
+
+    Source: `tf.train.MonitoredTrainingSession`.
+    """
+
+    _has_body: ClassVar[bool] = True
+    _run_chunk: RunChunk
+
+    @shortens_tracebacks
+    def __init__(
+        self,
+        train_step: Step | Mapping[int, Step],
+        state: TrainState[P],
+        batches: Callable[[int], Tree] | Tree,
+        last_step: int | None,
+        *,
+        hooks: Sequence[Any] = (),
+        checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
+        checkpoint_prefix: str = "model",
+        save_checkpoint_secs: float | str | None = "auto",
+        save_checkpoint_steps: int | None = None,
+        logdir: str | os.PathLike[str] | None = None,
+        save_summaries_steps: int | None = 100,
+        log_steps: int | None = 100,
+        steps_per_call: int | str = 1,
+        progress: bool | None = None,
+        batch_sharding: Any = None,
+        compile_cache: str | os.PathLike[str] | bool | None = None,
+        stop_secs: float | None = None,
+        config: Any = None,
+        start_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        times = StartTimes()
+        self._batches = LoopBatches() if batches is None else batches
+        self._loop_batches = self._batches if isinstance(self._batches, LoopBatches) else None
+        given = Options(
+            last_step=last_step,
+            hooks=hooks,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_prefix=checkpoint_prefix,
+            save_checkpoint_secs=save_checkpoint_secs,
+            save_checkpoint_steps=save_checkpoint_steps,
+            logdir=logdir,
+            save_summaries_steps=save_summaries_steps,
+            log_steps=log_steps,
+            steps_per_call=steps_per_call,
+            progress=progress,
+            batch_sharding=batch_sharding,
+            compile_cache=compile_cache,
+            stop_secs=stop_secs,
+            config=config,
+            start_from=start_from,
+        )
+        options = validated(given, state, self._batches)
+        stages = as_stages(train_step)
+        check(state, options.stop_step)
+        processes.refuse_another_run()
+        check_batches(self._batches)
+        self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
+        with times.timing("devices"):
+            jax.devices()
+        values = trees.copy_numpy(state, "state")
+        self._context = RunContext(options, stages, values, times, has_body=self._has_body)
+        self._stack: contextlib.ExitStack | None = None
+        self._owner = 0, 0
+        self._iterator: Generator[int, None, None] = (step for step in range(0))
+        # What the run leaves behind. Here and not in the `Course`, which hooks and observers refer to in cycles: the
+        # last state is freed as soon as the user drops the run.
+        self._left = LoopState(0, None)
+
+    # What a loop uses.
+
+    @property
+    def step(self) -> int:
+        return self._context.step
+
+    @property
+    def state(self) -> TrainState[P]:
+        state: TrainState[P] = self._latest.state
+        return state
+
+    @state.setter
+    def state(self, state: TrainState[P]) -> None:
+        course = self._context.course
+        self._require_body("run.state = …")
+        if not isinstance(state, TrainState):
+            raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
+        step, before, _, _ = course.position
+        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), BODY)
+
+    @property
+    def metrics(self) -> Any:
+        return self._latest.metrics
+
+    @property
+    def _latest(self) -> LoopState:
+        position = self._context.course.position
+        return self._left if position.state is None else position
+
+    def stop(self, by: str = "the loop") -> None:
+        """End the run after this iteration; `by` is the reason that the record gives."""
+        context = self._context
+        if context.step < context.course.stop_step:  # else the run has reached its end
+            context.stop(as_string(by, "by"))
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the iterator over the rest of the run, which yields the step of `state`."""
+        if self._stack is None:
+            raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
+        if self._owner != (os.getpid(), threading.get_ident()) and not self._context.is_over:
+            raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
+        return self._iterator
+
+    def __next__(self) -> int:
+        return next(iter(self))
+
+    def every(self, steps: int) -> Iterator[int]:
+        """Return the iterator over the run whose body runs at multiples of `steps`, and at the end.
+
+        Calls end there, whatever `steps_per_call` is. It must be called before the first step.
+        """
+        interval = as_int(steps, "steps", 1, "a number of steps")
+        course = self._context.course
+        if self._loop_batches is not None:
+            raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
+        if course.status not in (BEGINNING, READY):
+            raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
+        iterator = iter(self)
+        course.body_interval = interval
+        return iterator
+
+    @shortens_tracebacks
+    def train_step(self, *args: Any) -> Any:
+        """Take one step, `train_step(state, *args)`, and call the hooks that are due; return its metrics."""
+        context = self._context
+        if self._loop_batches is None:
+            raise RuntimeError(
+                "run.train_step: the run takes its batches itself; to make them in the body, give batches=None or "
+                "jstep.from_loop(…)"
+            )
+        self._require_body("run.train_step(…)")
+        self._pause_body()
+        self._loop_batches.passed.append(args)
+        with _KeepFailure(context.course):
+            self._take(next(context.opened.feeder))
+        self._resume_body()
+        return context.metrics
+
+    def _require_body(self, what: str) -> None:
+        course = self._context.course
+        if course.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
+            outside = RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
+            raise course.failure or outside
+
+    # The loop.
+
+    def _iterate(self) -> Generator[int, None, None]:
+        """The loop, from its first batch to its last hooks; it yields to the body of the user.
+
+        The order within an iteration is a promise: the call, the hooks of its step, the body, and only then whatever a
+        restart may resume from. So in a checkpoint of step N, the hooks and the body of N have run, each once.
+        """
+        course = self._context.course
+        with _KeepFailure(course):
+            try:
+                for chunk in self._begin():
+                    if chunk is None:  # the body makes the batches, and takes the steps
+                        course.iterations += 1
+                        course.begin_iteration()
+                    else:
+                        self._take(chunk)
+                    if course.has_body:
+                        if course.has_due_body():
+                            self._resume_body()
+                            yield course.position.step
+                            # A step of the body has failed, and the block has swallowed the error: `__exit__` raises
+                            # it again. No hook of the end may run before, and nothing may be saved.
+                            if course.failure is not None:
+                                return
+                            self._pause_body()
+                        course.end_iteration()
+                    if self._has_duty() and not self._end_iteration():
+                        break
+            except StopWaiting:
+                # A signal has ended the wait for a batch or a program. The state is that of the boundary before, and
+                # the batch is made again after the restart.
+                course.leave()
+            if course.owes_body():
+                course.begin_iteration()
+                self._resume_body()
+                yield course.position.step
+                self._pause_body()
+                course.end_iteration()
+            self._finish()
+
+    def _begin(self) -> Iterable[Chunk | None]:
+        """Return the chunks of the run, or None for each iteration of a body that makes the batches."""
+        context = self._context
+        if not context.course.has_next:
+            return ()
+        context.signals.interrupts = context.opened.feeder.interrupted
+        context.course.begin()
+        self._run_chunk = context.opened.runner.with_before_step(context.opened.dispatch)
+        if self._loop_batches is not None:
+            return itertools.repeat(None)
+        return fetch_by_all(context.opened.feeder)
+
+    def _take(self, chunk: Chunk) -> None:
+        """Run a call, and the hooks that are due after it."""
+        context = self._context
+        course = context.course
+        if context.in_flight.is_full:
+            context.in_flight.make_room()  # waits for a call that was made long ago
+        if context.signals.received is not None and not chunk.must_run:
+            context.signals.check()  # it arrived since the batch was fetched
+        state, metrics = self._run_chunk(course.position.state, chunk)
+        step = chunk.first + chunk.steps
+        course.position = LoopState(step, state, metrics, chunk.program.rows)
+        # Not before the call: an error while it is traced or compiled leaves the state of the boundary, which is saved.
+        if course.has_body:
+            course.begin_iteration()
+        context.in_flight.add(chunk.first, step, state, metrics)
+        context.opened.runner.after(chunk.first)
+
+    # The time of a body is that of hooks. A body that makes the batches is waited for, until it calls `train_step`.
+
+    def _resume_body(self) -> None:
+        context = self._context
+        context.course.calling = BODY
+        if self._loop_batches is None:
+            context.watch.begin_body()
+        else:
+            context.watch.switch(context.watch.waiting)
+
+    def _pause_body(self) -> None:
+        context = self._context
+        context.course.calling = None
+        if self._loop_batches is None:
+            context.watch.end_body(BODY_TIMES)
+        else:
+            self._switch_to_calls()
+
+    def _switch_to_calls(self) -> None:
+        self._context.watch.switch(STEPPING if self._context.course.has_stepped else STARTING)
+
+    # Between two iterations.
+
+    def _has_duty(self) -> bool:
+        """Whether there is something to do before the next iteration; after most calls, there is nothing.
+
+        On several processes there always may be: they agree on signals only if all ask after each call.
+        """
+        context = self._context
+        course, signals = context.course, context.signals
+        step = course.position.step
+        if step >= context.opened.runner.savers.next or step >= course.stop_step:
+            return True
+        if signals.received is not None or not signals.is_alone:
+            return True
+        return course.stopped_by is not None or bool(context.failures)
+
+    def _end_iteration(self) -> bool:
+        """Save if due, and obey a signal; return whether another iteration follows.
+
+        The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later.
+        """
+        context = self._context
+        if context.course.position.step >= context.opened.runner.savers.next or context.failures:
+            context.opened.runner.save()
+        if context.signals.to_stop():
+            context.course.leave()
+        return context.course.has_next
+
+    # The end.
+
+    def _finish(self) -> None:
+        """Call the last hooks, of which the savers save; leave if a signal was received."""
+        context = self._context
+        course, runner = context.course, context.opened.runner
+        are_batches_used_up = course.has_next
+        was_stopped_before_first = course.status == READY
+        course.end()
+        if are_batches_used_up:
+            stopping.report_early_end(context)
+        context.signals.only_record()
+        runner.call_at_last()
+        check_step(context.step, context.state)
+        if not course.is_leaving and not was_stopped_before_first:
+            runner.end()
+        # Asked again, as hooks of the end may evaluate for minutes; a run that leaves is due to end its hooks again.
+        if course.is_leaving or context.signals.to_stop():
+            stopping.exit_on_signal(context)
+        runner.raise_log_errors()
+        self._left = course.position
+        course.calling = AFTER_LOOP
+        context.watch.switch(HOOKS)
+
+    def _end(self) -> None:
+        """End a run whose block has ended without an error, perhaps before its loop has."""
+        context = self._context
+        if context.is_over:
+            return
+        if context.course.status != BEGINNING:
+            self.stop()
+        if context.course.calling is BODY:  # the block has left the body, by `break` or `return`
+            self._pause_body()
+            context.course.end_iteration()
+        self._finish()
+
+    # Enter and leave: the table above lists what is pushed.
+
+    @shortens_tracebacks
+    def __enter__(self) -> "Run[P]":
+        if self._stack is not None:
+            raise RuntimeError("Run: must be entered once; make another Run to resume from its checkpoint")
+        context = self._context
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            self._owner = (os.getpid(), threading.get_ident())
+            self._enter_settings(stack)
+            stack.push(self._leave)
+            stack.callback(context.signals.end)
+            for make_observer in OBSERVERS:
+                observer = stack.enter_context(make_observer(context))
+                context.observers = (*context.observers, observer)
+            stack.push(self._close_hooks)
+            stack.callback(self._wait_for_background)
+            stack.enter_context(context.closing)
+            stack.callback(self._release)
+            stack.push(self._rescue)
+            context.signals.begin()
+            open_run(context, self._batches)
+            if begin_hooks(context):
+                context.course.get_ready()
+            self._iterator = self._iterate()
+            self._stack = stack.pop_all()
+        return self
+
+    @shortens_tracebacks
+    def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        failure = self._context.course.take_failure()
+        stack = self._stack
+        if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
+            return
+        self._context.watch.end_body()
+        if error is not None and not isinstance(error, GeneratorExit):  # a generator that is dropped stops its run
+            stack.__exit__(kind, error, trace)
+            shorten(error)
+            return
+        with stack:
+            try:
+                if failure is not None:  # the block has swallowed it
+                    raise failure
+                self._end()
+            finally:
+                del failure  # breaks the reference cycle with this frame, which its traceback holds
+
+    def _enter_settings(self, stack: contextlib.ExitStack) -> None:
+        progress = self._context.options.progress
+        # The progress bar of a notebook shows the rest.
+        least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
+        stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
+        if progress is not False and jax.process_index() == 0:
+            stack.enter_context(log_to_stderr(least))
+        stack.enter_context(persistent_cache(self._cached_in))
+        stack.enter_context(setting(WARNED, set()))
+
+    def _rescue(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        """After an error, save the state if a restart may resume from it, and attach it to the error."""
+        context = self._context
+        if error is None:
+            return
+        context.signals.only_record()  # a second exception here would lose the state
+        context.signals.is_obeyed = context.signals.received is not None
+        context.course.fail()
+        self._switch_to_calls()  # whatever the error has interrupted
+        if context.is_open:
+            stopping.rescue(context, error)
+        else:
+            stopping.attach_last_state(context, error)
+        self._left = context.course.position._replace(state=getattr(error, "state", None))
+        if context.signals.received_twice and isinstance(error, KeyboardInterrupt):
+            stopping.leave_at_once(context.step, error)
+
+    def _release(self) -> None:
+        """Drop the state and all that holds it, while observers may still read it: afterwards only writes are left."""
+        context = self._context
+        for observer in context.observers:
+            observer.before_close()
+        context.watch.switch(SAVING)
+        context.course.close()
+        context.in_flight.clear()
+        self._iterator.close()  # its frame holds the latest chunk
+
+    def _wait_for_background(self) -> None:
+        if not self._context.signals.received_twice:
+            self._context.background.wait()
+
+    def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        """Agree on the end, and obey a signal that arrived while the run closed."""
+        context = self._context
+        signals, state = context.signals, self._left.state
+        if error is None:
+            signals.agree_at_end()
+        elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
+            stopping.note_closing(context, error, state)
+        if signals.received is not None and not signals.is_obeyed:
+            stopping.leave_after_closing(context, state)
+
+    def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        context = self._context
+        try:
+            close_hooks(context.course, context.watch, context.options.hooks, context.background.end(), error)
+        except Exception as failure:
+            stopping.attach_state(failure, self._left.state)
+            raise
+        if error is None:
+            interactive.forget()
