@@ -24,7 +24,7 @@ from jstep.optimizers.nested import StepInputs, with_inputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, NoGradientsError, require_slots
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import require_first, require_optimizer
 from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, needs_all_params, roles_of
 
 
@@ -176,10 +176,11 @@ def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, 
 
 
 @makes_optimizer(2)
-def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
+def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
     """Rename the slots and hyperparameters of an optimizer to `name/…`.
 
     Args:
+        optimizer: The optimizer.
         name: The prefix, without a trailing slash.
 
     Raises:
@@ -187,10 +188,10 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
 
     Example:
         >>> import jstep
-        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope(jstep.adam(), "fast")))
         ['fast/m', 'fast/v']
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = require_first("scope(optimizer, name)", optimizer, name)
     check_prefix("name", as_string(name, "name"))
 
     def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
@@ -290,7 +291,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         if not isinstance(label, str):
             raise TypeError(f"optimizers: the label {label!r} must be a string, got {describe_type(label)}")
         check_prefix("a label of optimizers", label)
-        scoped[label] = scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
+        scoped[label] = scope(require_optimizer(f"optimizers[{label!r}]", optimizer), label)
     if not optimizers:
         raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):

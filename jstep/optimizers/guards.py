@@ -24,7 +24,7 @@ from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Replacement, apply_updates, map_updates, wide_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, rows_in_order
 from jstep.slots.matching import match_gradients
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import require_first, require_optimizer
 from jstep.slots.roles import AGES, Role, Roles, roles_of
 
 # Skipped updates for nonfinite gradients, and other conditional updates.
@@ -314,7 +314,7 @@ NOTHING = -0.0
 
 
 @makes_optimizer(2)
-def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
+def update_every(optimizer: OptimizerLike, k: int, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
@@ -323,8 +323,8 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     modulo k. Averages around it move at every step.
 
     Args:
-        k: The number of steps from one update to the next, ≥ 1.
         optimizer: The optimizer. If no leaf has a gradient, it skips the step: a due update is not made later.
+        k: The number of steps from one update to the next, ≥ 1.
         phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
         accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
             gradient at the step of an update keeps its mean until the next one.
@@ -338,7 +338,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.update_every(2, jstep.gradient_descent(1.0), accumulate=True)
+        >>> optimizer = jstep.update_every(jstep.gradient_descent(1.0), 2, accumulate=True)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> for g in (1.0, 3.0):
         ...     state = jstep.apply_gradients(state, {"w": jnp.float32(g)}, optimizer)
@@ -348,12 +348,12 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
     Source: n_critic in Arjovsky et al., "Wasserstein GAN" (2017), algorithm 1; `optax.MultiSteps` to accumulate.
     """
+    optimizer = require_first("update_every(optimizer, k)", optimizer, k)
     every = as_int(k, "k", at_least=1)
     offset = as_int(phase, "phase", at_least=0)
     if offset >= every:
         raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
-    optimizer = require_optimizer("optimizer", optimizer)
     sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:

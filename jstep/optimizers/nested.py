@@ -255,7 +255,7 @@ NamedOptimizers = Mapping[str, Optimizer]
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
     def refusal(name: str, first: str, second: str) -> str:
-        return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
+        return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope(optimizer, 'name')"
 
     return trees.merge_dicts(named, refusal)
 

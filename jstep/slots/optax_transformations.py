@@ -28,6 +28,19 @@ def require_optimizer(name: str, value: object) -> Optimizer:
     raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
 
 
+def require_first(call: str, optimizer: object, other: object) -> Optimizer:
+    """Return the optimizer of a wrapper; `call`, such as "scope(optimizer, name)", had its arguments swapped in 0.4."""
+    if not _is_optimizer(optimizer) and _is_optimizer(other):
+        raise TypeError(
+            f"optimizer={optimizer!r:.60}: must be a jstep.Optimizer, and is the first argument; use {call}"
+        )
+    return require_optimizer("optimizer", optimizer)
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, Optimizer) or is_transformation(value)
+
+
 def is_transformation(value: object) -> bool:
     # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))

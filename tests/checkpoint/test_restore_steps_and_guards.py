@@ -70,7 +70,7 @@ GUARDS = {
     "skip": jstep.skip_nonfinite(ADAM),
     "scale": jstep.dynamic_loss_scale(ADAM, initial=8.0),
     "both": jstep.dynamic_loss_scale(jstep.skip_nonfinite(ADAM), initial=8.0),
-    "scope": jstep.scope("x/y", jstep.skip_nonfinite(jstep.gradient_descent(0.1))),
+    "scope": jstep.scope(jstep.skip_nonfinite(jstep.gradient_descent(0.1)), "x/y"),
 }
 
 
@@ -108,11 +108,11 @@ def loss(params):
 @pytest.mark.thorough(except_for=["own age-a/b", "sgd-None"])
 @pytest.mark.parametrize("scope", [None, "a/b"])
 @pytest.mark.parametrize(
-    "inner", [jstep.gradient_descent(0.1), jstep.update_every(2, jstep.adam(0.1))], ids=["sgd", "own age"]
+    "inner", [jstep.gradient_descent(0.1), jstep.update_every(jstep.adam(0.1), 2)], ids=["sgd", "own age"]
 )
 def test_restore_averages_into_a_plain_state(tmp_path, inner, scope):
     averaged = jstep.with_moving_average(inner, EMA)
-    optimizer = jstep.scope(scope, averaged) if scope else averaged
+    optimizer = jstep.scope(averaged, scope) if scope else averaged
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
     step = jstep.minimize(loss, optimizer)
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_restore_averages_into_a_plain_state(tmp_path, inner, scope):
     slot = f"{scope}/{EMA.name}" if scope else EMA.name
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
-    plain = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.scope(scope, inner) if scope else inner)
+    plain = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.scope(inner, scope) if scope else inner)
     restored = jstep.Saver(tmp_path).restore(plain, use_averages=slot)
     np.testing.assert_array_equal(restored.params["w"], state.slots[slot]["w"])
 
@@ -161,10 +161,10 @@ def values_of(slot):
 
 WRAPPED = {
     "masters": (jstep.master_weights(base()), "master"),
-    "scope": (jstep.scope("all", jstep.lookahead(base())), "all/slow"),
+    "scope": (jstep.scope(jstep.lookahead(base()), "all"), "all/slow"),
     "label": (jstep.partition({"x": jstep.master_weights(base()), "x/y": base()}, lambda path, leaf: "x"), "x/master"),
     "deep": (
-        jstep.dynamic_loss_scale(jstep.update_every(2, jstep.scope("s", jstep.lookahead(base())), accumulate=True)),
+        jstep.dynamic_loss_scale(jstep.update_every(jstep.scope(jstep.lookahead(base()), "s"), 2, accumulate=True)),
         "s/slow",
     ),
     "late": (

@@ -35,7 +35,7 @@ MASKED_CHAINS = [
     lambda one: jstep.chain(one, jstep.decay_weights(jstep.held("decay", 1e-3), ["*"])),
     lambda one: jstep.chain(one, jstep.scale_updates({"*": 0.5})),
 ]
-EVERY = lambda one: jstep.update_every(2, one, accumulate=True)  # noqa: E731
+EVERY = lambda one: jstep.update_every(one, 2, accumulate=True)  # noqa: E731
 MASKED = [lambda one: jstep.with_moving_average(one, LATE, ["*"]), *MASKED_CHAINS]
 WRAPPERS = [
     jstep.skip_nonfinite,
@@ -48,7 +48,7 @@ WRAPPERS = [
     lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.9)),
     *CHAINS,
     *MASKED,
-    *(lambda one, label=label: jstep.scope(label, one) for label in LABELS),
+    *(lambda one, label=label: jstep.scope(one, label) for label in LABELS),
 ]
 
 

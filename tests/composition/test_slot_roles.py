@@ -35,14 +35,14 @@ def by_label(*labels):
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
 WRAPPERS = {
     "nothing": lambda one: one,
-    "scope": lambda one: jstep.scope("start_step", one),
-    "skip_nonfinite": lambda one: jstep.skip_nonfinite(jstep.scope("x", one)),
-    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.scope("x", one)),
+    "scope": lambda one: jstep.scope(one, "start_step"),
+    "skip_nonfinite": lambda one: jstep.skip_nonfinite(jstep.scope(one, "x")),
+    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.scope(one, "x")),
     "master_weights": jstep.master_weights,
     "lookahead": lambda one: jstep.lookahead(one, sync_period=2),
     "averages": lambda one: jstep.with_moving_average(one, EMA),
     "averages-of-lookahead": lambda one: jstep.with_moving_average(jstep.lookahead(one, 2), EMA),
-    "chain-beside": lambda one: jstep.skip_nonfinite(jstep.chain(jstep.scale_by_adam(), jstep.scope("x", one))),
+    "chain-beside": lambda one: jstep.skip_nonfinite(jstep.chain(jstep.scale_by_adam(), jstep.scope(one, "x"))),
     "labels": lambda one: jstep.partition({"a": one, "a/b": jstep.skip_nonfinite(jstep.adam())}, by_label("a", "a/b")),
     "labels-turned": lambda one: jstep.partition(
         {"a/b": one, "a": jstep.skip_nonfinite(jstep.adam())}, by_label("a/b", "a")

@@ -87,7 +87,7 @@ def test_a_skipped_update_leaves_them():
 
 
 def test_an_update_that_is_not_due_leaves_them():
-    state, means = trained(jstep.update_every(4, averaging(decay=0.5), accumulate=True))
+    state, means = trained(jstep.update_every(averaging(decay=0.5), 4, accumulate=True))
     expected = 0.5
     for mean in means[3::4]:
         expected += 0.5 * (mean - expected)

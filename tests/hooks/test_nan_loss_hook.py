@@ -263,7 +263,7 @@ def test_nan_in_a_checkpoint_is_reported(where, guarded, tmp_path, caplog):
 
 def test_nan_in_a_slot_is_detected_before_it_is_saved(tmp_path):
     """A NaN in an accumulated gradient reaches the parameters only steps later, after finite gradients."""
-    optimizer = jstep.update_every(4, jstep.adamw(1e-2), accumulate=True)
+    optimizer = jstep.update_every(jstep.adamw(1e-2), 4, accumulate=True)
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"slots/.* not finite at step {BAD} ") as caught:
         run(optimizer=optimizer, metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD + 1)
     assert caught.value.step == BAD

@@ -57,7 +57,7 @@ CLASSIC = {
         rate=0.01,
     ),
     "scope": Entry(
-        lambda lr: jstep.scope("fast", jstep.adam(lr)),
+        lambda lr: jstep.scope(jstep.adam(lr), "fast"),
         {"fast/m": 0.0, "fast/v": 0.0},
         tuple(f"fast/{name}" for name in ADAM),
         {"fast/start_step": MADE_AT},

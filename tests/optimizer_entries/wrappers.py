@@ -124,11 +124,11 @@ WRAPPERS = {
     ),
     "stateless": with_element(jstep.stateless(lambda updates, params, step: jstep.clip_by_value(updates, -1.0, 1.0))),
     "update_every": Entry(
-        lambda lr: jstep.update_every(2, jstep.adam(lr)), ZEROS, ADAM, AGED, rate=0.02, by_step=True, idle=1
+        lambda lr: jstep.update_every(jstep.adam(lr), 2), ZEROS, ADAM, AGED, rate=0.02, by_step=True, idle=1
     ),
     # The sum of the gradients stays in memory while the update reads it.
     "accumulating": Entry(
-        lambda lr: jstep.update_every(2, jstep.momentum(lr, 0.9), accumulate=True),
+        lambda lr: jstep.update_every(jstep.momentum(lr, 0.9), 2, accumulate=True),
         {"gradient_count": "scalar", "gradient_sum": 0.0, "momentum": 0.0},
         MOMENTUM,
         rate=0.01,

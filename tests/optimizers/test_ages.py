@@ -96,7 +96,7 @@ def test_an_age_is_declared_and_never_spelled():
     optimizer = own_slots_named_like_ages()
     state = jstep.increment_global_step(at_the_same_step(start(optimizer), GRADS[0], optimizer), 4)
     assert (float(state.slots["start_step"]), int(state.slots["born"])) == (3.0, 3)
-    inner = jstep.scope("a", jstep.partition({"b": optimizer}, lambda path, leaf: "b"))
+    inner = jstep.scope(jstep.partition({"b": optimizer}, lambda path, leaf: "b"), "a")
     state = jstep.increment_global_step(at_the_same_step(start(inner), GRADS[0], inner), 4)
     assert (float(state.slots["a/b/start_step"]), int(state.slots["a/b/born"])) == (3.0, 3)
 
@@ -108,7 +108,7 @@ def test_an_age_may_be_a_tree():
     init.ages = ("born",)
     plain = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
     parted = jstep.partition({"a": plain, "b": jstep.adam()}, lambda path, leaf: "a" if path == "w" else "b")
-    for optimizer, slot in ((jstep.skip_nonfinite(plain), "born"), (jstep.scope("s", parted), "s/a/born")):
+    for optimizer, slot in ((jstep.skip_nonfinite(plain), "born"), (jstep.scope(parted, "s"), "s/a/born")):
         state = at_the_same_step(start(optimizer), GRADS[0], optimizer)
         assert int(state.slots[slot]["w"]) == -1
         assert int(jstep.increment_global_step(state, 4).slots[slot]["w"]) == 3

@@ -266,7 +266,7 @@ AROUND = {
     "labels": lambda ema: players(lambda part: jstep.skip_nonfinite(with_average(part, ema))),
     "labels of wrappers": lambda ema: players(
         lambda part: jstep.skip_nonfinite(
-            jstep.update_every(1, jstep.chain(jstep.master_weights(with_average(part, ema))), accumulate=True)
+            jstep.update_every(jstep.chain(jstep.master_weights(with_average(part, ema))), 1, accumulate=True)
         )
     ),
 }

@@ -43,15 +43,15 @@ def by_path(path, leaf):
 
 
 WRAPPERS = {
-    "scope": lambda one: jstep.scope("s", one),
+    "scope": lambda one: jstep.scope(one, "s"),
     "scale": lambda one: jstep.dynamic_loss_scale(one, initial=64.0),
     "masters": jstep.master_weights,
     "lookahead": jstep.lookahead,
     "averages": lambda one: jstep.with_moving_average(one, EMA),
     "rounding": lambda one: jstep.stochastic_rounding(one, KEY),
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=100.0), one, jstep.scale(1.0)),
-    "every": lambda one: jstep.update_every(2, one),
-    "deep": lambda one: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.master_weights(jstep.scope("q", one)))),
+    "every": lambda one: jstep.update_every(one, 2),
+    "deep": lambda one: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.master_weights(jstep.scope(one, "q")))),
 }
 
 
@@ -79,7 +79,7 @@ def test_context_is_of_this_step_inside_wrappers(wrapper, kwargs):
 def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters):
     first = {}
     second = {}
-    optimizer = jstep.partition({"a": recording(first), "a/b": jstep.scope("x", recording(second))}, by_path)
+    optimizer = jstep.partition({"a": recording(first), "a/b": jstep.scope(recording(second), "x")}, by_path)
     optimizer = jstep.master_weights(optimizer) if masters else optimizer
     state, metrics = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)
     assert first["params"]["v"] is first["params"]["n"] is second["params"]["w"] is None
@@ -145,7 +145,7 @@ def test_key_depends_on_step_and_differs_from_the_loss_key():
 
 def test_apply_gradients_passes_the_context():
     seen = {}
-    optimizer = jstep.skip_nonfinite(jstep.scope("s", recording(seen)))
+    optimizer = jstep.skip_nonfinite(jstep.scope(recording(seen), "s"))
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"w": jnp.ones(2), "v": jnp.float32(1.0), "n": None}
     jstep.apply_gradients(state, grads, optimizer)

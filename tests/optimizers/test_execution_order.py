@@ -53,7 +53,7 @@ def test_a_custom_rule_says_that_it_needs_an_order(in_order, wrapped):
     slots = {"m": jstep.Slot(in_order=in_order)}
     optimizer = jstep.leafwise(rule, hyper={"rate": 0.1}, slots=slots, finished=True)
     if wrapped:
-        optimizer = jstep.partition({"x": jstep.scope("inner", optimizer)}, lambda path, leaf: "x")
+        optimizer = jstep.partition({"x": jstep.scope(optimizer, "inner")}, lambda path, leaf: "x")
     for platform, expected in (("cpu", in_order), ("tpu", False)):
         assert ("tensor<4x3xf32>" in barriers(optimizer, platform)) is expected
 

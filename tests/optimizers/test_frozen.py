@@ -39,14 +39,14 @@ def clipped(params: Any) -> Any:
 
 WRAPPERS: dict[str, Wrap] = {
     "clip_by_global_norm": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one),
-    "adam": lambda one: jstep.chain(jstep.scope("outer", jstep.scale_by_adam()), one),
+    "adam": lambda one: jstep.chain(jstep.scope(jstep.scale_by_adam(), "outer"), one),
     "adam_of_masters": lambda one: jstep.master_weights(
-        jstep.chain(jstep.chain(jstep.scope("outer", jstep.scale_by_adam()), jstep.add_weight_decay(0.1)), one)
+        jstep.chain(jstep.chain(jstep.scope(jstep.scale_by_adam(), "outer"), jstep.add_weight_decay(0.1)), one)
     ),
     "normalize": lambda one: jstep.chain(jstep.normalize_gradients(), one),
     "decay_after": lambda one: jstep.chain(one, jstep.decay_weights(0.1)),
     "add_noise": lambda one: jstep.chain(jstep.add_noise(0.01, 0.5, KEY), one),
-    "scope": lambda one: jstep.scope("head2", jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one)),
+    "scope": lambda one: jstep.scope(jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one), "head2"),
     "skip_nonfinite": jstep.skip_nonfinite,
     "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.normalize_gradients(), one)),
     "master_weights": lambda one: jstep.master_weights(jstep.chain(jstep.normalize_gradients(), one)),
@@ -54,7 +54,7 @@ WRAPPERS: dict[str, Wrap] = {
     "average": lambda one: jstep.with_moving_average(jstep.chain(jstep.normalize_gradients(), one), EMA),
     "cautious": lambda one: jstep.cautious(jstep.chain(jstep.normalize_gradients(), one)),
     "projection": lambda one: jstep.with_projection(jstep.chain(jstep.normalize_gradients(), one), clipped),
-    "accumulating": lambda one: jstep.update_every(2, jstep.chain(jstep.normalize_gradients(), one), accumulate=True),
+    "accumulating": lambda one: jstep.update_every(jstep.chain(jstep.normalize_gradients(), one), 2, accumulate=True),
     "label": lambda one: jstep.partition(
         {"a": jstep.chain(jstep.normalize_gradients(), one), "a/b": jstep.sgd(1.0)},
         lambda path, leaf: "a/b" if path == "n" else "a",
@@ -98,7 +98,7 @@ def test_slots_of_frozen_parameters_that_a_custom_optimizer_keeps_are_one_line(
 ) -> None:
     custom = jstep.Optimizer(moments, lambda grads, slots, params, step: (grads, slots), lambda step: {})
     inside = jstep.partition({"head": jstep.chain(custom, jstep.sgd(0.1))}, head_alone)
-    for optimizer in (jstep.chain(jstep.scope("x", custom), jstep.scale_by_adam(), only_head(jstep.sgd(0.1))), inside):
+    for optimizer in (jstep.chain(jstep.scope(custom, "x"), jstep.scale_by_adam(), only_head(jstep.sgd(0.1))), inside):
         where = {"mesh": jax.make_mesh((8,), ("data",))} if mesh else {}
         state = jstep.TrainState.create(PARAMS, optimizer, **where)
         jstep.minimize(loss_fn, optimizer)(state, X)

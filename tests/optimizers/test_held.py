@@ -38,7 +38,7 @@ def test_get_and_set_without_recompilation(compilations):
 def test_held_values_are_accepted_wherever_schedules_are():
     optimizer = jstep.chain(
         jstep.clip_gradients(by_global_norm=jstep.held("clip", 10.0)),
-        jstep.scope("deep", jstep.adam(jstep.held("rate", 0.1), beta2=jstep.held("b2", 0.99))),
+        jstep.scope(jstep.adam(jstep.held("rate", 0.1), beta2=jstep.held("b2", 0.99)), "deep"),
         jstep.decay_weights(jstep.held("decay", 0.0)),
         jstep.scale_updates({"*": jstep.held("factor", 1.0)}),
     )
@@ -65,7 +65,7 @@ def test_names_of_other_arguments_raise():
 
 
 def test_held_values_of_a_population_are_arrays():
-    optimizer = jstep.scope("net", jstep.adam(jstep.held("rate", 0.5)))
+    optimizer = jstep.scope(jstep.adam(jstep.held("rate", 0.5)), "net")
     population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, optimizer))(jnp.ones((4, 2)))
     np.testing.assert_array_equal(jstep.get_hyperparameter(population, "net/rate"), np.full(4, 0.5))
     assert jstep.get_slot_names(population) == ["net/m", "net/v"]

@@ -17,7 +17,7 @@ for name, entry in TABLE.items():
     for rate in (0.1, schedule, np.float32(0.1), jstep.held("rate", 0.1)):
         if name != "from_optax":
             optimizer = entry.make(rate)
-            jstep.chain(jstep.stateless(lambda u, p, n: u), jstep.scope("s", optimizer))
+            jstep.chain(jstep.stateless(lambda u, p, n: u), jstep.scope(optimizer, "s"))
 print("built", len(TABLE))
 """
 

@@ -28,7 +28,7 @@ def partition_by_dtype():
 
 WRAPPERS = {
     "masters": jstep.master_weights,
-    "scoped": lambda one: jstep.master_weights(jstep.scope("s", one)),
+    "scoped": lambda one: jstep.master_weights(jstep.scope(one, "s")),
     "guarded": lambda one: jstep.skip_nonfinite(jstep.master_weights(jstep.with_moving_average(one, EMA))),
     "labels": lambda one: jstep.master_weights(
         jstep.partition({"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a")

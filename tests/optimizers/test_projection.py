@@ -85,8 +85,8 @@ def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
     for inner in (
         jstep.skip_nonfinite(sgd),
         jstep.dynamic_loss_scale(sgd),
-        jstep.update_every(2, sgd),
-        jstep.scope("x", jstep.with_projection(jstep.skip_nonfinite(sgd), clip)),
+        jstep.update_every(sgd, 2),
+        jstep.scope(jstep.with_projection(jstep.skip_nonfinite(sgd), clip), "x"),
         jstep.with_moving_average(jstep.skip_nonfinite(sgd), jstep.ExponentialMovingAverage(0.5)),
     ):
         assert bits(stepped(jstep.with_projection(inner, clip))) == bits(params)

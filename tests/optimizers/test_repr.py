@@ -33,16 +33,16 @@ def a_loss_of(path: str, leaf: object) -> str:
         ),
         (lambda: jstep.adam(beta1=0.8, learning_rate=0.1), "adam(beta1=0.8, learning_rate=0.1)"),
         (
-            lambda: jstep.scope("x", jstep.adam(jstep.held("lr", 0.1))),
-            "scope('x', adam(learning_rate=held('lr', 0.1)))",
+            lambda: jstep.scope(jstep.adam(jstep.held("lr", 0.1)), "x"),
+            "scope(adam(learning_rate=held('lr', 0.1)), 'x')",
         ),
         (
             lambda: jstep.partition({"a": jstep.adam(1e-3), "b": jstep.sgd(0.1)}, a_loss_of),
             "partition({'a': adam(learning_rate=0.001), 'b': sgd(learning_rate=0.1)}, a_loss_of)",
         ),
         (
-            lambda: jstep.update_every(2, jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), accumulate=True),
-            f"update_every(2, skip_nonfinite(adam(learning_rate={np.float32(0.1)!r})), accumulate=True)",
+            lambda: jstep.update_every(jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), 2, accumulate=True),
+            f"update_every(skip_nonfinite(adam(learning_rate={np.float32(0.1)!r})), 2, accumulate=True)",
         ),
         (
             lambda: jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.99), ["w*"]),

@@ -27,22 +27,22 @@ BLOCKS = {
     "centralize_gradients": lambda: jstep.centralize_gradients(),
     "scale_by_trust_ratio": lambda: jstep.scale_by_trust_ratio(),
     "scale_by_rms": lambda: jstep.scale_by_rms(),
-    "trace": lambda: jstep.scope("t", jstep.trace(0.9)),
+    "trace": lambda: jstep.scope(jstep.trace(0.9), "t"),
     "stateless": lambda: jstep.stateless(lambda updates, params, step: jstep.map_gradients(lambda g: 2 * g, updates)),
 }
 
 WRAPPERS = {
-    "scope": lambda one: jstep.scope("s", one),
+    "scope": lambda one: jstep.scope(one, "s"),
     "partition": lambda one: jstep.partition({"all": one}, lambda path, leaf: "all"),
-    "update_every": lambda one: jstep.update_every(1, one),
-    "accumulating": lambda one: jstep.update_every(1, one, accumulate=True),
+    "update_every": lambda one: jstep.update_every(one, 1),
+    "accumulating": lambda one: jstep.update_every(one, 1, accumulate=True),
     "skip_nonfinite": jstep.skip_nonfinite,
     "master_weights": jstep.master_weights,
     "stochastic_rounding": lambda one: jstep.stochastic_rounding(one, jax.random.key(0)),
     "average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.5)),
     "lookahead": lambda one: jstep.lookahead(one, 1),
     "cautious": jstep.cautious,
-    "nested": lambda one: jstep.skip_nonfinite(jstep.lookahead(jstep.update_every(1, jstep.cautious(one)), 1)),
+    "nested": lambda one: jstep.skip_nonfinite(jstep.lookahead(jstep.update_every(jstep.cautious(one), 1), 1)),
 }
 
 

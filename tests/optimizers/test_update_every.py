@@ -45,7 +45,7 @@ def test_updates_equal_a_run_on_the_due_gradients_alone(k, phase):
     rate = jstep.constant(0.1)
     grads = [gradients(n) for n in range(8)]
     due = [n for n in range(8) if (n - phase) % k == k - 1]
-    states = run(jstep.update_every(k, jstep.adam(rate), phase=phase), grads)
+    states = run(jstep.update_every(jstep.adam(rate), k, phase=phase), grads)
     reference = run(jstep.adam(rate), [grads[n] for n in due])
     done = 0
     for n, (before, after) in enumerate(itertools.pairwise(states)):
@@ -58,7 +58,7 @@ def test_updates_equal_a_run_on_the_due_gradients_alone(k, phase):
 
 
 def test_schedules_are_read_at_the_global_step():
-    optimizer = jstep.update_every(2, jstep.gradient_descent(lambda step: step))
+    optimizer = jstep.update_every(jstep.gradient_descent(lambda step: step), 2)
     states = run(optimizer, [{"w": jnp.float32(1.0)}] * 4, {"w": 0.0})
     assert [float(state.params["w"]) for state in states] == [0.0, 0.0, -1.0, -1.0, -4.0]
     assert optimizer.hyperparameters(jnp.int32(3))["learning_rate"] == 3.0
@@ -67,7 +67,7 @@ def test_schedules_are_read_at_the_global_step():
 @pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("inner", [jstep.adam, lambda rate: jstep.skip_nonfinite(jstep.adam(rate))])
 def test_nan_gradients_of_other_steps_are_ignored(inner):
-    optimizer = jstep.update_every(2, inner(0.1))
+    optimizer = jstep.update_every(inner(0.1), 2)
     nan = gradients(0, np.nan)
     clean = run(optimizer, [gradients(0), gradients(1), gradients(2), gradients(3)])
     assert_same(run(optimizer, [nan, gradients(1), nan, gradients(3)])[-1], clean[-1])
@@ -76,7 +76,7 @@ def test_nan_gradients_of_other_steps_are_ignored(inner):
 def test_accumulated_gradients_are_averaged():
     grads = [gradients(n) for n in range(6)]
     mean = [jax.tree.map(lambda *g: sum(g) / 3, *grads[i : i + 3]) for i in (0, 3)]
-    optimizer = jstep.update_every(3, jstep.momentum(0.1, 0.9), accumulate=True)
+    optimizer = jstep.update_every(jstep.momentum(0.1, 0.9), 3, accumulate=True)
     states = run(optimizer, grads)
     reference = run(jstep.momentum(0.1, 0.9), mean)
     for n, state in enumerate(states):
@@ -85,8 +85,8 @@ def test_accumulated_gradients_are_averaged():
 
 
 def test_an_accumulated_nan_affects_one_update():
-    optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.gradient_descent(0.5), accumulate=True))
-    inside = jstep.update_every(2, jstep.skip_nonfinite(jstep.gradient_descent(0.5)), accumulate=True)
+    optimizer = jstep.skip_nonfinite(jstep.update_every(jstep.gradient_descent(0.5), 2, accumulate=True))
+    inside = jstep.update_every(jstep.skip_nonfinite(jstep.gradient_descent(0.5)), 2, accumulate=True)
     grads = [{"w": jnp.float32(g)} for g in (np.nan, 2.0, 4.0, 2.0)]
     # The outer guard excludes the first gradient from the mean; the inner one skips the update with the mean.
     assert [float(s.params["w"]) for s in run(optimizer, grads, {"w": 0.0})] == [0.0, 0.0, -1.0, -1.0, -2.5]
@@ -94,7 +94,7 @@ def test_an_accumulated_nan_affects_one_update():
 
 
 def test_a_leaf_without_a_gradient_keeps_its_sum():
-    optimizer = jstep.update_every(2, jstep.gradient_descent(1.0), accumulate=True)
+    optimizer = jstep.update_every(jstep.gradient_descent(1.0), 2, accumulate=True)
     one, both = {"a": jnp.float32(1.0), "b": None}, {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}
     states = run(optimizer, [both, one, one, both], {"a": 0.0, "b": 0.0})
     assert [float(state.params["a"]) for state in states] == [0.0, 0.0, -2.0, -2.0, -4.0]
@@ -106,7 +106,7 @@ def test_a_leaf_without_a_gradient_keeps_its_sum():
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_label_without_gradients_skips_the_step(accumulate):
     optimizer = jstep.partition(
-        {"x": jstep.update_every(2, jstep.adam(0.1), accumulate=accumulate), "x/y": jstep.adam(0.1)},
+        {"x": jstep.update_every(jstep.adam(0.1), 2, accumulate=accumulate), "x/y": jstep.adam(0.1)},
         lambda path, leaf: "x" if path == "a" else "x/y",
     )
     no_a = [gradients(n) | {"a": None} for n in range(2)]
@@ -116,14 +116,14 @@ def test_a_label_without_gradients_skips_the_step(accumulate):
     assert states[2].slots["x/y/start_step"] == 0
     assert states[4].slots["x/start_step"] == 3
     with pytest.raises(ValueError, match="No gradients"):
-        run(jstep.update_every(2, jstep.adam(), accumulate=accumulate), [{"a": None, "b": None}])
+        run(jstep.update_every(jstep.adam(), 2, accumulate=accumulate), [{"a": None, "b": None}])
 
 
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_accumulated_rows_that_no_gradient_names_stay(compiled):
     optimizer = jstep.update_every(
-        2, jstep.chain(jstep.clip_gradients(by_norm=1e6), jstep.momentum(1.0, 0.5)), accumulate=True
+        jstep.chain(jstep.clip_gradients(by_norm=1e6), jstep.momentum(1.0, 0.5)), 2, accumulate=True
     )
     step = lambda state, grad: jstep.apply_gradients(state, {"t": grad}, optimizer)  # noqa: E731
     step = jax.jit(step) if compiled else step
@@ -142,7 +142,7 @@ def test_accumulated_rows_that_no_gradient_names_stay(compiled):
 @pytest.mark.parametrize("types", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_rows_are_accumulated_on_a_mesh(types):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
-    optimizer = jstep.update_every(2, jstep.momentum(1.0, 0.5), accumulate=True)
+    optimizer = jstep.update_every(jstep.momentum(1.0, 0.5), 2, accumulate=True)
     step = jstep.minimize(lambda p, ids: jnp.mean(jstep.lookup(p["t"], ids) ** 2), optimizer)
     runs = []
     for sharded in (False, True):
@@ -156,7 +156,7 @@ def test_rows_are_accumulated_on_a_mesh(types):
 
 
 def test_low_precision_is_accumulated_in_float32():
-    optimizer = jstep.update_every(256, jstep.gradient_descent(1.0), accumulate=True)
+    optimizer = jstep.update_every(jstep.gradient_descent(1.0), 256, accumulate=True)
     state = jstep.TrainState.create({"w": jnp.bfloat16(0.0)}, optimizer)
     grads = {"w": jnp.full(256, 1.0, jnp.bfloat16)}
     step = jax.jit(
@@ -167,7 +167,7 @@ def test_low_precision_is_accumulated_in_float32():
 
 
 def test_skipped_steps_inside_a_guard_do_not_age():
-    optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.adam(0.1)))
+    optimizer = jstep.skip_nonfinite(jstep.update_every(jstep.adam(0.1), 2))
     grads = [gradients(0), gradients(1, np.nan), gradients(2), gradients(3), gradients(4)]
     state = run(optimizer, grads)[-1]
     assert_close(state.params, run(jstep.adam(0.1), [gradients(3)])[-1].params)
@@ -175,7 +175,7 @@ def test_skipped_steps_inside_a_guard_do_not_age():
 
 
 def test_a_guard_inside_skips_only_updates_that_are_due():
-    optimizer = jstep.update_every(2, jstep.skip_nonfinite(jstep.gradient_descent(0.1)))
+    optimizer = jstep.update_every(jstep.skip_nonfinite(jstep.gradient_descent(0.1)), 2)
     step = jstep.minimize(lambda params, x: params["w"] * x, optimizer)
     state, skipped = jstep.TrainState.create({"w": 1.0}, optimizer), []
     for _ in range(2):

@@ -65,7 +65,7 @@ def test_slots_are_sharded_like_their_parameters():
         return "one" if path == "a" else "other"
 
     optimizer = jstep.with_moving_average(
-        jstep.partition({"one": jstep.adagrad(0.1), "other": jstep.scope("s", jstep.adam(0.1))}, by_name),
+        jstep.partition({"one": jstep.adagrad(0.1), "other": jstep.scope(jstep.adam(0.1), "s")}, by_name),
         jstep.ExponentialMovingAverage(0.9),
     )
     state = create("model", optimizer, model_state={"deep": jnp.ones((8, 8)), "n": jnp.zeros((), jnp.int32)})
@@ -267,7 +267,7 @@ def test_factored_slots_of_square_parameters(shape):
     second, largest = np.argsort(shape, kind="stable")[-2:]
     spec = [None] * len(shape)
     spec[second], spec[largest] = "data", "model"
-    optimizer = jstep.scope("deep", jstep.adafactor(0.1, min_dim_size_to_factor=1))
+    optimizer = jstep.scope(jstep.adafactor(0.1, min_dim_size_to_factor=1), "deep")
     state = jstep.TrainState.create({"w": jnp.ones(shape)}, optimizer, mesh=MESH, param_specs=P(*spec))
     for slot, axis in (("v_row", largest), ("v_col", second)):
         leaf = state.slots[f"deep/{slot}"]["w"]

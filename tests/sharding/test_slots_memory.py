@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "guards": lambda: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.adam(0.01))),
     "masters": lambda: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(0.01))),
     "labels": lambda: jstep.partition(
-        {"m": jstep.muon(0.01), "rest": jstep.scope("x", jstep.adagrad(0.1))},
+        {"m": jstep.muon(0.01), "rest": jstep.scope(jstep.adagrad(0.1), "x")},
         lambda path, leaf: "m" if leaf.ndim == 2 else "rest",
     ),
 }

@@ -21,7 +21,7 @@ BASES = {
     "ftrl": jstep.ftrl(0.1),
     "loss scale": jstep.dynamic_loss_scale(ADAM),
     "skip_nonfinite": jstep.skip_nonfinite(jstep.with_noise_scale(ADAM)),
-    "parts": jstep.partition({"w": ADAM, "b": jstep.update_every(2, ADAM)}, lambda path, leaf: path),
+    "parts": jstep.partition({"w": ADAM, "b": jstep.update_every(ADAM, 2)}, lambda path, leaf: path),
     "soap": jstep.soap(max_precondition_dim=4),
 }
 

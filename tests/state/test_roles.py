@@ -28,7 +28,7 @@ def custom(name, make):
 def test_slots_are_found_whatever_they_are_called(name, params):
     for each, shared in ((jnp.zeros_like, False), (lambda p: jnp.int32(0), False), (None, True)):
         optimizer = custom(name, lambda p, each=each: jnp.float32(1.0) if each is None else jax.tree.map(each, p))
-        for wrapped, prefix in ((optimizer, ""), (jstep.scope("a", optimizer), "a/")):
+        for wrapped, prefix in ((optimizer, ""), (jstep.scope(optimizer, "a"), "a/")):
             state = jstep.TrainState.create(params, wrapped)
             assert jstep.get_slot_names(state) == ([] if shared else [prefix + name])
 

@@ -156,7 +156,7 @@ def test_a_hyperparameter_that_optax_holds_is_named() -> None:
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     for optimizer, slot in (
         (injected, "optax/hyperparams/learning_rate"),
-        (jstep.scope("a", jstep.from_optax(injected)), "a/optax/hyperparams/learning_rate"),
+        (jstep.scope(jstep.from_optax(injected), "a"), "a/optax/hyperparams/learning_rate"),
     ):
         state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
         with pytest.raises(KeyError, match=f"Optax holds .*{slot}"):

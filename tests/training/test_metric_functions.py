@@ -50,7 +50,7 @@ OPTIMIZERS = {
     "clipped": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=0.01), jstep.adam(0.1)),
     "scaled": lambda: jstep.dynamic_loss_scale(jstep.adam(0.1), initial=8.0),
     "guarded": lambda: jstep.skip_nonfinite(jstep.momentum(0.1, 0.9)),
-    "accumulated": lambda: jstep.update_every(2, jstep.adam(0.1), accumulate=True),
+    "accumulated": lambda: jstep.update_every(jstep.adam(0.1), 2, accumulate=True),
     "projected": lambda: jstep.with_projection(jstep.adam(0.1), lambda p: jax.tree.map(lambda x: x * 1, p)),
 }
 

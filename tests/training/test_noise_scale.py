@@ -125,7 +125,7 @@ def test_negative_square_gives_nan_and_is_not_clipped():
 GUARDS = {
     "inside": lambda inner: jstep.with_noise_scale(jstep.skip_nonfinite(inner)),
     "scale": lambda inner: jstep.dynamic_loss_scale(jstep.with_noise_scale(inner), initial=2.0**40),
-    "scope": lambda inner: jstep.scope("a", jstep.dynamic_loss_scale(jstep.scope("b", jstep.with_noise_scale(inner)))),
+    "scope": lambda inner: jstep.scope(jstep.dynamic_loss_scale(jstep.scope(jstep.with_noise_scale(inner), "b")), "a"),
 }
 
 

@@ -29,7 +29,7 @@ def reference(steps):
 
 OPTIMIZERS = {
     "plain": (lambda inner: inner, True),
-    "by name": (lambda inner: jstep.scope("s", inner), "s/ExponentialMovingAverage"),
+    "by name": (lambda inner: jstep.scope(inner, "s"), "s/ExponentialMovingAverage"),
     "guard": (jstep.skip_nonfinite, True),
     "scale": (lambda inner: jstep.dynamic_loss_scale(inner, initial=4.0), True),
     "master": (jstep.master_weights, True),

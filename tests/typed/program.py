@@ -60,7 +60,7 @@ assert_type(optimizer, jstep.Optimizer)
 clipped = jstep.clip_gradients(by_global_norm=1.0)
 assert_type(jstep.chain(clipped, jstep.scale_by_adam(), jstep.scale_by_learning_rate(as_schedule)), jstep.Optimizer)
 averaged = jstep.with_moving_average(jstep.cautious(jstep.muon(1e-2)), jstep.ExponentialMovingAverage(0.99))
-assert_type(jstep.compact(jstep.scope("a", averaged)), jstep.Optimizer)
+assert_type(jstep.compact(jstep.scope(averaged, "a")), jstep.Optimizer)
 train_step = jstep.minimize(loss_fn, optimizer)
 assert_type(train_step, jstep.TrainStep)
 assert_type(

@@ -391,7 +391,7 @@ def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypa
     """A projection leaves a parameter alone whose update is not due, whatever the platform."""
     monkeypatch.setattr(by_slices, "LARGE", 4096)
     optimizer = jstep.with_projection(
-        jstep.compact(jstep.update_every(2, jstep.lion(LR))), lambda p: jax.tree.map(lambda x: jnp.clip(x, 0, 0.5), p)
+        jstep.compact(jstep.update_every(jstep.lion(LR), 2)), lambda p: jax.tree.map(lambda x: jnp.clip(x, 0, 0.5), p)
     )
     state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, **ways: ways.get(platform, ways["default"])(*args))

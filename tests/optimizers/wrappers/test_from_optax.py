@@ -119,7 +119,7 @@ TAKERS = {
     "minimize": lambda one: one,
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_norm=1.0), one),
     "partition": lambda one: jstep.partition({"a": one, "ab": jstep.chain(one, jstep.scale(0.5))}, label_of),
-    "scope": lambda one: jstep.scope("s", one),
+    "scope": lambda one: jstep.scope(one, "s"),
     "cautious": jstep.cautious,
     "with_projection": lambda one: jstep.with_projection(one, lambda params: jax.tree.map(lambda p: p * 1, params)),
     "with_moving_average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.9)),
@@ -130,7 +130,7 @@ TAKERS = {
     "skip_nonfinite": jstep.skip_nonfinite,
     "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(one, initial=8.0),
     "with_noise_scale": jstep.with_noise_scale,
-    "update_every": lambda one: jstep.update_every(2, one, accumulate=True),
+    "update_every": lambda one: jstep.update_every(one, 2, accumulate=True),
 }
 
 

@@ -38,8 +38,8 @@ BLOCKS = {
     "by_hand": lambda: squared_descent(0.3),
 }
 AROUND = {
-    "every": lambda one: jstep.update_every(2, one),
-    "accumulate": lambda one: jstep.update_every(2, one, accumulate=True),
+    "every": lambda one: jstep.update_every(one, 2),
+    "accumulate": lambda one: jstep.update_every(one, 2, accumulate=True),
     "guard": jstep.skip_nonfinite,
     "loss_scale": jstep.dynamic_loss_scale,
     "cautious": jstep.cautious,
@@ -175,11 +175,11 @@ SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
 SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
 ACCEPTED = {
     "alone": SCALED,
-    "scope": lambda: jstep.scope("s", SCALED()),
+    "scope": lambda: jstep.scope(SCALED(), "s"),
     "guard": lambda: jstep.skip_nonfinite(SCALED()),
     "masters": lambda: jstep.master_weights(SCALED()),
     "lookahead": lambda: jstep.lookahead(SCALED()),
-    "all": lambda: jstep.scope("s", jstep.skip_nonfinite(jstep.scope("t", jstep.master_weights(SCALED())))),
+    "all": lambda: jstep.scope(jstep.skip_nonfinite(jstep.scope(jstep.master_weights(SCALED()), "t")), "s"),
 }
 
 

@@ -29,7 +29,7 @@ def test_custom_optimizers_may_return_the_slots_they_got():
     custom = jstep.Optimizer(
         lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)}, custom_update, lambda step: {}
     )
-    optimizer = jstep.chain(jstep.adam(0.1), jstep.scope("mine", custom), custom)
+    optimizer = jstep.chain(jstep.adam(0.1), jstep.scope(custom, "mine"), custom)
     state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
     assert seen == [["calls"], ["calls"]]
     assert int(state.slots["calls"]) == int(state.slots["mine/calls"]) == 1
@@ -37,7 +37,7 @@ def test_custom_optimizers_may_return_the_slots_they_got():
 
 
 def test_two_finished_updates_in_a_chain_warn():
-    first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
+    first, second = jstep.scope(jstep.adam(1.0), "a"), jstep.gradient_descent(0.1)
     with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates, .*gradient ascent"):
         optimizer = jstep.chain(first, second)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
@@ -46,7 +46,7 @@ def test_two_finished_updates_in_a_chain_warn():
     with pytest.raises(ValueError, match="'learning_rate'") as caught:
         jstep.chain(jstep.adam(1.0), second)
     assert "gradient ascent" in str(caught.value.__notes__)
-    held = jstep.scope("b", jstep.gradient_descent(jstep.held("rate", 0.1)))
+    held = jstep.scope(jstep.gradient_descent(jstep.held("rate", 0.1)), "b")
     with pytest.warns(UserWarning, match="gradient ascent"):
         jstep.chain(jstep.skip_nonfinite(first), held)
     custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
