@@ -21,7 +21,7 @@ from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import EndOfSave, Listener, Retention
 from jstep.core import exceptions, meshes, placement, processes, trees
-from jstep.core.checks import as_bool, as_int, as_number, describe_type
+from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.public_names import explains_attributes
 from jstep.core.selection import VarList, check_form
 from jstep.core.tracebacks import shortens_tracebacks
@@ -163,6 +163,7 @@ class Saver:
         """
         with self._exclusive():
             self._check_open()
+            _check_tree(state, "state", "save(state, extra=None), whose global_step names the checkpoint")
             placement.refuse_compile_only(state, "state")
             content = CheckpointExtra.of(extra)
             number, microseconds = self._begin()
@@ -235,6 +236,7 @@ class Saver:
             ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
                 does not exist; or target has only shapes for leaves that `leave_out` left out of the checkpoint.
         """
+        _check_tree(target, "target", "restore(target, step=None)")
         averages = as_average_names(use_averages)
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
@@ -537,7 +539,21 @@ class Saver:
 
 
 def _step_or_none(step: object) -> int | None:
+    if isinstance(step, str | os.PathLike):
+        raise TypeError(
+            f"step={format_value(step)}: must be an integer, got {describe_type(step)}; the directory is an argument "
+            "of Saver, and the step names the checkpoint: Saver(directory).restore(target, step=1000)"
+        )
     return None if step is None else as_int(step, "step", 0)
+
+
+def _check_tree(value: object, name: str, call: str) -> None:
+    """Reject a step or a path in the place of a tree, as in calls of Orbax and TensorFlow."""
+    if isinstance(value, int | str | os.PathLike):
+        raise TypeError(
+            f"{name}={format_value(value)}: must be a TrainState, or another tree of arrays, got "
+            f"{describe_type(value)}; the arguments are {call}"
+        )
 
 
 def _step_of(state: Tree) -> int:

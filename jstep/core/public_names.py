@@ -1,5 +1,6 @@
 """Public names: their `__module__`, and hints for names, attributes and arguments of other libraries."""
 
+import difflib
 import functools
 import importlib.resources
 import inspect
@@ -61,22 +62,43 @@ def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> Att
     return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj)
 
 
-def explain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def explain_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError, typed: str = ""
+) -> str:
+    """Say what to type in place of a call that does not fit a signature; empty if it fits, or nothing is known."""
     signature = inspect.signature(fn)
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        owner = getattr(fn, "__qualname__", "").removesuffix(".__init__")
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        forms = [f"{prefix}({name}=)" for prefix in (owner, "") for name in unknown]
-        return next(filter(None, map(find_hint, [*forms, f"{owner}()"])), "")
-    return ""
+        pass
+    else:
+        return ""
+    owner = typed or getattr(fn, "__qualname__", "").removesuffix(".__init__")
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    for name in unknown:
+        for form in (f"{owner}({name}=)", f"({name}=)"):
+            hint = find_hint(form)
+            if hint:
+                return hint
+    if not unknown:
+        return find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
+    return find_hint(f"{owner}()") or _suggest_argument(unknown[0], list(signature.parameters), str(error))
+
+
+def _suggest_argument(name: str, parameters: list[str], message: str) -> str:
+    if "Did you mean" in message:  # Python 3.13 suggests an argument by itself
+        return ""
+    nearest = difflib.get_close_matches(name, parameters, n=1)
+    return f". Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def explains_attributes(cls: type[_T]) -> type[_T]:
     """Class decorator: errors of attributes that another library has say what to type."""
 
     def missing(self: object, name: str) -> NoReturn:
+        # Protocols (`__array__`, `__setstate__`, IPython's `_repr_png_`) look for names that no library's user types.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise attribute_error(f"{type(self).__name__!r} object", name, self, f"{cls.__name__}.")
 
     cls.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers know all attributes

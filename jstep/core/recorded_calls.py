@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
 
 from jstep.core.checks import array_type, format_list, format_value
+from jstep.core.public_names import attribute_error
 from jstep.core.tracebacks import shortens_tracebacks
 
 MAX_TEXT_LENGTH, MAX_ITEMS = 200, 50
@@ -87,8 +88,11 @@ def record_calls(
 def _remember(optimizer: Any, call: RecordedCall) -> Any:
     if not hasattr(optimizer.init, "call"):  # a custom optimizer
         return optimizer
-    functions = {name: shortens_tracebacks(getattr(optimizer, name)) for name in ("update", "hyperparameters")}
-    call.made = optimizer._replace(init=dataclasses.replace(optimizer.init, call=call), **functions)
+    call.made = optimizer._replace(
+        init=dataclasses.replace(optimizer.init, call=call),
+        update=shortens_tracebacks(optimizer.update, typed="Optimizer.update"),
+        hyperparameters=shortens_tracebacks(optimizer.hyperparameters),
+    )
     return call.made
 
 
@@ -97,6 +101,13 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
 
 
 class RememberedFunction(RecordedCall):
+    """A schedule: the function, which is called with a step, and the call that made it."""
+
+    if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise attribute_error("a schedule", name, self, "Schedule.")
+
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
         functools.update_wrapper(self, function)  # also copies the attributes of a function that is already remembered
         super().__init__(call.function, call.positional, call.args, call.kwargs)

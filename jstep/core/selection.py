@@ -1,6 +1,7 @@
 """Selection of leaves by path, glob and the four forms of `var_list`."""
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -87,6 +88,7 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
         return _by_globs(params, trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
+        _check_predicate(var_list, argument)
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     try:
         filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), var_list, params)
@@ -97,6 +99,22 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
             f"it), whose paths are {[path for path, _ in named][:20]}"
         ) from error
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
+
+
+def _check_predicate(predicate: Callable[..., Any], argument: str) -> None:
+    """Reject Optax's form of a mask, a function of the whole tree."""
+    try:
+        signature = inspect.signature(predicate)
+    except (TypeError, ValueError):  # a function of C has none; calling it will tell
+        return
+    try:
+        signature.bind("", None)
+    except TypeError:
+        name = getattr(predicate, "__name__", type(predicate).__name__)
+        raise TypeError(
+            f"{argument}={name}: must be a predicate (path, leaf) -> bool, got a function {name}{signature}; "
+            "of a function of the whole tree, give its result, a tree of bools"
+        ) from None
 
 
 def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:

@@ -32,16 +32,21 @@ _PASSED: tuple[str, ...] = (
 )
 
 
-def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries."""
+def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P, _T]:
+    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries.
+
+    `typed` is what a user calls a function that has another name inside of jstep, such as `Optimizer.update`.
+    """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            if isinstance(error, TypeError) and (hint := explain_call(fn, args, kwargs)):
-                raise TypeError(f"{error}{hint}") from None
+            if isinstance(error, TypeError):
+                hint = explain_call(fn, args, kwargs, error, typed)
+                if hint and hint not in str(error):  # a decorated function that passes its arguments to another one
+                    raise TypeError(f"{error}{hint}") from None
             original = original_error(error)
             explain_jax(error)
             shorten(original)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_mapping, as_number, as_string, check_choice, format_value
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T, structure
 from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, Weights, count_stages, derive_seed
 from jstep.data.sequence import BatchSequence, as_row_numbers
@@ -35,6 +36,7 @@ def batches(
 ) -> "Batches[T]": ...
 
 
+@shortens_tracebacks
 def batches(
     arrays: list[T] | T,
     batch_size: int | Mapping[int, int],

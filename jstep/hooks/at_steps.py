@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_function, as_int
+from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.logs import logger
 from jstep.hooks.hook import Hook
 from jstep.hooks.run_hook import RunHook
@@ -35,6 +35,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
         after update 2
         after update 4
     """
+    if callable(n):
+        raise TypeError(f"n={format_value(n)}: must be a number of steps; the arguments are every(n, fn)")
     return _Every(as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)"))
 
 

@@ -264,7 +264,10 @@ def with_moving_average(
     """
     optimizer = require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
-        raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}")
+        raise TypeError(
+            f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}; "
+            "a decay is given to one: jstep.ExponentialMovingAverage(0.999)"
+        )
     if initial is not None and (ema.zero_debias or ema.start_step):
         raise ValueError("initial: must be None for averages with zero_debias or a start_step, which start elsewhere")
     if trees.is_function(initial):

@@ -291,6 +291,11 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         if not isinstance(label, str):
             raise TypeError(f"optimizers: the label {label!r} must be a string, got {describe_type(label)}")
         check_prefix("a label of optimizers", label)
+        if optimizer is None:
+            raise TypeError(
+                f"optimizers[{label!r}]=None: must be a jstep.Optimizer; to freeze parameters, leave the label out, "
+                "and let labels return None for them"
+            )
         scoped[label] = scope(require_optimizer(f"optimizers[{label!r}]", optimizer), label)
     if not optimizers:
         raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")

@@ -172,7 +172,10 @@ class Coordinator:
             log.warning(still)
         self.raise_requested_exception()
         if alive and not ignore_live_threads:
-            raise RuntimeError(f"{still}; let them check coord.should_stop(), or join with ignore_live_threads=True")
+            raise RuntimeError(
+                f"{still}; let them check coord.should_stop(). A thread that waits in queue.enqueue(…) does not: call "
+                "queue.close(cancel_pending_enqueues=True) before join. ignore_live_threads=True leaves them running"
+            )
 
     def _wait_for_end(self, passed: set[threading.Thread], grace_secs: float) -> None:
         deadline: float | None = None

@@ -128,7 +128,10 @@ def train(
     Source: `tf.train.MonitoredTrainingSession`.
     """
     if batches is None or isinstance(batches, LoopBatches):
-        raise TypeError(f"batches={batches}: train has no body that makes them; write the loop with jstep.Run")
+        raise TypeError(
+            f"batches={batches}: train has no body that makes them; write the loop with jstep.Run. For a step without "
+            "arguments, give lambda step: ()"
+        )
     run = _RunWithoutBody(
         train_step,
         state,

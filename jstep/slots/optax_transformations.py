@@ -24,7 +24,9 @@ def require_optimizer(name: str, value: object) -> Optimizer:
         return value
     if is_transformation(value):
         return from_optax(value)
-    hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
+    hint = ""
+    if isinstance(value, type) or getattr(value, "__module__", "").startswith(("jstep", "optax")):
+        hint = f"; call it: {getattr(value, '__name__', '…')}(...)"
     raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
 
 

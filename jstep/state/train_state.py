@@ -15,6 +15,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.logs import logger
 from jstep.core.placement import check_memory, compiles_only, is_shape
+from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
@@ -94,6 +95,7 @@ MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
 
+@explains_attributes
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainState(Generic[P]):
     """Training state, an immutable pytree: parameters, optimizer state, called *slots* as in TensorFlow, and the step.
@@ -117,6 +119,9 @@ class TrainState(Generic[P]):
     `state == other` is a bool: whether both have the same structure and bitwise identical arrays.
     """
 
+    # A training step sets it on the states that it returns. Without a default, looking for it at each step would call
+    # `__getattr__`.
+    _layout: ClassVar[Any] = None
     _children: ClassVar[tuple[Any, ...]]
     _static: ClassVar[tuple[Roles]]
     params: P
@@ -124,6 +129,7 @@ class TrainState(Generic[P]):
     global_step: Array
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
+    @shortens_tracebacks
     def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
         children = (params, dict(slots) if type(slots) is dict else slots, global_step)
         self.__dict__.update(vars(_unflatten((roles,), children)))
@@ -245,7 +251,8 @@ class TrainState(Generic[P]):
         replaceable = (*_FIELDS, MODEL_STATE)
         for name in changes:
             if name not in replaceable:
-                raise TypeError(f"replace({name}=…): must be one of {', '.join(replaceable)}")
+                hint = find_hint(f"TrainState.{name}")
+                raise TypeError(f"replace({name}=…): must be one of {', '.join(replaceable)}{hint}")
         if "params" in changes and "slots" not in changes:
             keep = "; or state.replace(params=…, slots=state.slots) to keep them"
             copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)", keep)

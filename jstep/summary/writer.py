@@ -476,7 +476,8 @@ def as_serialized(x: Any, name: str) -> bytes:
         parse_message(bytes(x), name, method)
         return bytes(x)
     if not is_message(x, name):
-        raise TypeError(f"{method}: must be of type {name}, not {describe_type(x)}")
+        hint = "; jstep.summary.scalar(tags, values) makes one of numbers" if isinstance(x, Mapping) else ""
+        raise TypeError(f"{method}: must be of type {name}, not {describe_type(x)}{hint}")
     return x.SerializeToString()
 
 

@@ -147,6 +147,8 @@ def minimize(
 
     Source: `tf.train.Optimizer.minimize`.
     """
+    if isinstance(loss_fn, Optimizer):
+        raise TypeError(f"loss_fn={loss_fn!r}: must be a loss; the arguments are minimize(loss_fn, optimizer)")
     optimizer = require_optimizer("optimizer", optimizer)
     lanes = as_lanes(lanes)
     compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
