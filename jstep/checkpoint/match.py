@@ -51,6 +51,20 @@ class LeafCopy(NamedTuple):
     part: int | None
 
 
+class FreshAge(NamedTuple):
+    """How an age starts whose slots are new: with as many updates as the slots of the target have had.
+
+    Attributes:
+        step: The index of the leaf with the step of the state; None if the age is a number of updates itself, as in
+            the states of Optax.
+        target_step, target_start: The values of the target: their difference is the number of updates.
+    """
+
+    step: int | None
+    target_step: Any
+    target_start: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
@@ -59,6 +73,8 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
         is_guard: Whether it belongs to a guard that the saved state did not have.
         left_out: Set if the checkpoint leaves the leaf out: the target's value is used.
         half: The other half of the source, if the leaf is the value of both.
+        fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored: the source is not used.
+        shares_age: Whether the leaf is new, and its age counts for restored leaves, too.
     """
 
     keys: Keys = ()
@@ -66,6 +82,12 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     left_out: LeftOutLeaf | None = None
     copy: LeafCopy | None = None
     half: Leaf | None = None
+    fresh_age: FreshAge | None = None
+    shares_age: bool = False
+
+    @property
+    def is_restored(self) -> bool:
+        return self.source is not None and self.fresh_age is None
 
     @property
     def is_missing(self) -> bool:
@@ -105,9 +127,12 @@ def match(
     for i, (path, name) in enumerate(zip(of_target.paths, leaf_records.unique(of_target.paths), strict=True)):
         keys = of_target.keys[i]
         kind = kinds[i]
+        is_named = name in renamed
         name = renamed.get(name, name)
         used.add(name)
         average = find_average(name, records, averages) if averages else None
+        if is_named:
+            average = _named_average(keys, kind[1], records.get(name))
         if average is not None and average.shape != kind[0]:
             average = None
         source = average or saved.get(name)
@@ -132,9 +157,22 @@ def match(
     if any(leaf.source is None for leaf in leaves):
         for i, copy in _copies(of_target, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
+        for age in _ages(of_target):
+            _match_age(age, leaves, renamed)
+    # A parameter that `names` replaces by its average is no more left over than one that `use_averages` replaces.
+    used.update(path for path, name in renamed.items() if path != name)
     # Averages are restored into any target, for evaluation.
     unused = [name for name in records if name not in used and not (averages and name.startswith(f"{SLOTS}/"))]
     return CheckpointMatch(leaves, unused, in_other_format)
+
+
+def _named_average(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
+    """Return a slot that `names` gives to a parameter: it is cast, and decoded, as `use_averages` does."""
+    if source is None or source.keys[0] != SLOTS or keys[0] != PARAMS:
+        return None
+    if source.key_impl is not None or not trees.is_floating(dtype):
+        return None
+    return source if trees.is_floating(jnp.dtype(source.dtype)) else None
 
 
 def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:
@@ -169,6 +207,44 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
             inside = [masters[owner]] if role is Role.MASTER_COPY and owner in masters else []
             originals[index] = [*inside, params[owner]]
     return originals
+
+
+class _Age(NamedTuple):
+    """An age, the step of its state, and the leaves that it counts for, as indices of leaves."""
+
+    index: int
+    step: int | None
+    counted: list[int]
+
+
+def _ages(target: StateLeaves) -> list[_Age]:
+    ages: list[_Age] = []
+    for state, indices in target.states:
+        counted: dict[str, list[int]] = {}
+        for age, slot, keys in roles_in(state).counted:
+            if age in indices.slots and slot in indices.slots:
+                of_slot = jax.tree_util.tree_leaves_with_path(indices.slots[slot])
+                counted.setdefault(age, []).extend(i for path, i in of_slot if keys in (None, path))
+        if indices.global_step is None:
+            continue
+        for age, of_age in counted.items():
+            step = indices.global_step if roles_in(state).get(age) is Role.AGE else None
+            ages.append(_Age(indices.slots[age], step, of_age))
+    return ages
+
+
+def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) -> None:
+    """Start an age anew if no leaf that it counts for was restored; otherwise note which of these are new."""
+    leaf = leaves[age.index]
+    new = [i for i in age.counted if leaves[i].source is None]
+    if len(new) < len(age.counted):
+        for i in new:
+            leaves[i] = dataclasses.replace(leaves[i], shares_age=True)
+        return
+    if leaf.path in renamed or (not age.counted and leaf.source is not None):
+        return
+    fresh = FreshAge(age.step, None if age.step is None else leaves[age.step].leaf, leaf.leaf)
+    leaves[age.index] = dataclasses.replace(leaf, fresh_age=fresh)
 
 
 def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int]) -> str:
@@ -246,10 +322,21 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
 
 
 def _saved_path(name: str, saved: Collection[str]) -> str:
-    """Return a path in the checkpoint; TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first."""
+    """Return a path in the checkpoint.
+
+    TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first, and neither scopes nor labels.
+    """
+    if name in saved:
+        return name
     parts = str(name).split("/")
-    rotated = ("/".join([SLOTS, *parts[i:], *parts[:i]]) for i in range(1, max(len(parts), 2)))
-    return name if name in saved else next((path for path in rotated if path in saved), name)
+    reversed_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))] or [name]
+    for path in (f"{SLOTS}/{reversed_name}" for reversed_name in reversed_names):
+        if path in saved:
+            return path
+    ends = tuple(f"/{reversed_name}" for reversed_name in reversed_names)
+    found = [path for path in saved if path.startswith(f"{SLOTS}/") and path.endswith(ends)]
+    # Not for a name of one part: a parameter without its "params/" would become a slot's value silently.
+    return found[0] if len(found) == 1 and len(parts) > 1 else name
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
@@ -311,6 +398,23 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     is_there = sharding is not None and not is_of_host(sharding) and sharding.device_set == array.sharding.device_set
     cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if is_there else None)
     return cast(array) if is_there or sharding is None else jax.device_put(cast(array), sharding)
+
+
+def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
+    """Return the `start_step` of new slots: the restored step, less the updates that the target's slots have had."""
+    assert wanted.fresh_age is not None
+    index, target_step, target_start = wanted.fresh_age
+    if index is None:
+        return keep_target_leaf(wanted, 0)
+    step = values[index]
+    if not (targets.has_value(target_step) and targets.has_value(target_start)):
+        # The other slots are copies of what was restored, so that a target of shapes will do: these have no updates.
+        target_step = target_start = np.zeros(wanted.shape, wanted.dtype)
+    if isinstance(step, jax.Array) and not step.is_fully_addressable:  # of a population, on several processes
+        start = step - (jnp.asarray(target_step) - jnp.asarray(target_start)).astype(step.dtype)
+        return jax.device_put(start.astype(wanted.dtype), wanted.sharding)
+    updates = np.asarray(target_step) - np.asarray(target_start)
+    return targets.place_leaf(wanted, np.asarray(np.asarray(step) - updates, wanted.dtype))
 
 
 def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:

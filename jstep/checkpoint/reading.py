@@ -38,9 +38,9 @@ SHOWN = 3
 """The maximum number of problems in a message."""
 VERIFIED = 2**28
 """The maximum bytes of other checkpoints that are verified for an error message: 1 TB would delay it by an hour."""
-_AGES = (
-    ". Slots that were not restored count as old as the others, and a bias correction then makes their first updates "
-    "too large, unless jstep.partition gives them an age of their own"
+_SHARED_AGES = (
+    ". Their updates, such as bias corrections, are as of old slots; parts of jstep.partition have ages of their own, "
+    "and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 _FAILED, _CORRUPTED = 1, 2
@@ -171,19 +171,21 @@ class CheckpointReader:
         """Return the leaves of a target: restored, kept, or copies of others."""
         wanted = matched.wanted
         with meshes.internal_transfers():
-            values = [
-                match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
-                for want in wanted
-            ]
-            sources = {
-                i: (want.source, want.half, want.sharding_of_data) for i, want in enumerate(wanted) if want.source
-            }
+            values: list[Any] = [None] * len(wanted)
+            sources: dict[int, tuple[Leaf, Leaf | None, Any]] = {}
+            for i, want in enumerate(wanted):
+                if want.source is not None and want.fresh_age is None:
+                    sources[i] = want.source, want.half, want.sharding_of_data
+                elif want.copy is None and want.fresh_age is None:
+                    values[i] = match.keep_target_leaf(want, manifest.step)
             read = self.read_leaves(path, manifest, list(sources.values()))
             for i, value in zip(sources, read, strict=True):
                 values[i] = targets.place_leaf(wanted[i], value)
             for i, want in enumerate(wanted):
                 if want.copy is not None:
                     values[i] = match.copy_leaf(want, values)
+                if want.fresh_age is not None:
+                    values[i] = match.start_age(want, values)
             pairs = zip(wanted, values, strict=True)
             left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
             current = leaf_records.start_leaf_fingerprints(left_out)()
@@ -210,16 +212,26 @@ class CheckpointReader:
             )
         if not matched.differences():
             return
-        without = [want for want in matched.wanted if want.source is None and want.left_out is None]
-        copies = [repr(want.path) for want in without if want.copy is not None]
-        left = [want for want in without if want.copy is None and not want.is_guard]
+        copies: list[str] = []
+        ages: list[str] = []
+        left: list[str] = []
+        for want in matched.wanted:
+            if want.fresh_age is not None:
+                ages.append(repr(want.path))
+            elif want.copy is not None:
+                copies.append(repr(want.path))
+            elif want.source is None and want.left_out is None and not want.is_guard:
+                left.append(repr(want.path))
+        shared = [repr(want.path) for want in matched.wanted if want.shares_age]
         logger.warning(
-            "%s was restored in part%s%s%s%s",
+            "%s was restored in part%s%s%s%s%s%s",
             path,
             format_items("started as copies of what was restored", copies),
-            format_items("left unchanged in target", [repr(want.path) for want in left]),
+            format_items("left unchanged in target", left),
+            format_items(f"started at step {step}, because their slots are new", ages),
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
-            _AGES if any(want.keys[0] == SLOTS for want in left) else "",
+            format_items("as old as restored slots, with which they share an age", shared),
+            _SHARED_AGES if shared else "",
         )
 
     def _warn_of_raw_model_state(self, path: str, matched: match.CheckpointMatch) -> None:

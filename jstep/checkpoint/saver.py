@@ -215,14 +215,16 @@ class Saver:
             step: The step to restore; None for the newest.
             partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
                 kept. In a `TrainState`, a slot that begins as a copy of the parameters (`master_weights`, `lookahead`,
-                averages, ...) begins as a copy of the restored ones if the checkpoint lacks it. A warning lists leaves
-                that were copied or kept, and unused arrays.
+                averages, ...) begins as a copy of the restored ones if the checkpoint lacks it, and slots of which none
+                was restored are as old as they are in target: fresh ones count from the restored step. A warning lists
+                leaves that were copied or kept, unused arrays, and new slots that share their age with restored ones.
             use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
                 evaluation, and those of the model state if it has any. A string names their slot; a list names slots
                 with averages of different leaves.
             names: Leaves that have another path in the checkpoint: a mapping from paths of target
                 (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
                 to the other. Leaves that are not mentioned, or for which it returns None, have the same path.
+                `{"params/w": ema.average_name("w")}` restores an average in place of a parameter.
 
         Returns:
             A tree like target. Its arrays share no memory with anything and may be donated.

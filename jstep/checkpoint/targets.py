@@ -106,8 +106,12 @@ def names_by_path(names: object, paths: Sequence[str], what: str, form: str) -> 
     return {path: names(path) for path in paths}
 
 
+def has_value(leaf: object) -> bool:
+    return not isinstance(leaf, jax.ShapeDtypeStruct) and not trees.is_donated(leaf)
+
+
 def require_value(wanted: TargetLeaf[Any]) -> None:
-    if isinstance(wanted.leaf, jax.ShapeDtypeStruct) or trees.is_donated(wanted.leaf):
+    if not has_value(wanted.leaf):
         raise ValueError(
             f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of what was saved or "
             "nothing there fits it, and must have a value, got a shape or a deleted array; pass an array there"

@@ -19,7 +19,7 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, require_slots
-from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, needs_all_params, roles_of
+from jstep.slots.roles import CountedSlot, Init, Labels, Role, Roles, init_labels, needs_all_params, roles_of
 from jstep.state.train_state import START_STEP
 
 
@@ -83,6 +83,9 @@ class WrapperSlots:
         roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
         return self.declared(roles)
 
+    def aged_slots(self) -> list[str]:
+        return [name for name in self.slots if self.roles.get(name) is not Role.LAST_WEIGHT]
+
     def declared(self, roles: Roles) -> Roles:
         return roles.joined(Roles(per_step=set(roles))) if self.per_step else roles
 
@@ -133,8 +136,10 @@ def wrap_optimizer(
         return slots | {age: new_start_step(global_step) for age in ages}
 
     def all_roles(params: Params) -> Roles:
-        ages = outer.declared(Roles(dict.fromkeys(age_slots(params).slots, age_role)))
-        return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(ages)
+        ages = age_slots(params)
+        counted = ages.counted(outer.aged_slots(), params)
+        roles = outer.declared(Roles(dict.fromkeys(ages.slots, age_role), counted=counted))
+        return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(roles)
 
     def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         ages = age_slots(at.params)
@@ -164,6 +169,17 @@ class Ages(NamedTuple):
 
     of_leaves: Labels
     slots: Mapping[str, bool]
+
+    def counted(self, slots: Sequence[str], params: Params) -> set[CountedSlot]:
+        """Return what the ages count, of slots of the wrapper with a leaf for each parameter."""
+        if len(self.slots) == 1:
+            (age,) = self.slots
+            return {CountedSlot(age, slot) for slot in slots}
+        counted = set[CountedSlot]()
+        for age, (keys, _) in zip(self.of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
+            if age is not None:
+                counted |= {CountedSlot(age, slot, keys) for slot in slots}
+        return counted
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
         has_gradient = [INCREMENTS.get() if outer.per_step else g is not None for g in gradients]

@@ -45,7 +45,7 @@ from jstep.optimizers.leaf_values import Flag, mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import Init, Role, Roles
+from jstep.slots.roles import CountedSlot, Init, Role, Roles
 from jstep.state.train_state import START_STEP
 
 # The vocabulary of rules.
@@ -438,8 +438,12 @@ def leafwise(
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        shared = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
-        return _declared_by(specs_for(params)).joined(Roles(shared)).joined(hyper_roles)
+        specs = specs_for(params)
+        shared = Roles(dict.fromkeys(scalars, Role.SHARED))
+        if aged:
+            counted = {CountedSlot(START_STEP, name) for name in (*specs, *scalars)}
+            shared = shared.joined(Roles({START_STEP: Role.AGE}, counted=counted))
+        return _declared_by(specs).joined(shared).joined(hyper_roles)
 
     return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import describe_type
@@ -16,7 +17,7 @@ from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import Init, Roles, copies_in, infer_roles
+from jstep.slots.roles import CountedSlot, Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
@@ -72,7 +73,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
-        return inferred.joined(Roles(computing=computing)).ordered()
+        return inferred.joined(Roles(computing=computing, counted=skeleton(params).counted())).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
         """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""
@@ -154,6 +155,7 @@ class _StateSlots:
         nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: self._parts(x) is not None)
         self._state: Any = treedef
         named = {f"{prefix}/{trees.path_str(keys)}" if keys else prefix: node for keys, node in nodes}
+        self._keys = dict(zip(named, (keys for keys, _ in nodes), strict=True))
         self.parts_of = {slot: self._parts(node) for slot, node in named.items()}
         self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
@@ -172,6 +174,18 @@ class _StateSlots:
             return node
         arrays = iter([part if _is_array(part) else None for part in parts])
         return self._params.unflatten([next(arrays) if trained else None for trained in self._trained])
+
+    def counted(self) -> set[CountedSlot]:
+        """Return which slots the counts of updates are of: those beside them in a node, as in Optax's own states."""
+        counted = set[CountedSlot]()
+        for count, node in self.slots.items():
+            is_scalar = self.parts_of[count] is None and np.shape(node) == ()
+            if not is_scalar or not np.issubdtype(getattr(node, "dtype", np.float32), np.integer):
+                continue
+            for slot, parts in self.parts_of.items():
+                if parts is not None and self._keys[slot][:-1] == self._keys[count][:-1]:
+                    counted.add(CountedSlot(count, slot))
+        return counted
 
     def state_from(self, slots: Slots) -> Any:
         def value(slot: str, parts: list[Any] | None) -> Any:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,6 +58,20 @@ OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 
+class CountedSlot(NamedTuple):
+    """Leaves of a slot whose updates an age counts.
+
+    Attributes:
+        keys: JAX's keys of a parameter, if only the leaf of this parameter is counted by the age: below the labels of a
+            `partition`, the leaves of one slot of a wrapper have different ages. Not the parameter's index, which is
+            another one in the optimizer of a label.
+    """
+
+    age: str
+    slot: str
+    keys: tuple[Any, ...] | None = None
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable static metadata of a pytree, which JAX's cache compares.
@@ -71,6 +85,7 @@ class Roles(Mapping[str, Role | None]):
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
+        counted: What each age counts the updates of.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
 
@@ -84,6 +99,7 @@ class Roles(Mapping[str, Role | None]):
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
     per_step: Set[str] = frozenset()
+    counted: Set[CountedSlot] = frozenset()
     frozen: Set[int] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
@@ -113,6 +129,9 @@ class Roles(Mapping[str, Role | None]):
             computing={f"{prefix}/{name}" for name in self.computing},
             in_order={f"{prefix}/{name}" for name in self.in_order},
             per_step={f"{prefix}/{name}" for name in self.per_step},
+            counted={
+                entry._replace(age=f"{prefix}/{entry.age}", slot=f"{prefix}/{entry.slot}") for entry in self.counted
+            },
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -135,7 +154,9 @@ class Roles(Mapping[str, Role | None]):
 
     def for_state(self) -> "Roles":
         roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
-        return Roles(roles, halves=self.halves, arguments=self.arguments, computing=self.computing)
+        return Roles(
+            roles, halves=self.halves, arguments=self.arguments, computing=self.computing, counted=self.counted
+        )
 
     def of(self, *roles: Role) -> list[str]:
         return [name for name, role in self.items() if role in roles]
@@ -183,12 +204,11 @@ class Init:
         slots = self.make(params, global_step)
         collected = _MADE.get()
         if collected is not None:
-            roles = self.roles(params)
-            collected += [(tree, roles[name]) for name, tree in slots.items() if name in roles]
+            collected.append((slots, self.roles(params)))
         return slots
 
 
-_MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
+_MADE: contextvars.ContextVar[list[tuple[Slots, Roles]] | None] = contextvars.ContextVar("jstep_made", default=None)
 """The slots that inner optimizers create while an `init` is traced, and their roles."""
 
 
@@ -202,8 +222,13 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values: its slots are unknown until it has run
         return Roles(declared, complete=False)
-    partial = copies_in(lambda tree: init(tree, 0), params) | declared | inherited
-    return infer_roles(slots, params, partial, lambda both: _traced(init, both)[0])
+    known = copies_in(lambda tree: init(tree, 0), params) | declared | inherited.roles
+    inferred = infer_roles(slots, params, known, lambda both: _traced(init, both)[0])
+    # Which slots a declared age counts for is not declared: it counts for all.
+    ages = [name for name, role in declared.items() if role is Role.AGE]
+    values = [name for name in slots if inferred[name] not in (*COUNTS, Role.HELD)]
+    counted = {CountedSlot(age, name) for age in ages for name in values}
+    return inferred.joined(Roles(counted=counted | inherited.counted))
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
@@ -269,20 +294,39 @@ def infer_roles(
     return Roles({name: known.get(name, Role.SHARED if name in shared else None) for name in slots})
 
 
-def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str, Role | None]]:
-    inherited: dict[str, Role | None] = {}
+def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
+    """Return the shapes of the slots of a custom `init`, and the roles of those that inner optimizers made."""
+    inherited = Roles()
     shapes: Slots = {}
 
     def trace(step: Step) -> None:
-        collected: list[tuple[Any, Role | None]] = []
+        nonlocal inherited
+        collected: list[tuple[Slots, Roles]] = []
         with setting(_MADE, collected):
             slots = init(params, step)
-        roles = {id(tree): role for tree, role in collected}
-        inherited.update({name: roles[id(tree)] for name, tree in slots.items() if id(tree) in roles})
+        # A custom optimizer may rename the slots of inner ones: the same tree is the same slot.
+        names = {id(tree): name for name, tree in slots.items()}
+        for made, roles in collected:
+            inherited = inherited.joined(_renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()}))
         shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves
 
     abstractly(trace)
     return shapes, inherited
+
+
+def _renamed(roles: Roles, names: Mapping[str, str | None]) -> Roles:
+    """Return the roles and ages of slots by new names, without slots whose name is None."""
+    renamed: dict[str, Role | None] = {}
+    for old, new in names.items():
+        if new is not None and old in roles:
+            renamed[new] = roles[old]
+    counted = set[CountedSlot]()
+    for age, slot, keys in roles.counted:
+        new_age = names.get(age)
+        new_slot = names.get(slot)
+        if new_age is not None and new_slot is not None:
+            counted.add(CountedSlot(new_age, new_slot, keys))
+    return Roles(renamed, counted=counted)
 
 
 def _shape(leaf: object) -> Any:

@@ -8,7 +8,7 @@ import jax
 
 from jstep.core import selection, trees
 from jstep.slots.roles import Role, roles_in
-from jstep.state.sharding import is_model_state
+from jstep.state.sharding import MODEL_STATE, is_model_state
 from jstep.state.slots import owners
 from jstep.state.train_state import TrainState
 
@@ -22,8 +22,14 @@ Keys = tuple[str, ...]
 
 
 def _states_in(tree: trees.Tree) -> list[TrainState]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState))
-    return [node for node in nodes if isinstance(node, TrainState)]
+    """Return the states of a tree, with those in the model states of others, such as the workers of DiLoCo."""
+    states: list[TrainState] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState)):
+        if isinstance(node, TrainState):
+            states.append(node)
+            if isinstance(node.slots, Mapping):
+                states += _states_in(node.slots.get(MODEL_STATE))
+    return states
 
 
 class _Structure:

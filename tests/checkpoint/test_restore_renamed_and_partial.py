@@ -65,8 +65,35 @@ def test_the_name_of_an_average_names_it_in_a_checkpoint(params, name, tmp_path)
         names = {"/".join(filter(None, ("params", path))): ema.average_name(path)}
         restored = saver.restore(plain, partial=True, names=names)
         assert_same(restored.params, jstep.averaged_params(state, name))
+        # The parameter that the average replaces is not left over, with slots and without.
+        assert_same(saver.restore(state, names=names).params, restored.params)
+        assert_same(saver.restore_params(params, names=names), restored.params)
         with pytest.raises(ValueError, match="should be restored from 'w/other'"):
             saver.restore(plain, partial=True, names=dict.fromkeys(names, "w/other"))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda optimizer: jstep.partition({"a": optimizer}, lambda path, leaf: "a"),
+        lambda optimizer: jstep.compact(optimizer, min_size=0),
+        jstep.master_weights,
+        jstep.skip_nonfinite,
+    ],
+    ids=["label", "compact", "masters", "guard"],
+)
+def test_the_name_of_an_average_below_wrappers(wrap, tmp_path):
+    """An average is cast to the parameter, decoded, and found below labels and scopes."""
+    ema = jstep.ExponentialMovingAverage(0.5)
+    optimizer = wrap(jstep.with_moving_average(jstep.gradient_descent(1.0), ema))
+    params = {"w": jnp.linspace(0.0, 1.0, 64, dtype=jnp.bfloat16).reshape(2, 32)}
+    state = jstep.TrainState.create(params, optimizer)
+    state = jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer)
+    with Saver(tmp_path) as saver:
+        saver.save(state)
+        names = {"params/w": ema.average_name("w")}
+        assert_same(saver.restore_params(params, names=names), jstep.averaged_params(state))
+        assert_same(saver.restore(state, names=names).params, jstep.averaged_params(state))
 
 
 class TestPartial:
@@ -79,7 +106,9 @@ class TestPartial:
             saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
             back = saver.restore(self.adam(body | head), partial=True)
         assert int(back.global_step) == 10_000
-        assert "Slots that were not restored count as old as the others" in caplog.text
+        assert (
+            "as old as restored slots, with which they share an age (2): 'slots/m/head', 'slots/v/head'" in caplog.text
+        )
 
     def test_the_suggested_remedy_works(self, tmp_path, caplog):
         """`partition`, a target created at that step, and `names` give the head a start_step of its own."""

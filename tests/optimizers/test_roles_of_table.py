@@ -43,7 +43,10 @@ def follows(entry):
     scalars = {name: "Role.AGE" if name == "start_step" else "Role.SHARED" for name in entry.scalars}
     numbers = {name for name, initial in entry.initial.items() if isinstance(initial, float)}
     holds = {name: kind for name, kind in USUAL.items() if name in numbers}
-    found = {"roles": _text(slots | scalars), "complete": "True", "holds": _text(holds)}
+    counted = set()
+    if "start_step" in entry.scalars:
+        counted = {("start_step", name, None) for name in (slots | scalars) if name != "start_step"}
+    found = {"roles": _text(slots | scalars), "complete": "True", "holds": _text(holds), "counted": _text(counted)}
     return {field: text for field, text in found.items() if text != "{}"}
 
 
