@@ -15,6 +15,7 @@
 - `reading`: finding, verifying and restoring.
 - `retention`: which checkpoints are deleted.
 - `saver`: `Saver`.
+- `shared_directory`: whether all processes see one directory.
 - `store`: the base class of stores.
 - `targets`: a target is filled from saved arrays.
 """

@@ -55,19 +55,6 @@ def request_stop() -> None:
 
 
 class _Exchange(NamedTuple):
-    """A step at which the processes have agreed on the time, and when they had done so."""
-
-    step: int
-    at: float
-
-
-_LONGEST_GAP, _SHORTEST_GAP = 2.0, 1.0
-"""Seconds between two exchanges, early in a period and at its end; a tenth of the period if that is less."""
-_SLOWER = 10
-"""So many times slower may steps become after an exchange, early in a period, without making the period longer."""
-
-
-class _Exchange(NamedTuple):
     """A step at which the processes agreed on the time, and the time when they began to."""
 
     step: int

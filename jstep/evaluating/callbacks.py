@@ -13,6 +13,7 @@ from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.shared_directory import check_shared
 from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -562,6 +563,7 @@ class KeepBest(MetricReader):
     def _open(self) -> Saver:
         self.close()
         run = self._run
+        check_shared(self._directory, "KeepBest: directory")
         leave_out = None if run is None or run.saver is None else run.saver.leave_out
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
         self._saver = saver

@@ -7,6 +7,7 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.shared_directory import check_shared
 from jstep.core.checks import as_function, as_functions
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.metering.cadence import Clock, make_cadence
@@ -52,6 +53,7 @@ class CheckpointSaverHook(SaverHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
+        check_shared(self.saver.directory, "CheckpointSaverHook: saver")
         self._saved = None
 
     def close(self) -> None:

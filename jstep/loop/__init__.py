@@ -1,5 +1,6 @@
 """How does a run go on?
 
+- `agreement`: what processes compare at the start.
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
 - `compiling`: when programs are compiled.

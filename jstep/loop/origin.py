@@ -176,7 +176,7 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
 def find_opening(
     options: Options, state: TrainState, saver: Saver | None, latest: int | None, new_name: str
 ) -> Opening:
-    step = _step_of_values(state)
+    step = step_of_values(state)
     values = {} if step is None or saver is None else _initial_values(state)
     parent = _find_parent(options, saver, latest, step)
     is_claimed = saver is not None and (latest is None or latest < options.stop_step)
@@ -254,7 +254,7 @@ def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
     return parent if is_one else None
 
 
-def _step_of_values(state: TrainState) -> int | None:
+def step_of_values(state: TrainState) -> int | None:
     if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None

@@ -25,13 +25,14 @@ from jstep.hooks.history import check_paths
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.speed import StepCounterHook
+from jstep.loop.agreement import check_latest, check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.contents import restore_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import ENDED, STOPPED, find_opening, open_saver, read_parent, restore
+from jstep.loop.origin import ENDED, STOPPED, find_opening, open_saver, read_parent, restore, step_of_values
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.saving import RunSaverHook
@@ -102,7 +103,9 @@ def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies
 
 def _open_checkpoints(run: RunContext) -> None:
     options, course, state = run.options, run.course, run.state
+    check_processes(options, state, step_of_values(state))
     run.saver, latest = open_saver(options)
+    check_latest(latest)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
     run.opening = opening = find_opening(options, state, run.saver, latest, run.new_name)

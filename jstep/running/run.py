@@ -54,6 +54,7 @@ from jstep.loop.start import begin_hooks, open_run
 from jstep.loop.start_times import StartTimes
 from jstep.running.observers import OBSERVERS
 from jstep.state.global_step import check_step
+from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 
@@ -181,7 +182,7 @@ class Run(Generic[P]):
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
         with times.timing("devices"):
             jax.devices()
-        values = trees.copy_numpy(state, "state")
+        values = place_with_params(trees.copy_numpy(state, "state"))
         self._context = RunContext(options, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
         self._owner = 0, 0

@@ -217,6 +217,28 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
+def place_with_params(state: Tree) -> Tree:
+    """Place what is on no mesh of a state of several processes on the mesh of its parameters, whole on each device.
+
+    JAX accepts such a leaf, often the step, in the first call, and returns it on the mesh. So without this the step is
+    compiled twice, and a run that takes no step cannot save: the leaf belongs to each process alone.
+    """
+    mesh = None if jax.process_count() == 1 else meshes.mesh_of(state.params)
+    if mesh is None or everywhere(mesh).is_fully_addressable:
+        return state
+    return jax.tree.map(lambda leaf: _placed_on(mesh, leaf), state)
+
+
+def _placed_on(mesh: Mesh, leaf: Any) -> Any:
+    if not trees.is_array(leaf) and not placement.is_shape(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
+        return leaf
+    if placement.is_shape(leaf) and leaf.sharding is not None:
+        return leaf
+    return put_leaf(leaf, everywhere(mesh))
+
+
 def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
     """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards."""
     shapes = jax.eval_shape(make, *args)

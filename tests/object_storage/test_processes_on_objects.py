@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+from fellows import Fellows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.checkpoint.shared_directory import check_shared
+from jstep.stores.objects import Objects
 
 SAVE = """
 from jstep.checkpoint import array_writer
@@ -91,3 +94,13 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **locations, progress=False)
     assert jstep.Saver("gs://bkt/train").latest_step() == 8
     assert len(gcs.keys("train/logs/")) == 2, "only process 0 writes event files"
+
+
+def test_processes_with_the_urls_of_two_runs(each_store, monkeypatch):
+    two = Fellows(monkeypatch)
+    assert two.each(lambda i: check_shared(each_store.run, "checkpoint_dir")) == [None, None]
+    urls = [f"{each_store.run}/a", f"{each_store.run}/b"]
+    for error in two.each(lambda i: check_shared(urls[i], "checkpoint_dir")):
+        assert f"checkpoint_dir='{urls[1]}': must be the directory of process 0" in str(error)
+        assert f"'{urls[0]}/~directory/" in str(error)
+    assert not Objects(each_store.run).list()  # what was written is removed

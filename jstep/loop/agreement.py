@@ -1,0 +1,129 @@
+"""What the processes of a run compare before anything is opened.
+
+Each runs the program by itself, and a difference between them, such as another `last_step`, would otherwise show as a
+wait of half an hour: they would not call the same collectives.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.shared_directory import check_shared
+from jstep.core import processes, trees
+from jstep.core.checks import array_type, format_list
+from jstep.core.trees import Tree
+from jstep.loop.arguments import Options
+from jstep.metering.cadence import hook_cadence
+from jstep.state.train_state import TrainState
+
+_LEAVES = "leaves of the state"
+_MANY_LEAVES = 8
+"""How many leaves an error names."""
+
+
+def check_processes(options: Options, state: TrainState, step: int | None) -> None:
+    """Check that all processes were given the same run and see one `checkpoint_dir`.
+
+    Args:
+        step: The step of the state, if it is known.
+
+    Raises:
+        ValueError: They were not; names what differs, with the value of each process. It is raised on all of them.
+    """
+    if processes.is_single_process():
+        return
+    leaves = _leaves(state)
+    facts = {
+        **_facts(options),
+        "step of the state": step,
+        "leaves of the state": zlib.crc32("\n".join(leaves).encode()),
+    }
+    rows = [json.loads(text) for text in processes.gather_texts(json.dumps(facts))]
+    for name in facts:
+        values = [row.get(name) for row in rows]
+        if any(value != values[0] for value in values):
+            raise ValueError(_difference(name, values, leaves))
+    if options.checkpoint_dir is not None:
+        saver = options.checkpoint_dir
+        check_shared(saver.directory if isinstance(saver, Saver) else saver, "checkpoint_dir")
+
+
+def _facts(options: Options) -> dict[str, Any]:
+    """Return what decides which calls are made, and with whom: no value that may differ, such as a log's."""
+    facts: dict[str, Any] = {
+        "last_step": options.last_step,
+        "steps_per_call": options.steps_per_call,
+        "save_checkpoint_steps": options.save_checkpoint_steps,
+        # Of these only whether they are given: the seconds are those of process 0, and paths may differ by host.
+        "checkpoint_dir is given": options.checkpoint_dir is not None,
+        "stop_secs is given": options.stop_secs is not None,
+        "start_from is given": options.start_from is not None,
+        "save_checkpoint_secs is given": options.save_checkpoint_secs is not None,
+        "number of hooks": len(options.hooks),
+    }
+    if options.steps_per_call != 1:
+        # A call of several steps ends where a line is due.
+        facts["log_steps"] = None if options.progress is False else options.log_steps
+        facts["save_summaries_steps"] = None if options.logdir is None else options.save_summaries_steps
+    for number, hook in enumerate(options.hooks):
+        facts[f"cadence of hooks[{number}]"] = _cadence(hook, ends_calls=options.steps_per_call != 1)
+    return facts
+
+
+def _cadence(hook: object, *, ends_calls: bool) -> str | None:
+    """Describe the cadence of a hook; None if processes may differ in it, such as a log that one of them writes."""
+    cadence = hook_cadence(hook)
+    if cadence is None or not (cadence.together or (ends_calls and cadence.ends_calls)):
+        return None
+    clock = " or by the clock" if cadence.secs is not None else ""
+    return f"every {cadence.steps} steps{clock}"
+
+
+def _leaves(state: Tree) -> list[str]:
+    leaves = []
+    for path, leaf in trees.leaves_with_paths(state):
+        kind = array_type(leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else type(leaf).__name__
+        leaves.append(f"{path} {kind}")
+    return leaves
+
+
+def _difference(name: str, values: list[Any], leaves: list[str]) -> str:
+    if name == _LEAVES:
+        return _differing_leaves(leaves)
+    described = [f"{value} on process {process}" for process, value in enumerate(values)]
+    return (
+        f"{name}: must be the same on all processes, got {format_list(described, 8)}; start all of them with the same "
+        "program and arguments"
+    )
+
+
+def _differing_leaves(leaves: list[str]) -> str:
+    rows = [text.split("\n") for text in processes.gather_texts("\n".join(leaves))]
+    for process, row in enumerate(rows):
+        if row == rows[0]:
+            continue
+        only_first = [leaf for leaf in rows[0] if leaf not in {*row}]
+        only_other = [leaf for leaf in row if leaf not in {*rows[0]}]
+        return (
+            "state: must have the same leaves on all processes, got "
+            f"{format_list(only_first, _MANY_LEAVES) or 'fewer'} on process 0 and "
+            f"{format_list(only_other, _MANY_LEAVES) or 'fewer'} on process {process}; create it from the same "
+            "program and arguments on all of them"
+        )
+    raise AssertionError("the leaves do not differ")
+
+
+def check_latest(latest: int | None) -> None:
+    """Check that all processes find the same newest checkpoint, from which they resume together."""
+    if processes.is_single_process():
+        return
+    found = processes.ints_of_all(-1 if latest is None else latest)
+    steps: Mapping[int, int] = {process: step for process, (step,) in enumerate(found)}
+    if len({*steps.values()}) > 1:
+        described = [f"{'none' if step < 0 else step} on process {process}" for process, step in steps.items()]
+        raise ValueError(
+            f"checkpoint_dir: must have the same newest checkpoint on all processes, got step "
+            f"{format_list(described, 8)}; start the run again once its file system shows all of them the same files"
+        )
