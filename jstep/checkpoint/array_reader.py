@@ -1,6 +1,7 @@
 """Arrays of checkpoints, read by tensorstore, which verifies what it reads; imported on first use, which is slow."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -15,6 +16,7 @@ import tensorstore as ts
 
 from jstep.checkpoint.array_writer import (
     CONFIG,
+    CONFIG_OF_OTHERS,
     FILES,
     LARGEST,
     Wait,
@@ -24,8 +26,9 @@ from jstep.checkpoint.array_writer import (
     divide_replicas,
 )
 from jstep.checkpoint.leaf_records import shape_and_dtype
-from jstep.checkpoint.manifest import CorruptedError, Manifest
+from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest
 from jstep.core.placement import ShardBounds, bounds, lengths, local_parts, place, slices
+from jstep.stores.files import decode_json
 from jstep.stores.objects import LostError, in_flight, redact
 
 _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**28, 2**30
@@ -42,6 +45,36 @@ _TOGETHER = {
 _UNAVAILABLE = "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
 """Beginnings of errors that say nothing about the data."""
 _CORRUPTION = {"NOT_FOUND": "is missing", "DATA_LOSS": "has another checksum", "OUT_OF_RANGE": "is truncated"}
+
+
+def _metadata_of_file(size: int, chunk: Sequence[int]) -> dict[str, Any]:
+    """Return the metadata of a file's array, without what releases of tensorstore write or leave out."""
+    return {
+        "chunk_grid": {"configuration": {"chunk_shape": list(chunk)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        "data_type": "uint8",
+        "fill_value": 0,
+        "node_type": "array",
+        "shape": [size],
+        "zarr_format": 3,
+    }
+
+
+_LEFT_OUT = [
+    (("attributes",), {}),
+    (("chunk_key_encoding", "configuration"), {"separator": "/"}),
+    (("codecs", 0, "configuration"), {"endian": "little"}),
+]
+"""What a release of tensorstore may write or leave out: keys in metadata, and their values."""
+
+
+def _without_left_out(metadata: Any) -> Any:
+    for (*path, last), value in _LEFT_OUT:
+        record = functools.reduce(lambda found, key: found[key], path, metadata)
+        if record.get(last) == value:
+            del record[last]
+    return metadata
 
 
 class _Kind(NamedTuple):
@@ -73,7 +106,9 @@ class ArrayReader:
 
     def __init__(self, base: Mapping[str, Any], manifest: Manifest, wait: Wait) -> None:
         self._base = base
-        self._by_array, self._parts = manifest.by_array, manifest.parts
+        self._by_array = manifest.by_array
+        self._parts = manifest.parts
+        self._processes = manifest.processes
         self._wait = wait
         self.problems: list[str] = []
         self._context = ts.Context(
@@ -115,7 +150,7 @@ class ArrayReader:
         """Read arrays by name, with these shardings, or None for NumPy arrays.
 
         Raises:
-            CorruptedError: Names the leaves of the corrupted arrays.
+            CorruptedCheckpointError: Names the leaves of the corrupted arrays.
         """
         opened = self._open(shardings)
         placed: dict[str, Any] = {}
@@ -153,7 +188,7 @@ class ArrayReader:
     def read_file(self, name: str) -> bytes:
         """Read a file of a `CheckpointExtra`."""
         if problem := self.unlike_written():
-            raise CorruptedError([problem])
+            raise CorruptedCheckpointError(problem)
         return bytes(self.read({FILES + name: None})[FILES + name].tobytes())
 
     def files(self) -> list[str]:
@@ -163,9 +198,10 @@ class ArrayReader:
         self._raise_problems()
         return [key.removesuffix(end) for key in keys or () if key.endswith(end)]
 
-    def _keys(self, directory: str, start: str, stop: str) -> list[str] | None:
+    def _keys(self, directory: str, start: str, stop: str, config: Mapping[str, Any] = CONFIG) -> list[str] | None:
         """Return the keys in [start, stop) of the database in a directory; None if it is corrupted."""
-        spec = {**self._store, "base": {**self._base, "path": self._base["path"] + directory}}
+        base = {**self._base, "path": self._base["path"] + directory}
+        spec = {**self._store, "base": base, "config": dict(config)}
         store = self._result("", ts.KvStore.open(spec, context=self._context), 0)
         keys = None if store is None else self._result("", store.list(ts.KvStore.KeyRange(start, stop)), 0)
         return None if keys is None else [key.decode(errors="surrogateescape") for key in keys]
@@ -176,7 +212,7 @@ class ArrayReader:
             return [problem]
         try:
             opened = self._open([*self._by_array, *self.files()])
-        except CorruptedError as error:
+        except CorruptedCheckpointError as error:
             return error.problems
         chunks = ((name, stored[box]) for name, (kind, stored) in opened.items() for box in kind.chunks())
         corrupted: set[str] = set()
@@ -184,28 +220,42 @@ class ArrayReader:
         for (name, _), future in in_flight(lambda chunk: chunk[1].read(), others, _AT_ONCE):
             if self._result(name, future, LARGEST) is None:
                 corrupted.add(name)
-        for process in itertools.count():  # the nodes of the databases that were merged, which nothing else reads
-            if self._keys(f"ocdbt.process_{process}/", "", "\x7f") == []:
-                return list(dict.fromkeys(self.problems))
-        raise AssertionError("unreachable")
+        if self._processes > 1:
+            for process in range(self._processes):  # the nodes of the merged databases, which nothing else reads
+                config = CONFIG if process == 0 else CONFIG_OF_OTHERS
+                self._keys(f"ocdbt.process_{process}/", "", "\x7f", config)
+        return list(dict.fromkeys(self.problems))
 
     def _open(self, names: Iterable[str]) -> dict[str, tuple[_Kind, Any]]:
-        opening: dict[str, tuple[_Kind | None, Any]] = {}
+        names = list(names)
+        sizes = self._sizes_of_files([name for name in names if name.startswith(FILES)])
+        opening: dict[str, tuple[_Kind, Any]] = {}
         for name in names:
+            kind = sizes.get(name) if name.startswith(FILES) else self._kind(name)
+            if kind is None:
+                continue
             spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._store, "path": array_path(name)}}
-            spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False}
-            if name.startswith(FILES):
-                opening[name] = None, ts.open(spec, open=True, read=True, context=self._context)
-            elif (kind := self._kind(name)) is not None:
-                spec["metadata"] = array_metadata(*kind)
-                opened = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
-                opening[name] = kind, opened
+            spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False, "metadata": array_metadata(*kind)}
+            opened = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
+            opening[name] = kind, opened
         found = {}
         for name, (kind, future) in opening.items():
-            if (stored := self._result(name, future, 0)) is not None:
-                found[name] = kind or self._kind_of_file(name, stored), stored
+            stored = self._result(name, future, 0)
+            if stored is not None:
+                found[name] = kind, stored
         self._raise_problems()
         return found
+
+    def _sizes_of_files(self, names: Sequence[str]) -> dict[str, _Kind]:
+        """Return the kinds of the arrays of files, whose sizes only the database knows."""
+        if not names:
+            return {}
+        store = self._result("", ts.KvStore.open(self._store, context=self._context), 0)
+        if store is None:
+            return {}
+        reading = {name: store.read(f"{array_path(name)}zarr.json") for name in names}
+        kinds = {name: self._kind_of_file(name, self._result(name, future, 0)) for name, future in reading.items()}
+        return {name: kind for name, kind in kinds.items() if kind is not None}
 
     def _kind(self, name: str) -> _Kind | None:
         """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
@@ -220,15 +270,25 @@ class ArrayReader:
         self.problems.append(f"{self._described(name)} is not what jstep writes: {why:.100}")
         return None
 
-    def _kind_of_file(self, name: str, stored: Any) -> _Kind:
-        """Return the kind of a file's array, which only the database knows; add a problem if it is not one of jstep."""
-        metadata = stored.spec().to_json()["metadata"]
-        kind = _Kind(stored.shape, np.dtype(np.uint8), chunk_shape(stored.shape, stored.shape, 1))
-        expected = array_metadata(*kind)
-        codecs = [[codec["name"] for codec in fields["codecs"]] for fields in (metadata, expected)]
-        if codecs[0] != codecs[1] or any(metadata[key] != expected[key] for key in ("data_type", "chunk_grid")):
-            self.problems.append(f"{self._described(name)} is not what jstep writes")
-        return kind
+    def _kind_of_file(self, name: str, read: Any) -> _Kind | None:
+        """Return the kind of a file's array; None, and a problem, if its metadata are not what jstep writes.
+
+        All of it is compared. Metadata that another process than the first has written have no checksum of their own,
+        but the number of bytes stands in them twice.
+        """
+        if read is None:
+            return None
+        if read.state != "value":
+            self.problems.append(f"{self._described(name)} is missing")
+            return None
+        metadata = decode_json(bytes(read.value))
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            (size,) = metadata["shape"]
+            kind = _Kind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
+            if type(size) is int and _without_left_out(metadata) == _metadata_of_file(size, kind.chunk):
+                return kind
+        self.problems.append(f"{self._described(name)} is not what jstep writes")
+        return None
 
     def _described(self, name: str) -> str:
         if name.startswith(FILES):
@@ -250,7 +310,7 @@ class ArrayReader:
 
     def _raise_problems(self) -> None:
         if self.problems:
-            raise CorruptedError(list(dict.fromkeys(self.problems)))
+            raise CorruptedCheckpointError(list(dict.fromkeys(self.problems)))
 
 
 class _Buffers:

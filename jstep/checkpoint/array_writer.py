@@ -129,15 +129,20 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
         # A program for each shape, whatever the number of replicas.
         divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
         on_devices |= dict(zip(moving, divided, strict=True))
-    own_parts, turn = list[OwnParts](), 0
+    own_parts = list[OwnParts]()
+    turns = _Turns()
     for name, array in arrays.items():
-        part, values = array.shape, list[Any]()
+        part = array.shape
+        values = list[Any]()
         if name in divisions:
-            _, part, replicas, by_replica = divisions[name]
-            for position, index, within in by_replica.get(turn * _stride(replicas) % replicas, ()):
+            division = divisions[name]
+            part = division.part
+            replica = 0
+            if division.replicas > 1:
+                replica = turns.next_replica(division.replicas, math.prod(part) * array.dtype.itemsize)
+            for position, index, within in division.by_replica.get(replica, ()):
                 data = on_devices[name].addressable_data(position)
                 values.append((index, np.asarray(data)[within] if array.sharding in in_place else data))
-            turn += replicas > 1
         elif jax.process_index() == 0:
             values.append(((), array))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part, values))
@@ -150,6 +155,27 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
         )
         for array in own_parts
     ]
+
+
+class _Turns:
+    """Whose turn it is to write an array: one replica after the other writes a group of `SMALLEST` bytes.
+
+    A group lies in one file, so that a process that restores reads it at once. Arrays of one number of replicas take
+    turns of their own.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Counter[int]()
+        self._group_bytes = Counter[int]()
+
+    def next_replica(self, replicas: int, nbytes: int) -> int:
+        """Return the replica that writes an array whose parts have `nbytes` bytes each."""
+        replica = self._turns[replicas] * _stride(replicas) % replicas
+        self._group_bytes[replicas] += nbytes
+        if self._group_bytes[replicas] >= SMALLEST:
+            self._turns[replicas] += 1
+            self._group_bytes[replicas] = 0
+        return replica
 
 
 @functools.cache
@@ -182,6 +208,10 @@ _ENTRY = 1024
 """The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
 CONFIG = {"max_inline_value_bytes": _ENTRY, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
 CONFIG |= {"compression": None}  # so that the size of a file bounds the memory that it needs
+CONFIG_OF_OTHERS = {**CONFIG, "max_inline_value_bytes": 100}
+"""The configuration of the databases of all processes but the first. Each process reads all nodes, so that it would
+read the small chunks of all others if they were in them. The first process writes the metadata of the arrays, for whose
+checksums they must be in nodes."""
 FILES = "$files/"
 """The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
 
@@ -209,7 +239,9 @@ def _root(base: Mapping[str, Any], context: ts.Context) -> bytes | None:
     if base["driver"] != "kvstack":
         return None
     memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
-    return bytes(memory.read(f"{base['path']}{ROOT}").result().value)
+    root = memory.read(f"{base['path']}{ROOT}").result()
+    # A process that has nothing to write makes no database.
+    return bytes(root.value) if root.state == "value" else None
 
 
 def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, first: bool) -> bytes | None:
@@ -218,12 +250,14 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     The first process creates the arrays, and the others assume what it writes.
 
     Returns:
-        The root of the database if it was kept in memory (see `base`), which the caller writes last; otherwise None.
+        The root of the database if it was kept in memory (see `base`), which the caller writes last; None otherwise,
+        or if there is nothing to write.
     """
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
     size = {} if is_local else {"target_data_file_size": _OBJECT}
-    store = {"driver": "ocdbt", "base": dict(base), "config": CONFIG, **size}
+    config = CONFIG if first else CONFIG_OF_OTHERS
+    store = {"driver": "ocdbt", "base": dict(base), "config": config, **size}
     chunk, opening = functools.cache(chunk_shape), []
     for array in arrays:
         kind = array_metadata(array.shape, array.dtype, chunk(array.part, array.shape, array.dtype.itemsize))

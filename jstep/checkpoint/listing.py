@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
 from jstep.core.logs import log_once
 from jstep.stores.files import is_absent, may_be_file, read_small
 
@@ -24,7 +24,7 @@ def read_manifest(checkpoint: str) -> Manifest:
     try:
         data = read_small(path, LARGEST_MANIFEST)
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        raise CorruptedCheckpointError(str(error)) from None
     return decode_manifest(data, path)
 
 

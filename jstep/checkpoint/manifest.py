@@ -12,41 +12,45 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.checks import describe_type, format_value
+from jstep.core.checks import describe_type, format_list, format_value
 from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 3
-"""The format of jstep 0.4; versions before it wrote format 1."""
-_OTHER_FORMAT = (
-    "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
-)
+FORMAT = 4
+"""The number of the format of manifests. Formats 1 to 3 were written before the first release."""
+DATABASE = 1
+"""The number of the format of the database of arrays."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
+
+
+def _version() -> str:
+    # Not from the metadata of the installed package: another version, or none, may be installed under this name.
+    return str(sys.modules["jstep"].__version__)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is corrupted."""
 
 
-class CorruptedError(CheckpointError):
-    """A checkpoint is corrupted.
+class CorruptedCheckpointError(CheckpointError):
+    """A checkpoint is corrupted: its bytes are not those that were written.
 
     Attributes:
         problems: One description per corrupted file or object.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str] | str) -> None:
         super().__init__(problems)  # the argument, with which it is unpickled
-        self.problems = list(problems)
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
 
     def __str__(self) -> str:
         return "; ".join(self.problems)
 
 
 class UnsupportedFormatError(CheckpointError):
-    """A checkpoint is intact, but this version cannot read its format."""
+    """A checkpoint is intact, but this version of jstep cannot read its format."""
 
 
 class CheckpointExtra(NamedTuple):
@@ -182,6 +186,12 @@ class LeftOutLeaf(LeafRecord):
         return cls(*cls._fields(data), _checked(data["fingerprint"], "text"))
 
 
+_LEAF, _LEFT_OUT = (
+    frozenset({field.name for field in dataclasses.fields(kind)} | {"notes"}) for kind in (Leaf, LeftOutLeaf)
+)
+"""The keys of the records of leaves."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RetainedSteps:
     """The retention state, which is written into every manifest.
@@ -208,6 +218,7 @@ class Manifest:
         left_out: Leaves that a target must provide.
         finite: As in `CheckpointExtra`; True if it was not recorded.
         temporary: As in `CheckpointExtra`.
+        processes: The number of processes that wrote it, each of them a database if there are several.
     """
 
     step: int
@@ -216,13 +227,13 @@ class Manifest:
     extra: Any = None
     retention: RetainedSteps = RetainedSteps(frozenset(), 0.0)
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # Not from the metadata of the installed package: another version, or none, may be installed under this name.
-    jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
+    jstep: str = dataclasses.field(default_factory=_version)
     data: str | None = None
     parts: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     left_out: tuple[LeftOutLeaf, ...] = ()
     finite: bool = True
     temporary: bool = False
+    processes: int = 1
 
     @property
     def by_array(self) -> dict[str, Leaf]:
@@ -231,26 +242,32 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it."""
-    retained = manifest.retention
-    head = {
+    retention: dict[str, Any] = {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since}
+    if manifest.retention.temporary:
+        retention["temporary"] = sorted(manifest.retention.temporary)
+    head: dict[str, Any] = {
         "format": FORMAT,
+        "database": DATABASE,
         "jstep": manifest.jstep,
         "step": manifest.step,
         "saved_at": manifest.saved_at,
+        "processes": manifest.processes,
         "extra": manifest.extra,
-        "retention": {"kept": sorted(retained.steps), "since": retained.since},
+        "retention": retention,
         "finite": manifest.finite,
     }
-    head |= {"temporary": True} if manifest.temporary else {}
-    head |= {} if manifest.data is None else {"data": manifest.data}
-    head |= {"parts": manifest.parts} if manifest.parts else {}
-    head["retention"] |= {"temporary": sorted(retained.temporary)} if retained.temporary else {}
+    if manifest.temporary:
+        head["temporary"] = True
+    if manifest.data is not None:
+        head["data"] = manifest.data
+    if manifest.parts:
+        head["parts"] = manifest.parts
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
     lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
     if manifest.left_out:
-        left_out = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out)
+        left_out = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out])
         lines.append(f' "left_out": [\n{left_out}\n ]')
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
@@ -258,28 +275,77 @@ def encode(manifest: Manifest) -> bytes:
 
 @functools.lru_cache(maxsize=4)  # listing, finding and reading a checkpoint decodes it three times in a row
 def decode(data: bytes) -> Manifest:
-    """Decode a manifest, which callers must not modify."""
+    """Decode a manifest, which callers must not modify.
+
+    Raises:
+        UnsupportedFormatError: It is of another format, or has what this version does not know.
+        CorruptedCheckpointError: It is corrupted, or is not what jstep writes.
+    """
     body, seal, tail = data.rpartition(_SEAL.encode())
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
-        raise CheckpointError("its checksum differs: the file was truncated or changed")
+        raise CorruptedCheckpointError("its checksum differs: the file was truncated or changed")
     try:
-        if (loaded := decode_json(body + b"\n}")) is None:
+        loaded = decode_json(body + b"\n}")
+        if loaded is None:
             raise ValueError("it is not JSON, or is nested too deeply")
-        if loaded["format"] != FORMAT:
-            version = _checked(loaded["jstep"], "a word")
-            raise UnsupportedFormatError(
-                f"format {format_value(loaded['format'], 50)}, written by jstep {version}, but this "
-                f"version reads format {FORMAT}: {_OTHER_FORMAT}"
-            )
+        _check_format(loaded)
         return _valid_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
-        raise CheckpointError(f"its checksum is correct, but its content is not what jstep writes ({reason})") from None
+        problem = f"its checksum is correct, but its content is not what jstep writes ({reason})"
+        raise CorruptedCheckpointError(problem) from None
+
+
+def _check_format(loaded: Mapping[str, Any]) -> None:
+    """Raise an `UnsupportedFormatError` unless this version reads all of a manifest's formats."""
+    written_by = _checked(loaded.get("jstep", "an early version"), "a word")
+    number = _checked(loaded["format"], "a count")
+    if number < FORMAT:
+        raise UnsupportedFormatError(
+            f"it has format {number}, written by jstep {written_by} before the first release, whose format is "
+            f"{FORMAT}. The checkpoint is intact: Orbax still reads its arrays, by "
+            "orbax.checkpoint.PyTreeCheckpointer().restore(path), with names such as 'params/w'; or restore it with "
+            "the version that wrote it, and write its arrays with jstep.save_weights"
+        )
+    newer = "" if number == FORMAT else f"format {format_value(number, 50)}"
+    if not newer and loaded["database"] != DATABASE:
+        newer = f"a database of format {format_value(loaded['database'], 50)}"
+    if not newer:
+        newer = _unknown_keys(loaded)
+    if newer:
+        raise UnsupportedFormatError(
+            f"it has {newer}, which this version ({_version()}) does not know. The checkpoint is intact, and was "
+            f"written by jstep {written_by}: install that or a later one"
+        )
+
+
+_HEAD = frozenset(
+    {
+        *("format", "database", "jstep", "step", "saved_at", "processes", "extra", "retention", "finite", "temporary"),
+        *("data", "parts", "leaves", "files", "left_out", "notes"),
+    }
+)
+"""The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses other keys."""
+_RETENTION = frozenset({"kept", "since", "temporary", "notes"})
+
+
+def _unknown_keys(loaded: Mapping[str, Any]) -> str:
+    """Describe the keys of a manifest that this version does not know; empty if it knows them all."""
+    records = [
+        ("the manifest", _HEAD, [loaded]),
+        ("its retention", _RETENTION, [loaded["retention"]]),
+        ("a leaf", _LEAF, loaded["leaves"]),
+        ("a leaf that was left out", _LEFT_OUT, loaded.get("left_out", ())),
+    ]
+    for what, known, found in records:
+        unknown = sorted({key for record in found for key in record.keys() - known})
+        if unknown:
+            return f"{format_list([format_value(key, 50) for key in unknown], 3)} in {what}"
+    return ""
 
 
 def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
-    retention = loaded["retention"]
     files = dict(loaded["files"])
     for path, nbytes in files.items():
         if not path.isprintable():
@@ -290,23 +356,26 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     data = _optional(loaded.get("data"), "text")
     if data is not None and (data in ("", ".", "..") or "/" in data):
         raise ValueError(f"the directory {data!r} is not below the checkpoint")
-    kept, temporary = (
-        frozenset(_checked(step, "a count") for step in steps)
-        for steps in (retention["kept"], retention.get("temporary", ()))
-    )
+    retention = loaded["retention"]
+    parts = loaded.get("parts", {})
     return Manifest(
-        _checked(loaded["step"], "a count"),
-        _checked(loaded["saved_at"], "a number"),
-        tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
-        loaded["extra"],
-        RetainedSteps(kept, _checked(retention["since"], "a number"), temporary),
-        files,
-        _checked(loaded["jstep"], "a word"),
-        data,
-        {name: tuple(_checked(size, "a count") for size in part) for name, part in loaded.get("parts", {}).items()},
-        tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
-        _checked(loaded.get("finite", True), "true or false"),
-        _checked(loaded.get("temporary", False), "true or false"),
+        step=_checked(loaded["step"], "a count"),
+        saved_at=_checked(loaded["saved_at"], "a number"),
+        leaves=tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
+        extra=loaded["extra"],
+        retention=RetainedSteps(
+            steps=frozenset(_counts(retention["kept"])),
+            since=_checked(retention["since"], "a number"),
+            temporary=frozenset(_counts(retention.get("temporary", ()))),
+        ),
+        files=files,
+        jstep=_checked(loaded["jstep"], "a word"),
+        data=data,
+        parts={name: _counts(part) for name, part in parts.items()},
+        left_out=tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
+        finite=_checked(loaded.get("finite", True), "true or false"),
+        temporary=_checked(loaded.get("temporary", False), "true or false"),
+        processes=_checked(loaded["processes"], "a count"),
     )
 
 
@@ -325,6 +394,10 @@ def _checked(value: Any, kind: str) -> Any:
     if not _KINDS[kind](value):
         raise ValueError(f"{value!r:.50} is not {kind}")
     return value
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_checked(value, "a count") for value in values)
 
 
 def _optional(value: Any, kind: str) -> Any:

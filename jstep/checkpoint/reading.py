@@ -15,7 +15,7 @@ from jstep.checkpoint import leaf_records, match, targets
 from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import (
     CheckpointError,
-    CorruptedError,
+    CorruptedCheckpointError,
     Leaf,
     Manifest,
     UnsupportedFormatError,
@@ -58,22 +58,31 @@ def _gone(path: str) -> GoneError:
 
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+        self._store = store
+        self._prefix = prefix
         self._has_warned = False  # of a raw model state
+        # The step, path and manifest that `find` returned last: a process that reads files of this checkpoint need
+        # not read its manifest, which all of them would otherwise do. The checkpoint may be gone meanwhile.
+        self._found: tuple[int, str, Manifest] | None = None
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def file(self, name: str, step: int) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""
+        found = self._found
+        if found is not None and found[0] == step:
+            with contextlib.suppress(CheckpointError, OSError):  # it is gone, or that is found again below
+                return self._store.reader(*found[1:]).read_file(name)
         path = self._store.at(self._prefix, step)
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
             manifest = self._store.manifest(path)
             return self._store.reader(path, manifest).read_file(name)
-        except CorruptedError as error:
-            raise CheckpointError(f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}") from error
+        except CorruptedCheckpointError as error:
+            text = f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}"
+            raise CorruptedCheckpointError(text) from error
 
     def restore(
         self,
@@ -116,6 +125,11 @@ class CheckpointReader:
 
     def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, which the first process finds and reads."""
+        path, manifest = self._find(requested)
+        self._found = manifest.step, path, manifest
+        return path, manifest
+
+    def _find(self, requested: int | None) -> tuple[str, Manifest]:
 
         def found() -> tuple[str, Manifest]:
             step = self._newest() if requested is None else requested
@@ -138,7 +152,10 @@ class CheckpointReader:
             path, manifest = found()
             return json.dumps([path, encode(manifest).decode()])
 
-        kinds = GoneError, CheckpointError, FileNotFoundError, PermissionError, OSError
+        kinds = (
+            *(GoneError, CorruptedCheckpointError, UnsupportedFormatError, CheckpointError),
+            *(FileNotFoundError, PermissionError, OSError),
+        )
         path, manifest = json.loads(processes.text_from_first(as_text, kinds))
         return path, decode(manifest.encode())
 
@@ -147,9 +164,11 @@ class CheckpointReader:
             manifest = self._store.manifest(path)
         except FileNotFoundError:
             raise _gone(path) from None
+        except UnsupportedFormatError as error:
+            # No advice about older checkpoints: this one is intact, and a run that went back would lose steps.
+            raise UnsupportedFormatError(f"{path} {UNREADABLE}: {error}.") from error
         except CheckpointError as error:
-            verdict = UNREADABLE if isinstance(error, UnsupportedFormatError) else CORRUPTED
-            raise self.unusable(path, [str(error)], verdict) from error
+            raise self.unusable(path, [str(error)], CORRUPTED) from error
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
@@ -283,10 +302,10 @@ class CheckpointReader:
         failure: Exception | None = None
         try:
             if problem := processes.text_from_first(lambda: self._store.reader(path, manifest).unlike_written()):
-                raise CorruptedError([problem])
+                raise CorruptedCheckpointError(problem)
             reader = self._store.reader(path, manifest)
             arrays = reader.read({name: reader.sharding_to_read(name, shardings[name]) for name in shardings})
-        except CorruptedError as error:
+        except CorruptedCheckpointError as error:
             problems = error.problems
         except Exception as error:
             failure = error
@@ -302,7 +321,7 @@ class CheckpointReader:
                     files = self._store.describe_files(path, manifest)
                     return str(self.unusable(path, [*files, *found], CORRUPTED))
 
-                raise CheckpointError(processes.text_from_first(text))
+                raise CorruptedCheckpointError(processes.text_from_first(text))
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         if jax.process_index() == 0:
@@ -314,7 +333,8 @@ class CheckpointReader:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {verdict}: {format_list(problems, SHOWN, '; ')}. {advice}.")
+        text = f"{path} {verdict}: {format_list(problems, SHOWN, '; ')}. {advice}."
+        return CorruptedCheckpointError(text) if verdict == CORRUPTED else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
         in_the_way: list[str] = []

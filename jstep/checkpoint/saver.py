@@ -489,8 +489,15 @@ class Saver:
         self._retention.begin()
         try:
             own_parts = array_writer().take(saved.arrays)
-            parts = {array.name: array.part for array in own_parts if array.part != array.shape}
-            manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, parts=parts, finite=finite)
+            manifest = Manifest(
+                step=step,
+                saved_at=saved_at,
+                leaves=tuple(saved.leaves),
+                extra=extra.values,
+                parts={array.name: array.part for array in own_parts if array.part != array.shape},
+                finite=finite,
+                processes=jax.process_count(),
+            )
             records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
             end = EndOfSave(manifest, records, flushes, extra.temporary_secs, self._listener)
             job = SaveJob(

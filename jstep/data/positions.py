@@ -1,5 +1,6 @@
 """Positions of data loaders on each process: in checkpoints, and during a run."""
 
+import hashlib
 import json
 import math
 import time
@@ -11,11 +12,16 @@ import jax
 from jstep.core import processes
 from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
+from jstep.stores.files import decode_json
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
-"""Keys of a checkpoint's `extra`: the position of process 0, and of all processes."""
-_PROCESSES = "processes"
+"""Keys of a checkpoint's `extra`: the position, if it is the same on all processes, and those of several processes.
+
+The latter has the number of processes, and a list of one position if they are equal, or else of a file of the
+checkpoint for each process, which that process has written: the manifest, which all read, does not grow with them.
+"""
+_PROCESSES, _LIST = "processes", "positions"
 
 
 OWN_STATE, STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
@@ -40,24 +46,29 @@ class SavedPosition(NamedTuple):
 
 
 def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
-    """Return the position of this process in a checkpoint's `extra`, or why it is not known; None without one."""
-    of_all = extra.get(POSITIONS)
+    """Return the position of this process in a checkpoint's `extra`, or why it is not known; None without one.
+
+    Args:
+        extra: As `with_own_position` returns it.
+    """
+    every = extra.get(POSITIONS)
     first = extra.get(POSITION)
     count = jax.process_count()
-    if of_all is None:
+    if every is None:
         only_one = (
             f"The checkpoint has one position of a loader for {count} processes. Every process resumes from it, which "
             "is wrong if their loaders do not advance together."
         )
         return None if first is None else SavedPosition(first, warning=only_one if count > 1 else "")
-    before, positions = of_all[_PROCESSES], of_all["positions"]
+    before = every[_PROCESSES]
+    positions = every[_LIST]
     if len(positions) > 1 and before != count:
         return SavedPosition(
             None,
             f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
             f"{count}. Start the run with {before} processes",
         )
-    position = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
+    position = positions[0 if len(positions) == 1 else jax.process_index()]
     return None if position is None else SavedPosition(position)
 
 
@@ -66,28 +77,54 @@ Files = dict[str, LargeBytes]
 
 
 def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dict[str, Any], Files]:
-    """Gather the positions of all processes, and the files of large arrays.
+    """Return what a checkpoint's `extra` has of the positions of all processes, and the files that this one writes.
+
+    The processes exchange hashes alone: each would otherwise receive and decode all positions, at each save.
 
     Raises:
         RuntimeError: The processes are not alike: `progress()`, which describes where each is, differs.
     """
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    count = jax.process_count()
     attached = AttachedFiles(_file_stem(index))
     encoded = tagged_json.as_json(position, attached)
     if count == 1:
         return {} if encoded is None else {POSITION: encoded}, attached
+    text = json.dumps(encoded)
     # Equal positions differ only in the names of their files.
-    hashes = [file.hash.hex() for file in attached.values()]
-    rows = [json.loads(text) for text in processes.gather_texts(json.dumps([progress(), encoded, hashes]))]
+    alike = [text.replace(_file_stem(index), ""), *[file.hash.hex() for file in attached.values()]]
+    digest = hashlib.blake2b(json.dumps(alike).encode(), digest_size=20).hexdigest()
+    rows = [json.loads(row) for row in processes.gather_texts(json.dumps([progress(), digest, encoded is not None]))]
     _require_alike([row[0] for row in rows])
-    texts = [json.dumps(row[1:]) for row in rows]
-    are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1
-    positions = [json.loads(text)[0] for text in (texts[:1] if are_equal else texts)]
-    if positions == [None]:
+    if not any(has_position for _, _, has_position in rows):
         return {}, {}
-    first = {} if positions[0] is None else {POSITION: positions[0]}
-    files = attached if index == 0 or not are_equal else {}
-    return first | {POSITIONS: {_PROCESSES: count, "positions": positions}}, files
+    if len({digest for _, digest, _ in rows}) == 1:
+        every = {_PROCESSES: count, _LIST: [encoded]}
+        return {POSITION: encoded, POSITIONS: every}, attached if index == 0 else {}
+    files = {_file_name(index): LargeBytes(text.encode()), **attached}
+    return {POSITIONS: {_PROCESSES: count, _LIST: [_file_name(process) for process in range(count)]}}, files
+
+
+def with_own_position(extra: dict[str, Any], read_file: Callable[[str], bytes]) -> dict[str, Any]:
+    """Return a checkpoint's `extra` with the position of this process in place of the name of its file.
+
+    If more processes saved it than are running, each also reads some of the others, as `positions_elsewhere` may have
+    to write them again.
+    """
+    every = extra.get(POSITIONS)
+    if not isinstance(every, Mapping) or not isinstance(every.get(_LIST), list):
+        return extra
+    positions = list(every[_LIST])
+    for process in range(jax.process_index(), len(positions), jax.process_count()):
+        if positions[process] == _file_name(process):
+            positions[process] = position_in_file(read_file(_file_name(process)))
+    return {**extra, POSITIONS: {**every, _LIST: positions}}
+
+
+def position_in_file(data: bytes) -> Any:
+    """Return the position in a file of its own, encoded; what is not one, which nobody can resume from, as text."""
+    loaded = decode_json(data)
+    return loaded if loaded is not None or data == b"null" else repr(data[:50])
 
 
 def _require_alike(progress: Sequence[str]) -> None:
@@ -103,10 +140,29 @@ def _require_alike(progress: Sequence[str]) -> None:
 
 
 def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files]:
-    """Return the positions in another checkpoint's `extra`, from `with_files`, and their files."""
-    attached = AttachedFiles(_file_stem(0))
-    kept = {key: tagged_json.as_json(extra[key], attached) for key in (POSITION, POSITIONS) if key in extra}
-    return kept, attached if jax.process_index() == 0 else {}
+    """Return the positions in another checkpoint's `extra`, and the files of them that this process writes.
+
+    Args:
+        extra: As `with_own_position` and `with_files` return it.
+    """
+    kept: dict[str, Any] = {}
+    first = AttachedFiles(_file_stem(0))
+    if POSITION in extra:
+        kept[POSITION] = tagged_json.as_json(extra[POSITION], first)
+    files: Files = dict(first) if jax.process_index() == 0 else {}
+    every = extra.get(POSITIONS)
+    if every is None:
+        return kept, files
+    positions = every[_LIST]
+    if len(positions) == 1:
+        return kept | {POSITIONS: {**every, _LIST: [kept[POSITION]]}}, files
+    for process, position in enumerate(positions):
+        if isinstance(position, str):  # the file of another process, which writes it
+            continue
+        attached = AttachedFiles(_file_stem(process))
+        text = json.dumps(tagged_json.as_json(position, attached))
+        files |= {_file_name(process): LargeBytes(text.encode()), **attached}
+    return kept | {POSITIONS: {**every, _LIST: [_file_name(process) for process in range(len(positions))]}}, files
 
 
 def decode_position(kept: object, owner: str) -> Any:
@@ -121,8 +177,13 @@ def decode_position(kept: object, owner: str) -> Any:
         ) from None
 
 
+def _file_name(process: int) -> str:
+    return f"position.process_{process}"
+
+
 def _file_stem(process: int) -> str:
-    return f"position.process_{process}."
+    """Return the beginning of the names of files with the large arrays of a position."""
+    return f"{_file_name(process)}."
 
 
 _SHARE = 0.02

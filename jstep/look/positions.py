@@ -62,16 +62,21 @@ def positions_in(extra: Any, read_file: ReadFile) -> Positions | None:
     """Return the positions in the `extra` of a checkpoint, or None if it has none."""
     if not isinstance(extra, dict):
         return None
-    of_all = extra.get("batches_of_processes")
-    of_all = of_all if isinstance(of_all, dict) else {"processes": 1, "positions": [extra.get("batches")]}
-    found = of_all.get("positions")
-    positions = list(enumerate(found)) if isinstance(found, list) else []
-    known = {
-        None if len(positions) == 1 else process: _position(saved, read_file)
-        for process, saved in positions
-        if isinstance(saved, dict) and "value" in saved
-    }
-    return Positions(of_all.get("processes"), known) if known else None
+    every = extra.get("batches_of_processes")
+    if not isinstance(every, dict):
+        every = {"processes": 1, "positions": [extra.get("batches")]}
+    positions = every.get("positions")
+    if not isinstance(positions, list):
+        return None
+    known: dict[int | None, Position] = {}
+    for process, saved in enumerate(positions):
+        if saved == f"position.process_{process}":
+            from jstep.data.positions import position_in_file  # it imports JAX
+
+            saved = position_in_file(read_file(saved))
+        if isinstance(saved, dict) and "value" in saved:
+            known[None if len(positions) == 1 else process] = _position(saved, read_file)
+    return Positions(every.get("processes"), known) if known else None
 
 
 def lines_of_positions(positions: Positions) -> list[str]:

@@ -19,6 +19,7 @@ from jstep.core import processes, trees
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
+from jstep.data.positions import with_own_position
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
@@ -155,8 +156,9 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
     extra = saver.extra(step)
     if not isinstance(extra, dict):
         return {}
+    own = with_own_position(extra, lambda name: saver.read_file(name, step))
     loaded: dict[str, Any] = tagged_json.with_files(
-        extra, lambda name: tagged_json.LargeBytes(load=lambda: saver.read_file(name, step))
+        own, lambda name: tagged_json.LargeBytes(load=lambda: saver.read_file(name, step))
     )
     return loaded
 
@@ -344,17 +346,20 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], 
     """Return a checkpoint's data beside the state, and its state or the edited one; None if its run has replaced it."""
     saver, step = parent.saver, parent.step
 
-    def load(name: str) -> tagged_json.LargeBytes:
+    def read(name: str) -> bytes:
         try:
-            return tagged_json.LargeBytes(saver.read_file(name, step))
+            return saver.read_file(name, step)
         except FileNotFoundError:  # as seen below, on all processes
-            return tagged_json.LargeBytes()
+            return b""
 
     try:
         saved = saver.extra(step)
         with internal_transfers():
             state = target if parent.edited else saver.restore(target, step=step)
-        extra = tagged_json.with_files(saved, load) if isinstance(saved, dict) else {}
+        extra = {}
+        if isinstance(saved, dict):
+            own = with_own_position(saved, read)
+            extra = tagged_json.with_files(own, lambda name: tagged_json.LargeBytes(read(name)))
         is_replaced = saver.extra(step) != saved
     except FileNotFoundError:
         return None

@@ -15,7 +15,7 @@ import jstep
 from jstep.checkpoint import array_writer
 from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CorruptedError, Leaf, Manifest
+from jstep.checkpoint.manifest import CorruptedCheckpointError, Leaf, Manifest
 from jstep.checkpoint.saver import Saver
 
 
@@ -32,7 +32,7 @@ def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
     array[:2].write(np.ones(2, np.float32)).result()
     leaf = Leaf("params/w", ("params", "w"), (4,), "float32", 16, "params/w")
     manifest = Manifest(1, 0.0, (leaf,), parts={"params/w": (2,)})
-    with pytest.raises(CorruptedError, match="the array of 'params/w' is missing"):
+    with pytest.raises(CorruptedCheckpointError, match="the array of 'params/w' is missing"):
         ArrayReader(base, manifest, result_of).read({"params/w": None})
     assert "is missing" in ArrayReader(base, manifest, result_of).find_corruption()[0]
     array[2:].write(np.ones(2, np.float32)).result()

@@ -121,18 +121,6 @@ def test_the_limit_is_for_all_of_them_together(saved):
         Saver(saved).restore()
 
 
-@pytest.mark.parametrize(("number", "version"), [(1, "0.3.0"), (4, "9.0")])
-def test_another_format_is_not_to_be_deleted(saved, number, version):
-    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=number, jstep=version))
-    with pytest.raises(CheckpointError) as error:
-        Saver(saved).restore(state_at(0))
-    assert f"model-3/manifest.json: format {number}, written by jstep {version}, but this version" in str(error.value)
-    assert "model-3 cannot be restored" in str(error.value)
-    assert "restore it with that version and write its arrays with jstep.save_weights" in str(error.value)
-    assert "newest intact checkpoint is step 2" in str(error.value)
-    assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
-
-
 def test_files_without_permission_are_not_called_missing(saved, monkeypatch, capsys):
     def failing(function):
         def call(path, *args, **kwargs):

@@ -79,12 +79,15 @@ class TestManifest:
         files = {"d/f": 9, "g": 1}
         retained = RetainedSteps(frozenset({5, 2}), 0.25, frozenset({6}))
         left_out, parts = (LeftOutLeaf(*fields, "0123456789abcdef"),), {"params/a": (1, 3)}
-        whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, "1.0", "data.1", parts, left_out, False, True)
+        others = ("1.0", "data.1", parts, left_out, False, True, 3)
+        whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, *others)
         text = """{
- "format": 3,
+ "format": 4,
+ "database": 1,
  "jstep": "1.0",
  "step": 7,
  "saved_at": 1.5,
+ "processes": 3,
  "extra": {"n": [1]},
  "retention": {"kept": [2, 5], "since": 0.25, "temporary": [6]},
  "finite": false,
@@ -105,7 +108,7 @@ class TestManifest:
   {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", \
 "fingerprint": "0123456789abcdef"}
  ],
- "crc32": "5f6b0e67"
+ "crc32": "0a3bc723"
 }
 """
         assert encode(whole).decode() == text

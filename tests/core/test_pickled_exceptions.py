@@ -7,7 +7,7 @@ import pytest
 
 import jstep
 import jstep.summary
-from jstep.checkpoint.manifest import CorruptedError, UnsupportedFormatError
+from jstep.checkpoint.manifest import CorruptedCheckpointError, UnsupportedFormatError
 from jstep.checkpoint.reading import GoneError
 from jstep.slots.matching import NoGradientsError
 from jstep.stores.files import ForeignFileError
@@ -17,7 +17,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 ERRORS = [
     NoGradientsError({"w": 1.0}, "why"),
     jstep.summary.DataLossError("file", 12, "checksum"),
-    CorruptedError(["a: wrong", "b: missing"]),
+    CorruptedCheckpointError(["a: wrong", "b: missing"]),
     UnsupportedFormatError("format 9"),
     jstep.CheckpointError("x"),
     jstep.Preempted("saved model-5", 138),

@@ -50,11 +50,14 @@ def test_integers_and_bytes_are_those_of_process_0(three):
 
 def test_a_save_of_processes_that_did_not_iterate_alike_is_an_error_of_all(three):
     def gather(index, *progress):
-        return gather_positions({"value": index // 2}, lambda: progress[index])
+        extra, files = gather_positions({"value": index // 2}, lambda: progress[index])
+        return extra, {name: file.read() for name, file in files.items()}
 
-    kept = {"batches": {"value": 0}}
-    of_all = {"processes": 3, "positions": [{"value": 0}, {"value": 0}, {"value": 1}]}
-    assert three.each(lambda i: gather(i, *["step 4"] * 3)) == [(kept | {"batches_of_processes": of_all}, {})] * 3
+    names = [f"position.process_{process}" for process in range(3)]
+    extra = {"batches_of_processes": {"processes": 3, "positions": names}}
+    texts = [b'{"value": 0}', b'{"value": 0}', b'{"value": 1}']
+    saved = [(extra, {name: text}) for name, text in zip(names, texts, strict=True)]
+    assert three.each(lambda i: gather(i, *["step 4"] * 3)) == saved
     exchanges = len(three.exchanges)
     errors = three.each(lambda i: gather(i, "step 4", "step 5", "step 4"))
     text = (

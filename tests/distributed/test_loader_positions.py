@@ -86,8 +86,7 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
         extra = saver.extra()
     saved = extra[positions.POSITIONS]
     assert saved["processes"] == 2
-    assert saved["positions"][0] != saved["positions"][1]
-    assert extra[positions.POSITION] == saved["positions"][0]
+    assert saved["positions"] == ["position.process_0", "position.process_1"]
     if kind == "state_dict":
         return
     for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # a finished run does not restore the loaders

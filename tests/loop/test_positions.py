@@ -6,8 +6,16 @@ import jax
 import pytest
 from sources import Positioned, Stateful
 
+from jstep.core import processes
 from jstep.data.loaders import open_source
-from jstep.data.positions import POSITION, POSITIONS, saved_position
+from jstep.data.positions import (
+    POSITION,
+    POSITIONS,
+    gather_positions,
+    positions_elsewhere,
+    saved_position,
+    with_own_position,
+)
 
 
 @pytest.fixture
@@ -79,3 +87,65 @@ def test_one_process_without_a_position(process, caplog):
     assert "there is no checkpoint with a position of the Stateful: it starts where it is now, perhaps" in caplog.text
     assert saved_position({}) is None
     assert saved_position({"hooks": {}}) is None
+
+
+class TestPositionsInFiles:
+    """Different positions are files of the checkpoint: each process writes and reads its own."""
+
+    @staticmethod
+    def save(process, monkeypatch, positions):
+        """Return the `extra` and the files of a save by one process for each position."""
+        count = len(positions)
+        texts = []
+        monkeypatch.setattr(processes, "gather_texts", lambda text: texts.append(text) or [text])
+        for index, position in enumerate(positions):
+            process(index, count)
+            gather_positions(position, lambda: "step 4")
+        monkeypatch.setattr(processes, "gather_texts", lambda text: texts)
+        extras = []
+        files = {}
+        for index, position in enumerate(positions):
+            process(index, count)
+            extra, own = gather_positions(position, lambda: "step 4")
+            extras.append(extra)
+            files |= {name: file.read() for name, file in own.items()}
+        assert all(extra == extras[0] for extra in extras)
+        return extras[0], files
+
+    def test_each_process_reads_its_own(self, process, monkeypatch):
+        saved = [{"value": {"at": at}} for at in (3, 5, 3)]
+        extra, files = self.save(process, monkeypatch, saved)
+        assert len(files) == 3
+        read = []
+        for index in range(3):
+            process(index, 3)
+            own = with_own_position(extra, lambda name: read.append(name) or files[name])
+            assert saved_position(own).value == saved[index]
+        assert sorted(read) == sorted(files)
+
+    def test_the_manifest_does_not_grow_with_positions(self, process, monkeypatch):
+        large = [{"value": {"at": [at] * 5000}} for at in range(4)]
+        extra, _ = self.save(process, monkeypatch, large)
+        assert len(str(extra)) < 300
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 5])
+    def test_a_run_without_steps_keeps_them_all(self, process, monkeypatch, count):
+        saved = [{"value": {"at": 3}}, None, {"value": {"at": 5}}]
+        extra, files = self.save(process, monkeypatch, saved)
+        copied, names = {}, []
+        for index in range(count):
+            process(index, count)
+            kept, own = positions_elsewhere(with_own_position(extra, files.__getitem__))
+            assert kept == extra
+            copied |= {name: file.read() for name, file in own.items()}
+            names += own
+        assert copied == files
+        assert len(names) == len(files)  # none is written twice
+
+    def test_a_file_that_holds_no_position_is_an_error(self, process, monkeypatch):
+        extra, _ = self.save(process, monkeypatch, [A, B])
+        for data in (b"", b"[" * 10_000, b"3", b'"position.process_0"'):
+            process(0, 2)
+            own = with_own_position(extra, lambda name, data=data: data)
+            with pytest.raises(ValueError, match="Stateful must be a position"):
+                open_source(Stateful(), 4, 9, saved_position(own))

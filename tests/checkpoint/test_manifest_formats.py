@@ -1,0 +1,90 @@
+"""Manifests of other formats: refused as what they are, intact; only `notes` may hold what a reader does not know."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import edit_manifest, state_at
+
+import jstep
+from jstep.checkpoint.manifest import CorruptedCheckpointError, UnsupportedFormatError
+from jstep.checkpoint.saver import Saver
+
+
+@pytest.fixture
+def saver(tmp_path):
+    with Saver(tmp_path, leave_out="b") as saver:
+        for step in (1, 2):
+            params = {"w": jnp.full(3, step, jnp.float32), "b": jnp.ones(2)}
+            saver.save(jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), global_step=step))
+        saver.wait()
+        yield saver
+
+
+def path_of(saver, step=2):
+    return f"{saver.directory}/model-{step}"
+
+
+def older(data):
+    data.update(format=3, jstep="0.4.0")
+    del data["database"], data["processes"]
+
+
+NEWER = {
+    "format": lambda data: data.update(format=5),
+    "database": lambda data: data.update(database=2),
+    "a key": lambda data: data.update(axes=[1, 0]),
+    "a key of a leaf": lambda data: data["leaves"][0].update(axes=[1, 0]),
+    "a key of a leaf that was left out": lambda data: data["left_out"][0].update(axes=[1, 0]),
+    "a key of the retention": lambda data: data["retention"].update(axes=[1, 0]),
+}
+
+
+def refused(saver, match):
+    """Check that each way of reading the newest checkpoint says the same, and that none falls back to step 1."""
+    for read in (saver.restore, saver.extra, lambda: saver.restore(state_at(0), step=2)):
+        with pytest.raises(UnsupportedFormatError, match=match) as caught:
+            read()
+        text = str(caught.value)
+        assert path_of(saver) in text
+        assert "The checkpoint is intact" in text
+        assert "corrupt" not in text
+        assert "aside" not in text
+    assert saver.latest_step() == 2
+
+
+def test_an_older_format_is_intact_and_orbax_reads_it(saver):
+    edit_manifest(path_of(saver), older)
+    refused(saver, r"format 3, written by jstep 0\.4\.0 before the first release.* Orbax still reads its arrays")
+
+
+@pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
+def test_a_newer_format_names_what_to_install(saver, change):
+    edit_manifest(path_of(saver), lambda data: (change(data), data.update(jstep="7.8.9"))[1])
+    refused(saver, r"does not know\. .* written by jstep 7\.8\.9: install that or a later one")
+
+
+def test_train_does_not_begin_anew(tmp_path):
+    step = jstep.minimize(lambda params, batch: jnp.sum((params["w"] - batch) ** 2), jstep.momentum(0.1, 0.9))
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.momentum(0.1, 0.9))
+    batches = [np.ones(2, np.float32)] * 4
+    jstep.train(step, state, batches, last_step=2, checkpoint_dir=tmp_path)
+    edit_manifest(tmp_path / "model-2", older)
+    with pytest.raises(UnsupportedFormatError, match="The checkpoint is intact"):
+        jstep.train(step, state, batches, last_step=4, checkpoint_dir=tmp_path)
+
+
+def test_notes_are_ignored_wherever_they_stand(saver):
+    def add_notes(data):
+        for record in (data, data["leaves"][0], data["left_out"][0], data["retention"]):
+            record["notes"] = {"axes": [1, 0]}
+
+    expected = saver.restore()
+    edit_manifest(path_of(saver), add_notes)
+    np.testing.assert_array_equal(saver.restore()["params"]["w"], expected["params"]["w"])
+
+
+def test_a_corrupted_one_says_so(saver):
+    with open(f"{path_of(saver)}/manifest.json", "ab") as file:
+        file.write(b" ")
+    with pytest.raises(CorruptedCheckpointError, match=r"is corrupted: .*its checksum differs.*step 1"):
+        saver.restore()
