@@ -71,6 +71,7 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
     Attributes:
         is_guard: Whether it belongs to a guard that the saved state did not have.
+        is_draw: Whether it counts draws, and the state was saved before they were counted.
         left_out: Set if the checkpoint leaves the leaf out: the target's value is used.
         half: The other half of the source, if the leaf is the value of both.
         fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored: the source is not used.
@@ -79,6 +80,7 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
     keys: Keys = ()
     is_guard: bool = False
+    is_draw: bool = False
     left_out: LeftOutLeaf | None = None
     copy: LeafCopy | None = None
     half: Leaf | None = None
@@ -91,7 +93,7 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
     @property
     def is_missing(self) -> bool:
-        return super().is_missing and not self.is_guard and self.left_out is None
+        return super().is_missing and not self.is_guard and not self.is_draw and self.left_out is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +141,14 @@ def match(
         problem = ""
         if average is None and source is not None:
             problem = _difference(path, keys, (kind[0], str(kind[1])), source, steps)
+        role = roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
         leaf = WantedLeaf(
             *(path, values[i], *targets.kind_of_data(values[i], kind), name),
             source=source if isinstance(source, Leaf) and not problem else None,
             problem=problem,
             keys=keys,
-            is_guard=source is None and len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS,
+            is_guard=source is None and role in _GUARDS,
+            is_draw=source is None and role is Role.DRAWN,
             left_out=source if isinstance(source, LeftOutLeaf) and not problem else None,
             half=None if average is None else arrays.get(average.half or ""),
         )
@@ -418,8 +422,13 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
 
 
 def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
-    """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's."""
+    """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's.
+
+    Draws begin at 0, whatever the target has: no update of the checkpoint's step was made yet.
+    """
     leaf = wanted.leaf
+    if wanted.is_draw:
+        return targets.place_leaf(wanted, np.zeros(np.shape(leaf), wanted.dtype))
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
         return targets.place_leaf(wanted, np.full(np.shape(leaf), step, wanted.dtype))
     targets.require_value(wanted)

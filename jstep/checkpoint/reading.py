@@ -239,7 +239,7 @@ class CheckpointReader:
                 ages.append(repr(want.path))
             elif want.copy is not None:
                 copies.append(repr(want.path))
-            elif want.source is None and want.left_out is None and not want.is_guard:
+            elif want.source is None and want.left_out is None and not want.is_guard and not want.is_draw:
                 left.append(repr(want.path))
         shared = [repr(want.path) for want in matched.wanted if want.shares_age]
         logger.warning(

@@ -6,6 +6,7 @@
 - `chains`: chains, scopes, and partitions of the parameters.
 - `classic`: classic optimizers: gradient descent, momentum, Adagrad, RMSProp.
 - `compact`: compact storage of slots between updates.
+- `draws`: random numbers of several updates in one step.
 - `from_optax`: Optax transformations.
 - `gradient_transformations`: elements of chains.
 - `guards`: guards and constraints of an update, and every k-th step.

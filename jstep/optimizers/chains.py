@@ -16,8 +16,8 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import logger
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
-from jstep.core.trees import Optimizer, OptimizerLike, Params, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leaf_values, nested
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.optimizers import draws, hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, held_slots, values_at
 from jstep.optimizers.nested import StepInputs, with_inputs
@@ -150,7 +150,13 @@ class _Chain:
                     format_bytes(size),
                 )
             self._has_warned = True
-        return nested.merge(slots.items(), "slot")
+        names = [name for tree in values for name in tree]
+        has_twins = len(set(names)) < len(names)
+        return nested.merge(slots.items(), "slot", self._shared(params) if has_twins else frozenset())
+
+    def _shared(self, params: Params) -> set[str]:
+        """The slots in which several elements count draws."""
+        return draws.shared_names(roles_of(part.optimizer, part.params) for part in self.parts(params))
 
     def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
@@ -159,6 +165,10 @@ class _Chain:
             for part in parts:
                 old = nested.slots_of(part.optimizer, slots, part.params)
                 updates, new = part.call(updates, old, at, exact=part is parts[-1])
+                twins = all_slots.keys() & new.keys()
+                if twins:
+                    twins &= self._shared(at.params)
+                    new |= draws.join_draws(twins, slots, all_slots, new)
                 all_slots |= new
         return updates, all_slots
 
@@ -254,6 +264,23 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
     return Optimizer(init, update, hyperparameters.report(hyper))
 
 
+def drawing_element(
+    fn: Callable[[Updates, Params, Step, Hyper, Array], Updates], hyper: Mapping[str, Any]
+) -> Optimizer:
+    """As `element`, of a function that draws random numbers; it also gets the number of the update within the step."""
+    roles = held_roles(hyper).joined(draws.ROLES)
+
+    @loads_slots
+    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        kept = require_slots(roles, slots)
+        number = draws.number_in_step(slots, step)
+        new = fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots), number)
+        return new, kept | draws.after_draw(slots, step)
+
+    init = Init(lambda params, step: held_slots(hyper) | draws.fresh_draws(), lambda params: roles)
+    return Optimizer(init, update, hyperparameters.report(hyper))
+
+
 # Partitions: different optimizers for different parameters, and the leaves that one freezes.
 
 
@@ -302,7 +329,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
     functions = _Partition(scoped, labels)
-    nested.check_names(functions.named)
+    nested.check_names(functions.named, are_in_sequence=False)
     init = Init(
         functions.init,
         functions.roles,

@@ -19,7 +19,7 @@ from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree, Updates
-from jstep.optimizers import by_slices, leaf_values, nested
+from jstep.optimizers import by_slices, draws, leaf_values, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Replacement, add, is_update
@@ -41,6 +41,8 @@ from jstep.state.train_state import TrainState, require_state
 
 SCALE = "scale"
 LARGEST_BLOCK = 1024
+_SALT_OF_UPDATE = 0x9E3779B1
+"""The difference of the salts of two updates of one step; multiples of it are far from the small salts of leaves."""
 _REFUSED = {
     "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
     "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
@@ -67,7 +69,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     Returns:
         An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or square `m` has
         int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
-        parameters have the slot `remainder`. `get_slot` returns float32 values. Slots without a declared content
+        parameters have the slot `remainder`. The scalar slots `drawn/step` and `drawn/count` count the updates of a
+        step, each of which rounds in its own way. `get_slot` returns float32 values. Slots without a declared content
         (`Slot(holds=…)`) or of other shapes, and those of float64 parameters, stay as they are.
 
     Raises:
@@ -109,6 +112,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
                 added[halves[name]] = Role.REMAINDER if kind == "weight" else Role.SCALES
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
             added[REMAINDER] = Role.REMAINDER
+        if added:
+            inner = inner.joined(draws.ROLES)
         return inner.joined(Roles(added, halves=halves, formats={"compact"}))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -124,6 +129,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
             fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
         all_roles = roles(params)
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in all_roles else {}
+        fresh |= draws.fresh_draws() if all_roles.of(*HALVES) else {}
         return fresh | _first_slots(fresh, params, all_roles, blocks_in(params))
 
     def update(updates: Updates, slots: Slots, at: nested.StepInputs) -> tuple[Updates, Slots]:
@@ -133,9 +139,11 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         require_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.slots_of(optimizer, others, params)
-        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), at.step)
+        number = draws.number_in_step(slots, at.step) if halves else None
+        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), at.step, number)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
-        return store_updates(stored, inner, updates)
+        updates, new = store_updates(stored, inner, updates)
+        return updates, new | (draws.after_draw(slots, at.step) if halves else {})
 
     outer_init = nested.wrap_init(optimizer, init, roles)
     return optimizer._replace(init=outer_init, update=nested.with_inputs(update, loads=False))
@@ -186,6 +194,7 @@ class StoredState(NamedTuple):
     Attributes:
         halves: As in `Roles`.
         blocks: The blocks of each parameter's slots; None for others.
+        number: The number of the update within its step; None if nothing is stored compactly.
     """
 
     params: Params
@@ -194,6 +203,7 @@ class StoredState(NamedTuple):
     inside: Slots
     blocks: Sequence[Blocks | None]
     step: Step
+    number: Array | None
 
     def rows(self, slots: Slots) -> list[Row]:
         rows: list[Row] = [{} for _ in self.blocks]
@@ -210,8 +220,13 @@ class StoredState(NamedTuple):
 
     def turns(self) -> list[dict[str, Turn]]:
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
-        firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
-        return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
+        # The updates of one step have sequences of their own.
+        offset = np.uint32(0) if self.number is None else self.number.astype(jnp.uint32) * np.uint32(_SALT_OF_UPDATE)
+        turns: list[dict[str, Turn]] = []
+        for number in leaf_values.leaf_numbers(self.params):
+            first = len(names) * number
+            turns.append({name: Turn(step, np.uint32(first + i) + offset) for i, name in enumerate(names)})
+        return turns
 
     def large(self) -> list[bool]:
         rows = zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True)
@@ -446,7 +461,7 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         >>> new = jstep.compact(jstep.adamw(1e-3))
         >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, old)
         >>> sorted(jstep.repack(state, old, new).slots)
-        ['m', 'm/scale', 'remainder', 'start_step', 'v', 'v/scale']
+        ['drawn/count', 'drawn/step', 'm', 'm/scale', 'remainder', 'start_step', 'v', 'v/scale']
     """
     old_optimizer = require_optimizer("old_optimizer", old_optimizer)
     new_optimizer = require_optimizer("new_optimizer", new_optimizer)
@@ -486,6 +501,9 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):
+        if roles[name] is Role.DRAWN and name not in old_slots:
+            slots[name] = jnp.zeros(wanted[name].shape, wanted[name].dtype)
+            continue
         if roles[name] not in (Role.MASTER, Role.REMAINDER):
             values = slot_values(old_state, name) if name in old_slots else None
             slots |= _stored(name, values, wanted, roles.halves.get(name), state.params)
@@ -498,6 +516,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
                 new_leaves[i] = jnp.array(masters[i], like.dtype, copy=True)
         slots[name] = treedef.unflatten(new_leaves)
     plain = {name for name in old_slots if old.get(name) not in (*HALVES, Role.MASTER)}
+    plain -= {name for name in plain if old.get(name) is Role.DRAWN and name not in wanted}
     _check("new_optimizer", slots | {name: old_slots[name] for name in plain - slots.keys()}, wanted)
     of_state = slot_roles.state_roles(new_optimizer, state.params)
     return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=of_state)

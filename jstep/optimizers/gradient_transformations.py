@@ -18,7 +18,8 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
-from jstep.optimizers.chains import element
+from jstep.optimizers.chains import drawing_element, element
+from jstep.optimizers.draws import numbered_key
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero
@@ -37,11 +38,13 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     Args:
         eta: The variance η ≥ 0 at step 0.
         gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
-        key: A PRNG key. The noise depends on the key, the step and the leaf only.
+        key: A PRNG key. The noise depends on the key, the step, the number of the update within the step and the leaf
+            only.
 
     Returns:
-        An element of a chain without slots, with the hyperparameters `noise_eta` and `noise_gamma`. Leaves without a
-        gradient get no noise; sparse gradients become dense.
+        An element of a chain with the hyperparameters `noise_eta` and `noise_gamma`, and two scalar slots, `drawn/step`
+        and `drawn/count`, which count the updates of a step. Leaves without a gradient get no noise; sparse gradients
+        become dense.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -56,23 +59,24 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     """
     key = as_key(key, "key")
 
-    def noisy(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+    def noisy(updates: Updates, params: Params, step: Step, h: Hyper, number: Array) -> Updates:
         real = trees.default_float()
         steps = jnp.asarray(step).astype(real) + 1
         sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
         step_key = jax.random.fold_in(key, step)
 
-        def with_noise(g: Any, number: int) -> Array:
+        def with_noise(g: Any, leaf_number: int) -> Array:
             g = g.to_dense() if is_slices(g) else jnp.asarray(g)
             dtype = trees.compute_dtype(g.dtype)
-            noise = jax.random.normal(jax.random.fold_in(step_key, number), g.shape, dtype)
+            leaf_key = numbered_key(jax.random.fold_in(step_key, leaf_number), number)
+            noise = jax.random.normal(leaf_key, g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
 
         return map_updates(with_noise, params, updates, leaf_values.leaf_numbers(params))
 
     hyper = {"noise_eta": check_hyperparameter("eta", eta, low=0)}
     hyper |= {"noise_gamma": check_hyperparameter("gamma", gamma, low=0)}
-    return element(noisy, hyper)
+    return drawing_element(noisy, hyper)
 
 
 @makes_optimizer()

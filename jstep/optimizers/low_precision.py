@@ -14,6 +14,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.chains import trained_params
+from jstep.optimizers.draws import number_in_step, numbered_key
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
@@ -107,10 +108,12 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
 
     Args:
         optimizer: The optimizer. Put the rounding outermost; only `with_projection` belongs around it.
-        key: A PRNG key. The random bits depend on the key, the step and the leaf only.
+        key: A PRNG key. The random bits depend on the key, the step, the number of the update within the step and the
+            leaf only.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;
+        An `Optimizer` with the same hyperparameters, and two more scalar slots, `drawn/step` and `drawn/count`, which
+        count the updates of a step. Leaves that are not bfloat16 are rounded normally;
         sparse updates of bfloat16 tables become dense.
 
     Example:
@@ -130,12 +133,13 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         step_key = jax.random.fold_in(key, at.step)
+        number = number_in_step(outer, at.step)
 
-        def rounded(u: Any, p: Array, number: int) -> Any:
+        def rounded(u: Any, p: Array, leaf_number: int) -> Any:
             if p.dtype != jnp.bfloat16 or isinstance(u, Replacement):
                 return u
             u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
-            leaf_key = jax.random.fold_in(step_key, number)
+            leaf_key = numbered_key(jax.random.fold_in(step_key, leaf_number), number)
             exact = apply_updates(p.astype(jnp.float32), u)
             # The dropped 16 bits are the probability of rounding up.
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
@@ -147,4 +151,5 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     name = "stochastic_rounding"
-    return wrap_optimizer(optimizer, name, update, inner_roles=lambda roles: roles.stored_by(name))
+    outer_slots = WrapperSlots(draws=True)
+    return wrap_optimizer(optimizer, name, update, outer_slots, inner_roles=lambda roles: roles.stored_by(name))

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,7 +11,8 @@ import jax
 from jstep.core import trees
 from jstep.core.exceptions import setting
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers import hyperparameters
+from jstep.optimizers import draws, hyperparameters
+from jstep.optimizers.draws import after_draw, fresh_draws, shared_names
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
 from jstep.optimizers.hyperparameters import held_roles, values_at
 from jstep.optimizers.leaf_values import partial_params
@@ -64,6 +65,7 @@ class WrapperSlots:
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
         per_step: Whether the slots change once a step.
+        draws: Whether the update draws random numbers, with the slots of `draws.ROLES`.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
@@ -74,13 +76,17 @@ class WrapperSlots:
     counted: Callable[[Step], Array] | None = None
     age_scope: str | None = None
     per_step: bool = False
+    draws: bool = False
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         fresh = {name: make(params, global_step) for name, make in self.slots.items()}
-        return fresh | hyperparameters.held_slots(self.hyper)
+        drawn = fresh_draws() if self.draws else {}
+        return fresh | hyperparameters.held_slots(self.hyper) | drawn
 
     def all_roles(self) -> Roles:
         roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
+        if self.draws:
+            roles = roles.joined(draws.ROLES)
         return self.declared(roles)
 
     def aged_slots(self) -> list[str]:
@@ -131,7 +137,8 @@ def wrap_optimizer(
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-        slots = merge(zip(named, (inner, outer.init(params, global_step)), strict=True), "slot")
+        shared = shared_names([roles_of(optimizer, params), outer_roles]) if outer.draws else frozenset()
+        slots = merge(zip(named, (inner, outer.init(params, global_step)), strict=True), "slot", shared)
         ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
         return slots | {age: new_start_step(global_step) for age in ages}
 
@@ -148,7 +155,9 @@ def wrap_optimizer(
         starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
         at = at._replace(h=values_at(outer.hyper, at.step, slots), starts=starts_of_leaves)
         updates, inner, new = update(updates, slots_of(optimizer, slots, at.params), old, at)
-        return updates, old | ages.after(starts, gradients, outer, at.step) | new | inner
+        # The draws of the wrapper come last: the inner optimizer, which may have the same slots, is not always called.
+        drawn = after_draw(slots, at.step) if outer.draws else {}
+        return updates, old | ages.after(starts, gradients, outer, at.step) | new | inner | drawn
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(named)
@@ -269,20 +278,30 @@ def wrap_init(
 NamedOptimizers = Mapping[str, Optimizer]
 
 
-def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
+def merge(
+    named: Iterable[tuple[str, Mapping[str, Any]]], what: str, shared: Collection[str] = frozenset()
+) -> dict[str, Any]:
+    """Merge dicts whose names must differ, but for names in `shared`, whose values are the same in all."""
+
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope(optimizer, 'name')"
 
-    return trees.merge_dicts(named, refusal)
+    common: dict[str, Any] = {}
+    separate: list[tuple[str, Mapping[str, Any]]] = []
+    for owner, values in named:
+        common |= {name: value for name, value in values.items() if name in shared}
+        separate.append((owner, {name: value for name, value in values.items() if name not in shared}))
+    return trees.merge_dicts(separate, refusal) | common
 
 
 def add_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def merge_roles(named: NamedOptimizers, params: Params) -> Roles:
+def merge_roles(named: NamedOptimizers, params: Params, *, are_in_sequence: bool = True) -> Roles:
     roles = {name: roles_of(optimizer, params) for name, optimizer in named.items()}
-    merge(roles.items(), "slot")
+    # Labels of a partition make their updates separately, so that they cannot count draws together.
+    merge(roles.items(), "slot", shared_names(roles.values()) if are_in_sequence else frozenset())
     merged = functools.reduce(Roles.joined, roles.values(), Roles())
     return merged.with_misplaced() if len(named) > 1 else merged
 
@@ -293,9 +312,9 @@ def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, 
     )
 
 
-def check_names(named: NamedOptimizers) -> None:
+def check_names(named: NamedOptimizers, *, are_in_sequence: bool = True) -> None:
     # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
-    merge_roles(named, {})
+    merge_roles(named, {}, are_in_sequence=are_in_sequence)
     # The names of a schedule that needs a concrete step are checked at first use.
     names = [(name, hyperparameters.report_names(optimizer.hyperparameters)) for name, optimizer in named.items()]
     merge(names, "hyperparameter")

@@ -35,6 +35,7 @@ class Role(enum.Enum):
     NOISE_WEIGHT = "the weight of the averages of the gradient's noise and squared norm"
     LAST_WEIGHT = "the weight of new values in averages at the last update; 0 before each update"
 
+    DRAWN = "the step of the latest random numbers, or how many updates of that step drew some"
     SHARED = "a value shared by all parameters, with no other role"
     ROWS = "a value for each row of a parameter"
     COLUMNS = "a value for each column of a parameter"

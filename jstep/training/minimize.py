@@ -98,7 +98,8 @@ def minimize(
             are not differentiated. A string, or a list, names their slots, as in `averaged_params`.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, so a resumed run draws the same numbers. With several
             losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets `fold_in(key, i)` of the key of its
-            loss.
+            loss. These are keys of the step: if it makes several updates, each of them gets the same one. Such a step
+            passes keys of its own as an argument, one for each update.
         pass_step: Whether loss_fn gets `step`, the global step before the update.
         sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it.
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.

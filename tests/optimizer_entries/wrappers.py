@@ -9,6 +9,7 @@ from optimizer_entries.entry import ADAM, EMA, MADE_AT, ZEROS, Entry
 import jstep
 
 KEY = jax.random.key(7)
+DRAWN = {"drawn/step": 0, "drawn/count": 0}
 
 
 def with_element(element, *hyper, after=False):
@@ -45,7 +46,7 @@ WRAPPERS = {
         lambda lr: jstep.stochastic_rounding(jstep.adam(lr), KEY),
         ZEROS,
         ADAM,
-        AGED,
+        AGED | DRAWN,
         rate=0.02,
         steps=0,
         by_step=True,
@@ -120,7 +121,7 @@ WRAPPERS = {
     "centralize_gradients": with_element(jstep.centralize_gradients()),
     "normalize_gradients": with_element(jstep.normalize_gradients(), "gradient_norm"),
     "add_noise": with_element(jstep.add_noise(1e-4, 0.55, KEY), "noise_eta", "noise_gamma")._replace(
-        copies=2.3, by_step=True
+        scalars=DRAWN, copies=2.3, by_step=True
     ),
     "stateless": with_element(jstep.stateless(lambda updates, params, step: jstep.clip_by_value(updates, -1.0, 1.0))),
     "update_every": Entry(

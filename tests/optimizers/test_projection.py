@@ -65,8 +65,8 @@ def test_bounds_hold_below_low_precision(around, dtype):
     optimizer = getattr(jstep, around)(projected, *key)
     state = stepped(optimizer, {"w": jnp.full(4, 300.0, dtype)}, params={"w": jnp.full(4, 100.0, dtype)})
     assert bits(state.params["w"]) == bits(jnp.full(4, 1e-6, dtype))
-    for master in state.slots.values():
-        assert bits(master["w"]) == bits(jnp.full(4, 1e-6, jnp.float32))
+    if around == "master_weights":
+        assert bits(state.slots["master"]["w"]) == bits(jnp.full(4, 1e-6, jnp.float32))
 
 
 @pytest.mark.thorough(except_for=["True"])
