@@ -83,7 +83,7 @@ Input data
     data.prefetch: prefetch_to_device PrefetchIterator
 Queues
     queues.queues: FIFOQueue RandomShuffleQueue CancelledError
-    core.exceptions: OutOfRangeError
+    core.exceptions: QueueError OutOfRangeError
     queues.queue_runner: QueueRunner add_queue_runner start_queue_runners
     queues.coordinator: Coordinator
 Training loop and hooks

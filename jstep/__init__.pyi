@@ -8,6 +8,7 @@ from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint
 from jstep.checkpoint.saver import Saver as Saver
 from jstep.core.exceptions import OutOfRangeError as OutOfRangeError
+from jstep.core.exceptions import QueueError as QueueError
 from jstep.core.logs import log_every_n as log_every_n
 from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer

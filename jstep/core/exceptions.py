@@ -15,7 +15,22 @@ class WrongStateError(Exception):
     may_save = False
 
 
-class OutOfRangeError(Exception):
+class QueueError(Exception):
+    """Base of the exceptions of a closed queue: `OutOfRangeError` and `CancelledError`.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=2)
+        >>> queue.close()
+        >>> try:
+        ...     queue.enqueue(1)
+        ... except jstep.QueueError as error:
+        ...     print(error)
+        FIFOQueue is closed: it accepts no more elements
+    """
+
+
+class OutOfRangeError(QueueError):
     """A queue is closed and holds fewer elements than requested: the input has ended.
 
     If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and `evaluator` treat this

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.exceptions import OutOfRangeError
+from jstep.core.exceptions import OutOfRangeError, QueueError
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.tracebacks import shortens_tracebacks
@@ -21,7 +21,7 @@ from jstep.core.trees import no_rows, stack_trees, unstack_trees
 _T = TypeVar("_T")
 
 
-class CancelledError(Exception):
+class CancelledError(QueueError):
     """An enqueue was rejected by a closed queue, or cancelled while it waited for room.
 
     Example:
