@@ -68,7 +68,7 @@ def soak(steps, directory):
             jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=part, mean=True),
             jstep.LoggingHook(every_n_steps=50, mean=True),
             jstep.SummarySaverHook(save_steps=100, histograms="params/*", mean=True),
-            jstep.FingerprintHook(100, os.path.join(directory, "fingerprints.jsonl")),
+            jstep.FingerprintHook(every_n_steps=100, path=os.path.join(directory, "fingerprints.jsonl")),
             jstep.EvaluationHook(
                 evaluate,
                 every_n_steps=max(part // 4, 1),

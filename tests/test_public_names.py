@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import operator
 import pathlib
 import pickle
 import pydoc
@@ -115,12 +116,47 @@ SIGNATURES = pathlib.Path(__file__).with_name("contract_signatures.txt").read_te
 
 def bare_signature(name: str) -> str:
     """Return the signature of a public function, without annotations."""
-    signature = inspect.signature(getattr(jstep, name))
+    signature = inspect.signature(operator.attrgetter(name)(jstep))
     return str(inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()]))
 
 
 def test_signatures_match_the_contract() -> None:
     assert [name + bare_signature(name) for name, *_ in (line.split("(") for line in SIGNATURES)] == SIGNATURES
+
+
+TENSORFLOWS = """
+    momentum rmsprop exponential_decay natural_exp_decay inverse_time_decay polynomial_decay ExponentialMovingAverage
+    start_queue_runners Coordinator.join QueueRunner.create_threads FIFOQueue.close RandomShuffleQueue.close
+    summary.write_graph Optimizer
+""".split()  # noqa: SIM905
+
+
+def test_bools_are_keyword_only_but_in_tensorflows_signatures() -> None:
+    callables: dict[str, typing.Any] = {}
+    for space, prefix in ((jstep, ""), (jstep.metrics, "metrics."), (jstep.summary, "summary.")):
+        for name in space.__all__:
+            value = getattr(space, name)
+            if isinstance(value, type):
+                methods = inspect.getmembers_static(value, inspect.isfunction)
+                callables |= {f"{prefix}{name}.{method}": fn for method, fn in methods if method[0] != "_"}
+                callables[prefix + name] = value.__init__
+            elif callable(value):
+                callables[prefix + name] = value
+    positional = set()
+    for name, value in callables.items():
+        parameters = list(inspect.signature(value).parameters.values())
+        if any(p.kind is p.POSITIONAL_OR_KEYWORD and isinstance(p.default, bool) for p in parameters):
+            positional.add(name)
+    assert positional <= set(TENSORFLOWS)
+
+
+RESULTS = "Cost Plan Goodput RunSummary Report NonFinite NonFiniteUpdate ResumeReport MupFactors CoordCheck"
+
+
+@pytest.mark.parametrize("name", RESULTS.split())
+def test_results_are_made_by_name(name):
+    with pytest.raises(TypeError, match="positional argument"):
+        getattr(jstep, name)(0, 0)
 
 
 FUNCTIONS = [name for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]

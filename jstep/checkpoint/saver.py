@@ -90,8 +90,8 @@ class Saver:
         prefix: str = "model",
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
-        async_save: bool = True,
         *,
+        async_save: bool = True,
         leave_out: VarList = None,
         allow_nonfinite: bool = False,
     ) -> None:
@@ -178,6 +178,7 @@ class Saver:
         self,
         target: None = None,
         step: int | None = None,
+        *,
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
@@ -188,6 +189,7 @@ class Saver:
         self,
         target: T,
         step: int | None = None,
+        *,
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
@@ -198,6 +200,7 @@ class Saver:
         self,
         target: Tree = None,
         step: int | None = None,
+        *,
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
@@ -251,6 +254,7 @@ class Saver:
         self,
         target_params: T,
         step: int | None = None,
+        *,
         names: Names | None = None,
         use_averages: bool | str | Sequence[str] = False,
     ) -> T:
@@ -432,7 +436,7 @@ class Saver:
         """The seconds of the latest save in the background, with the deletions after it; None until they have ended."""
         return self._retention.write_secs
 
-    def close(self, wait: bool = True) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
 
         Args:

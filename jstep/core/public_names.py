@@ -81,7 +81,8 @@ def explain_call(
             if hint:
                 return hint
     if not unknown:
-        return find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
+        hint = find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
+        return hint or _keyword_only_hint(owner, signature, args)
     return find_hint(f"{owner}()") or _suggest_argument(unknown[0], list(signature.parameters), str(error))
 
 
@@ -90,6 +91,23 @@ def _suggest_argument(name: str, parameters: list[str], message: str) -> str:
         return ""
     nearest = difflib.get_close_matches(name, parameters, n=1)
     return f". Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any, ...]) -> str:
+    """Show a call with too many positional arguments as it is typed; empty if keywords would not help."""
+    parameters = list(signature.parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return ""
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    surplus = len(args) - len(positional)
+    if not 0 < surplus <= len(keyword_only):
+        return ""
+    shown = [name for name in positional if name != "self"]
+    what = f"what follows {shown[-1]}" if shown else "each argument"
+    shown += [f"{name}=…" for name in keyword_only[:surplus]]
+    more = ", …" if surplus < len(keyword_only) else ""
+    return f"; use {owner}({', '.join(shown)}{more}): {what} is given by name"
 
 
 def explains_attributes(cls: type[_T]) -> type[_T]:

@@ -60,6 +60,12 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
     return call
 
 
+def explains_arguments(cls: type[_T]) -> type[_T]:
+    """Class decorator: as `shortens_tracebacks`, for an `__init__` that a dataclass generates."""
+    cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[misc]
+    return cls
+
+
 def original_error(error: BaseException) -> BaseException:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
     is_of_contextlib = (

@@ -27,10 +27,10 @@ def batches(
     arrays: T,
     batch_size: int | Mapping[int, int],
     seed: int = 0,
+    *,
     shuffle: bool = True,
     num_epochs: int | None = None,
     drop_remainder: bool = True,
-    *,
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Batches[T]": ...
@@ -41,10 +41,10 @@ def batches(
     arrays: list[T] | T,
     batch_size: int | Mapping[int, int],
     seed: int = 0,
+    *,
     shuffle: bool = True,
     num_epochs: int | None = None,
     drop_remainder: bool = True,
-    *,
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Batches[T]":
@@ -207,8 +207,8 @@ def mixture(
     batch_size: int | Mapping[int, int],
     weights: Mapping[str, float] | Mapping[int, Mapping[str, float]],
     seed: int = 0,
-    shuffle: bool = True,
     *,
+    shuffle: bool = True,
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Mixture[T]":

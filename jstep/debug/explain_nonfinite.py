@@ -28,7 +28,7 @@ from jstep.training.step import TrainStep
 _MAX_ROWS = 65_536
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFiniteUpdate:
     """The first update of a run whose result is not finite, found by `explain_nonfinite`.
 
@@ -122,7 +122,7 @@ def explain_nonfinite(
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
     stage = as_stages(train_step).at(step)
     operation = find_nonfinite(stage, found.state, *found.args)
-    return NonFiniteUpdate(step, leaves, operation, _rows(stage, found), is_skipped)
+    return NonFiniteUpdate(step=step, leaves=leaves, found=operation, rows=_rows(stage, found), is_skipped=is_skipped)
 
 
 def _first_nonfinite(calls: Iterator[ReplayedCall]) -> tuple[int, Mapping[str, int], bool] | None:

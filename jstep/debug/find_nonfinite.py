@@ -17,7 +17,7 @@ from jstep.look.arrays import Range
 from jstep.training.step import TrainStep
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFinite:
     """The first operation that makes a non-finite number, found by `find_nonfinite`.
 
@@ -124,15 +124,24 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     search = Search()
     search.run(body, [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args))
     if search.found is None:
-        constant = search.constant
-        return None if constant is None else NonFinite("", "unknown", "", (), (), True, constant)
+        if search.constant is None:
+            return None
+        return NonFinite(primitive="", source="unknown", where="", inputs=(), constant=search.constant)
     *within, (program, operation, _) = search.found.chain
     eqns = [operation.eqn, *(enclosing.eqn for _, enclosing, _ in reversed(within))]
     source = source_line(eqns, [later.eqn for later in program.operations if later.number > operation.number])
     where = ", ".join(at for _, _, at in within)
     differentiated = any(map(jaxprs.is_differentiated, eqns))
-    inputs, outputs = search.found.inputs, search.found.outputs
-    return NonFinite(operation.name, source, where, inputs, outputs, search.reaches, search.constant, differentiated)
+    return NonFinite(
+        primitive=operation.name,
+        source=source,
+        where=where,
+        inputs=search.found.inputs,
+        outputs=search.found.outputs,
+        reaches=search.reaches,
+        constant=search.constant,
+        differentiated=differentiated,
+    )
 
 
 def _check_finite(args: tuple[Any, ...]) -> None:

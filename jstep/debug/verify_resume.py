@@ -22,7 +22,7 @@ Bits: TypeAlias = dict[str, tuple[Any, ...]]
 """Path → dtype, shape and bytes of a leaf."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumeReport:
     """Result of `verify_resume`; true if resuming changes nothing.
 
@@ -120,13 +120,13 @@ def verify_resume(
         resumed = run(steps, saver)
     differing = _differing(reference, resumed)
     if not differing:
-        return ResumeReport(True)
+        return ResumeReport(ok=True)
     cause = _OUTSIDE
     if _differing(reference, again(steps)):
         cause = _NOT_FUNCTIONS
     elif not open_source(batches, 0, 1).is_seekable:
         cause = _NO_POSITION
-    return ResumeReport(False, differing[0], cause, tuple(differing))
+    return ResumeReport(ok=False, first_difference=differing[0], cause=cause, differing=tuple(differing))
 
 
 _NOT_FUNCTIONS = (

@@ -187,7 +187,7 @@ class FingerprintHook(RunHook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "fingerprints.jsonl"
-        >>> hook = jstep.FingerprintHook(2, path, per_leaf=False)
+        >>> hook = jstep.FingerprintHook(every_n_steps=2, path=path, per_leaf=False)
         >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook])
         >>> [json.loads(line)["step"] for line in path.read_text().splitlines()]
         [2, 4]
@@ -197,6 +197,7 @@ class FingerprintHook(RunHook):
 
     def __init__(
         self,
+        *,
         every_n_steps: int = 100,
         path: str | os.PathLike[str] | None = None,
         per_leaf: bool = True,

@@ -189,7 +189,7 @@ class MetricsHook(ReportingHook):
     """
 
     def __init__(
-        self, write: Callable[[int, dict[str, float]], object], every_n_steps: int = 100, mean: bool = False
+        self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()

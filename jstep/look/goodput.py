@@ -41,7 +41,7 @@ class SlowProcess(NamedTuple):
         return name, f"{self.milliseconds:.3g} ms a step", f"others {self.others:.3g}"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Goodput(Tabular):
     """Breakdown of the wall time of a run in seconds, from its first start to the last write of its record.
 
@@ -128,7 +128,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
+def goodput(directory: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
     The times, those of process 0, are in files in `starts/`, in the checkpoint_dir or else in the logdir. If a start
@@ -137,7 +137,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
 
     Args:
-        path: The directory of the checkpoints or the logdir, or its URL.
+        directory: The directory of the checkpoints or the logdir, or its URL.
         prefix: The prefix of the run's checkpoints; several runs may share a directory.
 
     Returns:
@@ -158,7 +158,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    where = absolute(location(path, "path"))
+    where = absolute(location(directory, "directory"))
     of_runs = find_starts(where)
     if prefix not in of_runs:
         raise ValueError(

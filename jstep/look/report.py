@@ -26,7 +26,7 @@ _COLUMNS, _COLUMNS_OF_ONE = 100, 560
 """How many columns of a run's curves are kept."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Report:
     """A page of HTML that shows runs; a notebook displays it in a frame.
 
@@ -98,7 +98,7 @@ def report(
         raise ValueError(f"paths={paths!r}: must be a path or several, got none")
     columns = _COLUMNS if len(listed) > 1 else _COLUMNS_OF_ONE
     rows = [RunFiles.of(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
-    page = Report(_page(Sweep.of(rows, metric, mode)))
+    page = Report(html=_page(Sweep.of(rows, metric, mode)))
     if output is not None:
         page.save(output)
     return page

@@ -20,7 +20,7 @@ _SHOWN = 100
 """The number of the newest starts that a summary lists."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Summary of one run: a directory and a checkpoint prefix with a record of starts.
 
@@ -128,7 +128,7 @@ def as_json_fields(run: RunSummary) -> dict[str, Any]:
 
 def unreadable_run(where: str, prefix: str, error: Exception) -> RunSummary:
     why = str(error) if isinstance(error, OSError | ValueError) else f"its record is damaged: {error!r}"
-    return RunSummary(where, prefix, UNREADABLE, error=why)
+    return RunSummary(path=where, prefix=prefix, status=UNREADABLE, error=why)
 
 
 def summarize(folder: RunFolder) -> RunSummary:

@@ -598,6 +598,7 @@ HIGHEST_RELATIVE = 1e-2
 def adafactor(
     learning_rate: ScalarOrSchedule | None = None,
     decay_rate: ScalarOrSchedule = 0.8,
+    *,
     epsilon: ScalarOrSchedule = 1e-30,
     epsilon_scale: ScalarOrSchedule = 1e-3,
     clip_threshold: ScalarOrSchedule | None = 1.0,

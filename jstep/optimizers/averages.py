@@ -18,7 +18,7 @@ from jstep.core.placement import on_devices
 from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
-from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.tracebacks import explains_arguments, shortens_tracebacks
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, P, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
@@ -40,6 +40,7 @@ DECAY, RATE = "decay", "rate"
 
 
 @explains_attributes
+@explains_arguments
 @dataclasses.dataclass(frozen=True)
 class ExponentialMovingAverage:
     """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
@@ -80,6 +81,7 @@ class ExponentialMovingAverage:
     num_updates: bool = False
     zero_debias: bool = False
     name: str = AVERAGE_SLOT
+    _: dataclasses.KW_ONLY
     start_step: int = 0
     every: int = 1
     rate: ScalarOrSchedule | None = None

@@ -70,7 +70,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
 
 
 @makes_optimizer()
-def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
+def trace(momentum: ScalarOrSchedule, *, use_nesterov: bool = False) -> Optimizer:
     """Momentum: a = momentum·a + g; the direction is a, or with Nesterov g + momentum·a.
 
     Args:
@@ -108,6 +108,7 @@ def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.0,
     dampening: ScalarOrSchedule = 0.0,
+    *,
     use_nesterov: bool = False,
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,

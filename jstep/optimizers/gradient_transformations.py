@@ -123,7 +123,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
 
 @makes_optimizer()
-def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
+def normalize_gradients(scale: ScalarOrSchedule = 1.0, *, per_leaf: bool = False) -> Optimizer:
     """Normalization: g ·= scale / (‖g‖ + 0.000001), where ‖g‖ is the norm of all leaves together.
 
     Args:
@@ -372,7 +372,7 @@ DECAY = "decay"
 
 
 @makes_optimizer()
-def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None) -> Optimizer:
+def add_weight_decay(weight_decay: DecayRates, weight_decay_mask: VarList | Mapping[str, float] = None) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
     After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD.
@@ -380,7 +380,7 @@ def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, floa
     Args:
         weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves without a match do not
             decay.
-        mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
             `mup(...).decays`; 1 without a match.
 
     Returns:
@@ -399,7 +399,7 @@ def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, floa
 
     Source: `optax.add_decayed_weights`.
     """
-    hyper, flags = decay_arguments("weight_decay", weight_decay, mask)
+    hyper, flags = decay_arguments("weight_decay", weight_decay, weight_decay_mask)
     # Rows without a gradient decay, too.
     by_rows = all(map(is_zero, hyper.values()))
     return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=by_rows)
@@ -412,14 +412,14 @@ def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 @makes_optimizer()
 def decay_weights(
-    weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
+    weight_decay: DecayRates, weight_decay_mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
 ) -> Optimizer:
     """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
 
     Args:
         weight_decay: The fraction wd ≥ 0 of each weight that an update removes, or path or glob → fraction: the first
             match applies, and leaves without a match do not decay.
-        mask: As in `add_weight_decay`.
+        weight_decay_mask: As in `add_weight_decay`.
         cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
 
     Returns:
@@ -448,7 +448,7 @@ def decay_weights(
             decay = decay * (((u < 0) & (p > 0)) | ((u > 0) & (p < 0))).astype(p.dtype)
         return u - decay * p, {}
 
-    hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, mask)
+    hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, weight_decay_mask)
     return from_update("decay_weights", decayed, {}, hyper, flags=flags)
 
 
@@ -460,7 +460,11 @@ def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, 
         which = None
         hyper = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}
     factors = _factors(mask)
-    scales = leaf_values.first_match("mask", factors) if factors else leaf_values.mask("mask", mask, warns=True)
+    scales = (
+        leaf_values.first_match("weight_decay_mask", factors)
+        if factors
+        else leaf_values.mask("weight_decay_mask", mask, warns=True)
+    )
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
@@ -486,4 +490,4 @@ def _factors(mask: VarList) -> dict[str, float] | None:
         return None
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):
         return None
-    return {glob: as_number(x, f"mask[{glob!r}]", low=0) for glob, x in mask.items()}
+    return {glob: as_number(x, f"weight_decay_mask[{glob!r}]", low=0) for glob, x in mask.items()}

@@ -72,6 +72,7 @@ def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 def lars(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.9,
+    *,
     use_nesterov: bool = False,
     trust_coefficient: ScalarOrSchedule = 1e-3,
     epsilon: ScalarOrSchedule = 0.0,

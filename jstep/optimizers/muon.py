@@ -436,6 +436,7 @@ SCALES: dict[str | None, Callable[[int, int], float]] = {
 def muon(
     learning_rate: ScalarOrSchedule = 1e-3,
     momentum: ScalarOrSchedule = 0.95,
+    *,
     use_nesterov: bool = True,
     ns_steps: int | None = None,
     ns_coefficients: Sequence[Any] | str = COEFFICIENTS,
@@ -492,13 +493,23 @@ def muon(
     return chain(
         # SLOW: orthogonalization amplifies the smallest singular values, and with them rounding errors of 8-bit codes.
         from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),
-        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
+        orthogonalize(
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            epsilon=epsilon,
+            scale=scale,
+            axes=axes,
+            ns_dtype=ns_dtype,
+            normalization=normalization,
+            distribute=distribute,
+        ),
         from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper),
     )
 
 
 @makes_optimizer()
 def orthogonalize(
+    *,
     ns_steps: int | None = None,
     ns_coefficients: Sequence[Any] | str = COEFFICIENTS,
     epsilon: ScalarOrSchedule = 1e-7,

@@ -31,6 +31,7 @@ def prodigy(
     beta1: ScalarOrSchedule = 0.9,
     beta2: ScalarOrSchedule = 0.999,
     beta3: ScalarOrSchedule | None = None,
+    *,
     epsilon: ScalarOrSchedule = 1e-8,
     d0: ScalarOrSchedule = 1e-6,
     d_coef: ScalarOrSchedule = 1.0,

@@ -37,6 +37,7 @@ from jstep.core import trees
 from jstep.core.checks import as_mapping, describe_type, format_value
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
+from jstep.core.tracebacks import explains_arguments
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Tree, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
@@ -78,6 +79,7 @@ Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
 
 
+@explains_arguments
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """The initial value, shape and dtype of a slot, for `leafwise`.
@@ -104,6 +106,7 @@ class Slot:
     """
 
     initial: Any = 0.0
+    _: dataclasses.KW_ONLY
     shape: Callable[[str, Any], tuple[int, ...] | None] | None = None
     dtype: Any = None
     keeps: Literal["rows", "columns"] | None = None

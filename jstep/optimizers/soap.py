@@ -28,6 +28,7 @@ def soap(
     beta1: ScalarOrSchedule = 0.95,
     beta2: ScalarOrSchedule = 0.95,
     shampoo_beta: ScalarOrSchedule = 0.95,
+    *,
     epsilon: ScalarOrSchedule = 1e-8,
     weight_decay: ScalarOrSchedule = 0.01,
     weight_decay_mask: VarList = None,

@@ -31,7 +31,7 @@ from jstep.training.explain import note_other_devices
 _UNKNOWN = "not known"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Cost(Tabular):
     """Cost of a step on each device.
 

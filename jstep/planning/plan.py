@@ -26,7 +26,7 @@ from jstep.slots.optax_transformations import is_transformation, require_optimiz
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Plan(Tabular):
     """Preview of a run, returned by `plan`.
 
@@ -165,11 +165,11 @@ def plan(
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64))
     pairs = [(hook, call_steps(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
-        steps,
-        _values(functions, steps, dtype),
-        {hook if isinstance(hook, Hashable) else hook_name(hook): due for hook, due in pairs if due is not None},
-        last_step,
-        {} if train_step is None else _stages(train_step, start, last_step),
+        steps=steps,
+        hyperparameters=_values(functions, steps, dtype),
+        due={hook if isinstance(hook, Hashable) else hook_name(hook): due for hook, due in pairs if due is not None},
+        last_step=last_step,
+        stages={} if train_step is None else _stages(train_step, start, last_step),
         **_data(batches, start, last_step),
     )
 

@@ -108,7 +108,7 @@ INITS = ("fan_in", "constant")
 OPTIMIZERS = ("adam", "sgd", "muon", "muon_original", "hyperball")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MupFactors:
     """Factors on the hyperparameters of the small model, by the path of each trainable leaf.
 
@@ -267,7 +267,7 @@ def _rate(widths: Widths, optimizer: str) -> float:
 # The coordinate check of μP: whether activations change equally at all widths.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordCheck:
     """Result of `coord_check`.
 
@@ -397,7 +397,7 @@ def coord_check(
         values = np.array(list(changes[name].values()))
         if np.isfinite(values).all() and (values > 0).all():
             growth[name] = float(np.polyfit(np.log(numbers), np.log(values), 1)[0])
-    return CoordCheck(sizes, changes, growth, number)
+    return CoordCheck(sizes=sizes, changes=changes, growth=growth, steps=number)
 
 
 def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:

@@ -35,14 +35,14 @@ from jstep.state.leaves import StateLeaves
 
 
 @overload
-def fingerprint(tree: Tree, per_leaf: Literal[False] = False) -> jax.Array: ...
+def fingerprint(tree: Tree, *, per_leaf: Literal[False] = False) -> jax.Array: ...
 
 
 @overload
-def fingerprint(tree: Tree, per_leaf: bool) -> Any: ...
+def fingerprint(tree: Tree, *, per_leaf: bool) -> Any: ...
 
 
-def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
+def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
     A leaf has h = seal(Σᵢ mix(bits of element i, i)), with two sums modulo 2³²; a tree has Σ h. Any change of a single

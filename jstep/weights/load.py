@@ -36,6 +36,7 @@ def load_weights(
     target: T,
     names: Names | None = None,
     dtype: DTypeLike | None = None,
+    *,
     partial: bool = False,
 ) -> T:
     """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.

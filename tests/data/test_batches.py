@@ -159,8 +159,10 @@ class TestProcesses:
     @pytest.mark.parametrize("shuffle", [True, False])
     @pytest.mark.parametrize("sizes", [12, {0: 12, 7: 24, 20: 36}], ids=["one size", "sizes"])
     def test_processes_get_contiguous_rows_of_the_global_batch(self, count, shuffle, sizes):
-        full = batches(rows(100), sizes, 1, shuffle)
-        parts = [batches(rows(100), sizes, 1, shuffle, process_index=i, process_count=count) for i in range(count)]
+        full = batches(rows(100), sizes, 1, shuffle=shuffle)
+        parts = [
+            batches(rows(100), sizes, 1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+        ]
         iterators = [p.from_step(5) for p in parts]
         for step in (0, 5, 6, 7, 8, 10**9):
             assert same(jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), full[step])
@@ -235,8 +237,8 @@ def size_schedules(draw):
 def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     n, sizes, drop = given_sizes
     want = simulate(n, sizes, drop, num_epochs)
-    orders = [batches(np.arange(n), n, 3, shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
-    data = batches(np.arange(n), sizes, 3, shuffle, num_epochs, drop)
+    orders = [batches(np.arange(n), n, 3, shuffle=shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
+    data = batches(np.arange(n), sizes, 3, shuffle=shuffle, num_epochs=num_epochs, drop_remainder=drop)
     expected = [orders[epoch][used : used + taken].tolist() for epoch, used, taken in want]
     assert [batch.tolist() for batch in itertools.islice(data, 60)] == expected
     if len(want) < 60:

@@ -95,8 +95,10 @@ def test_order_of_a_source_does_not_depend_on_the_others():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_processes_split_one_global_batch(count, shuffle):
     sizes = {0: 6, 25: 12}
-    full = mixture(SOURCES, sizes, WEIGHTS, 1, shuffle)
-    parts = [mixture(SOURCES, sizes, WEIGHTS, 1, shuffle, process_index=i, process_count=count) for i in range(count)]
+    full = mixture(SOURCES, sizes, WEIGHTS, 1, shuffle=shuffle)
+    parts = [
+        mixture(SOURCES, sizes, WEIGHTS, 1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+    ]
     for step, joined in enumerate(zip(*[part[:50] for part in parts], strict=True)):
         assert {len(part) for part in joined} == {len(full[step]) // count}
         assert np.array_equal(np.concatenate(joined), full[step])

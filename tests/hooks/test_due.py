@@ -176,7 +176,7 @@ def test_which_hooks_include_the_last_step(tmp_path, caplog):
             jstep.MetricsHook(lambda step, values: found["means"].append(step), every_n_steps=4, mean=True),
             jstep.SummarySaverHook(writer, save_steps=4),
             jstep.SummarySaverHook(means_writer, save_steps=4, mean=True),
-            jstep.FingerprintHook(4, tmp_path / "log.jsonl"),
+            jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "log.jsonl"),
             jstep.every(4, lambda step, state, metrics: found["every"].append(step)),
             evaluation,
         ],

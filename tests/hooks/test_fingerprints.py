@@ -135,11 +135,11 @@ def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
 def test_a_log_of_several_files_is_compared_at_its_end(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(growing_files, "MAX_BYTES", 1000)
     path = tmp_path / "fingerprints.jsonl"
-    run(40, jstep.FingerprintHook(1, path))
+    run(40, jstep.FingerprintHook(every_n_steps=1, path=path))
     parts = [path.with_name(f"{path.name}.{n}") for n in range(1, 4)]
     assert all(800 < part.stat().st_size < 2000 for part in parts)
     monkeypatch.setattr(growing_files, "TAIL", 2000)
-    run(42, jstep.FingerprintHook(1, path), batches=lambda step: batch(step + 1))
+    run(42, jstep.FingerprintHook(every_n_steps=1, path=path), batches=lambda step: batch(step + 1))
     warned = [int(text.split()[1]) for text in messages(caplog) if "different result" in text]
     assert warned == [*range(warned[0], 41)]
     assert 20 < warned[0] < 35

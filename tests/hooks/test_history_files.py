@@ -203,7 +203,9 @@ def test_a_metric_called_step_has_another_name(tmp_path):
     assert histories[0].to_pandas().index.tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("make", [jstep.History, lambda path: jstep.FingerprintHook(1, path)], ids=["history", "bits"])
+@pytest.mark.parametrize(
+    "make", [jstep.History, lambda path: jstep.FingerprintHook(every_n_steps=1, path=path)], ids=["history", "bits"]
+)
 def test_a_file_that_another_run_is_writing_is_refused_before_the_first_step(make, tmp_path):
     """The rows of the run that goes on are those of a run alone, and the file is free when it has ended."""
     path, alone, steps_of_others = tmp_path / "log.jsonl", tmp_path / "alone.jsonl", []

@@ -38,7 +38,7 @@ def write_graph(run: pathlib.Path, path: pathlib.Path) -> None:
 WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]]] = {
     "report -o": ("page.html", b"<!doctype", lambda run, path: main(["report", str(run), "-o", str(path)])),
     "report(file)": ("page.html", b"<!doctype", lambda run, path: jstep.report(run, path)),
-    "Report.save": ("page.html", b"<p>", lambda run, path: Report("<p>").save(path)),
+    "Report.save": ("page.html", b"<p>", lambda run, path: Report(html="<p>").save(path)),
     "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
     "write_graph": ("x.mlir", b"module", write_graph),
 }
@@ -79,7 +79,7 @@ def test_an_open_pipe_is_written_through(tmp_path: pathlib.Path) -> None:
     """As `-o /dev/stdout | gzip` does: the path that its link names is none."""
     read, write = os.pipe()
     (tmp_path / "page.html").symlink_to(f"/dev/fd/{write}")
-    Report("<p>").save(tmp_path / "page.html")
+    Report(html="<p>").save(tmp_path / "page.html")
     assert os.read(read, 100) == b"<p>"
     os.close(read)
     os.close(write)

@@ -81,7 +81,8 @@ def factors_of_mup():
 
 INITS = ("fan_in", "constant")
 COST = jstep.Cost(
-    3.5e12, 2.5e9, 2**20, 2**21, 2**22, 2**22, 2**21, 2**30, 5 * 2**30, 12.25,
+    flops=3.5e12, bytes_accessed=2.5e9, params_bytes=2**20, slots_bytes=2**21, argument_bytes=2**22, output_bytes=2**22,
+    alias_bytes=2**21, temp_bytes=2**30, peak_bytes=5 * 2**30, compile_seconds=12.25,
     devices=8, memory_bytes=2**33, loops_unknown=2, host_bytes=2**25, fits=True,
     warnings=("short", "long " * 40),
 )  # fmt: skip
@@ -97,7 +98,19 @@ def costs():
 
 def goodputs():
     stalled = {"waiting": 0.5, "productive": 30.0}
-    some = jstep.Goodput(70.0, 5.5, 20.0, 1.0, 2.0, 3.0, 4.0, 10.0, starts=2, steps=1000, stalled=stalled)
+    some = jstep.Goodput(
+        productive=70.0,
+        rewound=5.5,
+        starting=20.0,
+        waiting=1.0,
+        saving=2.0,
+        evaluating=3.0,
+        hooks=4.0,
+        down=10.0,
+        starts=2,
+        steps=1000,
+        stalled=stalled,
+    )
     return f"{some}\n{jstep.Goodput(starts=1)}"
 
 

@@ -50,7 +50,7 @@ def of_event_files(full, where):
 def of_fingerprints(full, where):
     full.fills(growing_files.LineFile, "write")
     full.fills(growing_files.LineFile, "sync")
-    hook = jstep.FingerprintHook(1, where / "fingerprints.jsonl")
+    hook = jstep.FingerprintHook(every_n_steps=1, path=where / "fingerprints.jsonl")
     return {"hooks": [hook]}, "fingerprints.jsonl"
 
 

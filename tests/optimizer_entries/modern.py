@@ -48,7 +48,9 @@ MODERN = {
     "sgd": Entry(jstep.sgd, {}, SGD, rate=0.02),
     "sgd_nesterov": Entry(lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True), {"momentum": 0.0}, SGD, rate=0.01),
     "sgd_dampening": Entry(lambda lr: jstep.sgd(lr, 0.9, 0.5), {"momentum": 0.0}, SGD, AGED, rate=0.01),
-    "sgd_decay": Entry(lambda lr: jstep.sgd(lr, 0.9, 0.0, True, 1e-5), {"momentum": 0.0}, SGD, rate=0.01),
+    "sgd_decay": Entry(
+        lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True, weight_decay=1e-5), {"momentum": 0.0}, SGD, rate=0.01
+    ),
     "adamw": Entry(lambda lr: jstep.adamw(lr, weight_decay=1e-5), ZEROS, names(*DECAY), AGED, rate=0.02),
     "adamw_amsgrad": Entry(
         lambda lr: jstep.adamw(lr, weight_decay=0.0, amsgrad=True),
@@ -207,7 +209,7 @@ MODERN = {
             {
                 "muon": jstep.chain(
                     jstep.trace(0.95, use_nesterov=True),
-                    jstep.orthogonalize(None, "polar_express", scale=None, normalization="schatten"),
+                    jstep.orthogonalize(ns_coefficients="polar_express", scale=None, normalization="schatten"),
                     jstep.normalize_neurons(over="short"),
                     jstep.on_hyperball(lr, 1.5),
                 ),
@@ -232,7 +234,7 @@ MODERN = {
         slope=False,
     ),
     "blocks_trace": Entry(
-        lambda lr: jstep.chain(jstep.trace(0.9, True), jstep.scale_by_learning_rate(lr)),
+        lambda lr: jstep.chain(jstep.trace(0.9, use_nesterov=True), jstep.scale_by_learning_rate(lr)),
         {"momentum": 0.0},
         ("learning_rate", "momentum"),
         rate=0.01,

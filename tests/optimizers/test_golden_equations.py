@@ -145,7 +145,7 @@ def test_muon(nesterov, scale):
     optimizer = jstep.muon(
         table_schedule(RATE),
         table_schedule(RISING),
-        nesterov,
+        use_nesterov=nesterov,
         scale=scale,
         weight_decay=table_schedule(DECAY),
         weight_decay_mask=MASK,

@@ -290,7 +290,7 @@ def main(cases):
             with tempfile.TemporaryDirectory() as directory:
                 for place, k, last in pieces:
                     step, state, sharding = make(case, place)
-                    hooks = [jstep.FingerprintHook(2, pathlib.Path(directory, "log"))]
+                    hooks = [jstep.FingerprintHook(every_n_steps=2, path=pathlib.Path(directory, "log"))]
                     rows = tuple(map(np.concatenate, zip(*data["mlp"], strict=True)))
                     batches = jstep.batches(rows, MLP.rows, seed=1)
                     options = {"steps_per_call": k, "batch_sharding": sharding, "checkpoint_dir": directory}

@@ -116,7 +116,7 @@ TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
 def test_gradients_are_normalized_by_their_sums(grad, per_leaf):
     """Slices that name a row twice have the norm of the table; leaves are normalized together or each by itself."""
-    optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf))
+    optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf=per_leaf))
     new = after_one(optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])})
     of_table, of_other = (9.0, 2.0) if per_leaf else (np.sqrt(85.0),) * 2
     np.testing.assert_allclose(new["t"], -2 * TABLE / of_table, rtol=1e-5)
