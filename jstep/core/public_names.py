@@ -82,7 +82,7 @@ def explain_call(
                 return hint
     if not unknown:
         hint = find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
-        return hint or _keyword_only_hint(owner, signature, args)
+        return hint + _keyword_only_hint(owner, signature, args)
     return find_hint(f"{owner}()") or _suggest_argument(unknown[0], list(signature.parameters), str(error))
 
 
