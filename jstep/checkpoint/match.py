@@ -30,6 +30,10 @@ _Kind = tuple[tuple[int, ...], str]
 _OTHER_PATHS = (
     "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
 )
+_OTHER_PARAMS = (
+    "names={…} maps leaves that have another path, and jstep.load_weights(path, target_params, partial=True) loads "
+    "what fits"
+)
 _OTHER_FORMAT = (
     "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target of the "
     "optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
@@ -269,11 +273,13 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
-def check(result: CheckpointMatch, partial: bool, checkpoint: str) -> None:
+def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, of_params: bool = False) -> None:
     """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
     if result.in_other_format or (differences and not partial):
-        advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
+        advice = _OTHER_PARAMS if of_params else _OTHER_PATHS
+        if result.in_other_format:
+            advice = _OTHER_FORMAT
         raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None and want.left_out is None for want in result.wanted):
         advice = "names={…} maps leaves that have another path"
@@ -362,8 +368,8 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], checkpoint: s
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
                 f"use_averages: {checkpoint} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. "
-                "Use jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
-                "slots."
+                "If one of these has the averages, name it, as in use_averages='ema'; "
+                "jstep.with_moving_average(optimizer, ema) keeps averages."
             )
 
 

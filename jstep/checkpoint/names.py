@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.manifest import CheckpointError, is_utf8
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_utf8
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
 from jstep.stores.urls import absolute, is_url, location
@@ -150,6 +150,11 @@ def check_directory(directory: object) -> str:
         )
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
+    if not is_url(path) and os.path.isfile(os.path.join(path, MANIFEST_FILE)):
+        raise ValueError(
+            f"directory={path!r}: must be a directory of checkpoints, and this is a checkpoint; its directory is "
+            f"{os.path.dirname(path)!r}, in which it is found by its step"
+        )
     return path
 
 

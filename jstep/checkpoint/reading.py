@@ -104,7 +104,7 @@ class CheckpointReader:
             if of_params:
                 unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
                 matched = dataclasses.replace(matched, unused=unused)
-            match.check(matched, partial, path)
+            match.check(matched, partial, path, of_params=of_params)
             values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             if averages:
@@ -183,7 +183,9 @@ class CheckpointReader:
         for path, lacks in self._store.broken(self._prefix, step)[:1]:
             raise self.unusable(path, [lacks], CORRUPTED)
         if step < 0:
-            raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
+            others = next((path for _, path in self._store.newest_first(None)), None)
+            hint = f"; it has {others}: give its prefix, Saver(directory, prefix=…)" if others else ""
+            raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}{hint}")
         return step
 
     def _fill(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:

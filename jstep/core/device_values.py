@@ -160,6 +160,11 @@ def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
 
 def as_key(value: Any, argument: str) -> Any:
     """Validate one PRNG key, typed or raw; one on a mesh is copied off it."""
+    if type(value).__module__.startswith("flax."):  # an nnx.Rngs; its own attributes are streams
+        raise TypeError(
+            f"{argument}: must be one key, such as jax.random.key(0), got flax's {type(value).__name__}; rngs.params() "
+            "draws one, from which jstep makes the key of each step"
+        )
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):

@@ -323,7 +323,10 @@ class AxesFallback:
                 del refusal  # its traceback holds tracers
         if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
-            text = "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)"
+            text = (
+                "%s runs with Auto axes, where XLA chooses the shardings, as it has no annotations for the Explicit "
+                "axes of its mesh; results are the same. JAX's reason: %s"
+            )
             logger.info(text, self._name, reason)
         return result
 

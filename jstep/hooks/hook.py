@@ -133,7 +133,13 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     if hasattr(hooks, "after_step") or not isinstance(hooks, Iterable):
         raise TypeError(f"hooks={format_value(hooks)}: must be a sequence of hooks, got {describe_type(hooks)}")
     checked = list(hooks)
+    first_index: dict[int, int] = {}
     for i, hook in enumerate(checked):
+        if first_index.setdefault(id(hook), i) != i:
+            raise ValueError(
+                f"hooks[{i}]={format_value(hook)}: must be another object than hooks[{first_index[id(hook)]}], or each "
+                "step would call it twice; leave it out, or make a second one"
+            )
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
         names: tuple[str, ...] = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
@@ -174,20 +180,38 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
     other = TrainState(other.params, other.slots, other.global_step, roles=roles_in(state))
-    new, old = trees.leaves_with_paths(other), trees.leaves_with_paths(state)
+    new = trees.leaves_with_paths(other)
+    old = trees.leaves_with_paths(state)
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} a state of another structure: {different}")
     require_alive(other)
     warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
     with internal_transfers():
-        leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
+        leaves = _without_shared(
+            [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
+        )
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
                 f"{by} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run takes steps: in a loop, by run.train_step(*batch) if it is given no batches"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
+
+
+def _without_shared(leaves: list[Any]) -> list[Any]:
+    """Copy an array that is at a second place, such as parameters that a target network takes over.
+
+    The next step donates each leaf, and XLA refuses to donate one buffer twice.
+    """
+    seen: set[int] = set()
+    distinct: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            leaf = jax.numpy.copy(leaf)
+        seen.add(id(leaf))
+        distinct.append(leaf)
+    return distinct
 
 
 def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:

@@ -172,10 +172,13 @@ def _tag(saved: Any) -> tuple[str | None, Any]:
 
 
 def _plain(saved: Any) -> Any:
-    """Return the number of a tag, or the value as it is."""
+    """Return the number or the tuple of a tag, or the value as it is."""
     from jstep.stores import tagged_json  # it imports JAX
 
-    return tagged_json.decode(saved) if _tag(saved)[0] in ("$int", "$float") else saved
+    tag, inner = _tag(saved)
+    if tag == "$tuple" and isinstance(inner, list):
+        return tuple(map(_plain, inner))
+    return tagged_json.decode(saved) if tag in ("$int", "$float") else saved
 
 
 def _entry(name: str, saved: Any, read_file: ReadFile) -> PositionValue:

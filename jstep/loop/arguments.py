@@ -15,6 +15,7 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.hook import list_of_hooks
+from jstep.hooks.speed import StepCounterHook
 from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence
 from jstep.record.config import as_config
@@ -162,7 +163,7 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
         )
 
 
-def check(state: Tree, last_step: int) -> None:
+def check(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     """Reject a state without a scalar global step, or a last_step that its dtype cannot hold."""
     refuse_compile_only(require_state(state), "state")
     if np.ndim(state.global_step):
@@ -172,9 +173,12 @@ def check(state: Tree, last_step: int) -> None:
         )
     step = get_global_step(state)
     if step is None:
+        # TensorFlow's sentence, for who has named that hook.
+        is_counted = any(isinstance(hook, StepCounterHook) for hook in hooks)
+        begin = "Global step should be created to use StepCounterHook. " if is_counted else ""
         raise RuntimeError(
-            "Global step should be created to use StepCounterHook. A run counts steps, and the state has no global "
-            "step; give it one: state.replace(global_step=jstep.create_global_step())"
+            f"{begin}state: it has no global_step, by which a run counts; give it one: "
+            "state.replace(global_step=jstep.create_global_step())"
         )
     last = np.iinfo(step.dtype).max
     if last_step > last:

@@ -267,6 +267,9 @@ class AUC:
     thresholds: Thresholds
     curve: str = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        return f"AUC(curve={self.curve!r}, thresholds: {np.shape(self.thresholds.low)[-1]})"
+
     def merge(self, other: "AUC") -> "AUC":
         parts = (jnp.concatenate(in_one_dtype(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
         return AUC(_fewer(Thresholds(*parts), self.thresholds.low.size), self.curve)

@@ -94,10 +94,16 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
     named = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
     finished = [name for name, optimizer in named.items() if nested.makes_finished_updates(optimizer)]
-    warning = len(finished) > 1 and (
-        f"chain: {finished[0]} makes finished updates, and {finished[1]} takes them as gradients: the sign flips "
-        "twice, so this is gradient ascent; keep one of the two"
-    )
+    negative = [name for name, optimizer in named.items() if nested.negates_updates(optimizer)]
+    # Each of these multiplies the updates by a negative number. An even number of them ascends.
+    flips = finished + negative
+    warning = ""
+    if finished and len(flips) % 2 == 0 and len(set(flips)) > 1:
+        takes = "takes them as gradients" if len(finished) > 1 else "has a negative factor"
+        warning = (
+            f"chain: {flips[0]} makes finished updates, and {flips[1]} {takes}: the sign flips twice, so this is "
+            "gradient ascent; keep one of the two"
+        )
     try:
         nested.check_names(named)
     except ValueError as error:
@@ -111,6 +117,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         functions.init,
         lambda params: nested.merge_roles(named, params),
         finished=bool(finished),
+        # Of the whole chain, besides the one sign that `finished` tells.
+        negates=len(flips) % 2 != bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=functions.labels,
         needs_all=any(map(needs_all_params, elements)),

@@ -22,7 +22,7 @@ from jstep.optimizers.chains import drawing_element, element
 from jstep.optimizers.draws import numbered_key
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero
+from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
 
@@ -292,7 +292,9 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    return from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    is_negative = isinstance(factor, int | float | np.number) and factor < 0
+    return with_init(optimizer, negates=is_negative)
 
 
 @makes_optimizer()

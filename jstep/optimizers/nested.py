@@ -262,6 +262,10 @@ def makes_finished_updates(optimizer: Optimizer) -> bool:
     return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
 
 
+def negates_updates(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer.init, Init) and optimizer.init.negates
+
+
 def wrap_init(
     optimizer: Optimizer,
     make: Callable[[Params, Step], Slots],

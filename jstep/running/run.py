@@ -176,7 +176,7 @@ class Run(Generic[P]):
         )
         options = validated(given, state, self._batches)
         stages = as_stages(train_step)
-        check(state, options.stop_step)
+        check(state, options.stop_step, options.hooks)
         processes.refuse_another_run()
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)

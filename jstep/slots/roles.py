@@ -188,6 +188,7 @@ class Init:
     Attributes:
         roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
+        negates: Whether it changes the sign of the updates by a negative factor, besides the −learning_rate.
         labels: `labels(params)`: the label of each leaf, None if it is never updated; or None without labels.
         needs_all: Whether it must get all parameters, also frozen ones.
     """
@@ -199,6 +200,7 @@ class Init:
     call: RecordedCall | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
     needs_all: bool = False
+    negates: bool = False
 
     @shortens_tracebacks
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:

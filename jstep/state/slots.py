@@ -152,6 +152,15 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
     return treedef.unflatten(new)
 
 
+def _named_averages(state: TrainState) -> str:
+    """Say which slots hold averages, if the optimizer that made them says so."""
+    averages = sorted(slot for slot in roles_in(state).of(Role.AVERAGE, Role.COPY) if slot in state.slots)
+    if not averages:
+        return ""
+    named = repr(averages[0]) if len(averages) == 1 else f"one of {averages}"
+    return f"Its averages have another name: give {named}, such as use_averages={averages[0]!r}"
+
+
 def find_slots(state: TrainState, name: str | Sequence[str], hint: str) -> list[str]:
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
     return list(dict.fromkeys(find_slot(state, entry, hint) for entry in names))
@@ -171,6 +180,6 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if not matches:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "
-            f"{sorted(slots)}. {hint}"
+            f"{sorted(slots)}. {_named_averages(state) or hint}"
         )
     return matches[0]

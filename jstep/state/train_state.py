@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Self, overload
 
 import jax
@@ -71,8 +71,19 @@ NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "
 """Variable types of Flax NNX that no gradient trains, by name."""
 
 
+COLLECTIONS = frozenset({"batch_stats", "cache", "intermediates", "perturbations"})
+"""Collections of Flax Linen, beside "params", that no gradient trains."""
+
+
 def refuse_untrained(params: Tree) -> None:
-    """Reject a whole `nnx.Module`: its running statistics would not be updated."""
+    """Reject a whole `nnx.Module`, or all variables of a Linen module: running statistics would not be updated."""
+    if isinstance(params, Mapping) and "params" in params and not COLLECTIONS.isdisjoint(params):
+        rest = sorted(COLLECTIONS.intersection(params))
+        raise TypeError(
+            f"params: has Flax's collections {['params', *rest]}; {rest[0]!r} is not trained, but an optimizer would "
+            "decay it: pass variables['params'] as params, and the others as model_state (the page 'From Flax' shows "
+            "the loss)"
+        )
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
@@ -467,8 +478,10 @@ def _step_text(step: object) -> str:
 
 def require_state(value: object) -> TrainState:
     if not isinstance(value, TrainState):
-        remedy = "" if isinstance(value, tuple) else "; make one with TrainState.create"
-        raise TypeError(f"state: must be a TrainState, got {describe_type(value)}{remedy}")
+        library = type(value).__module__.partition(".")[0]
+        got = f"{library}'s TrainState" if type(value).__name__ == "TrainState" else describe_type(value)
+        remedy = "" if isinstance(value, tuple) else "; make one with jstep.TrainState.create(params, optimizer)"
+        raise TypeError(f"state: must be a jstep.TrainState, got {got}{remedy}")
     return value
 
 

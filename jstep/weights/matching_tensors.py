@@ -76,7 +76,9 @@ class WantedTensor(targets.TargetLeaf[Any]):
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             leaf_dtype = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             wanted = array_type(np.shape(self.leaf), leaf_dtype)
-            return f"{self._named} is {array_type(shape, dtype)}, and {wanted} in target"
+            is_cast = tuple(shape) == self.shape and trees.is_floating(dtype) and trees.is_floating(self.dtype)
+            hint = f" (dtype={str(self.dtype)!r} converts floating tensors)" if is_cast else ""
+            return f"{self._named} is {array_type(shape, dtype)}, and {wanted} in target{hint}"
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
