@@ -236,7 +236,7 @@ def test_fallback_to_auto_axes(mesh, n, caplog):
     assert len(calls) == 2
     assert len(prints) == 2 * n
     (line,) = [line for line in caplog.messages if "Auto axes" in line]
-    assert "loss is computed on Auto axes" in line
+    assert "loss runs with Auto axes" in line
     assert "ShardingTypeError" in line
 
 
