@@ -143,9 +143,9 @@ def match(
             average = None
         source = average or saved.get(name)
         problem = ""
-        if average is None and source is not None:
-            problem = _difference(path, keys, (kind[0], str(kind[1])), source, steps)
         role = roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
+        if average is None and source is not None:
+            problem = _difference(path, keys, (kind[0], str(kind[1])), source, steps, role)
         leaf = WantedLeaf(
             *(path, values[i], *targets.kind_of_data(values[i], kind), name),
             source=source if isinstance(source, Leaf) and not problem else None,
@@ -255,9 +255,15 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
     leaves[age.index] = dataclasses.replace(leaf, fresh_age=fresh)
 
 
-def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int]) -> str:
+def _difference(
+    path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int], role: Role | None
+) -> str:
     saved = source.shape, source.dtype
-    if saved == wanted or (isinstance(source, Leaf) and _converts(keys, saved, wanted, steps)):
+    if saved == wanted:
+        return ""
+    # A held hyperparameter is a float64 if and only if 64-bit types are on.
+    is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
+    if isinstance(source, Leaf) and (is_held or _converts(keys, saved, wanted, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"

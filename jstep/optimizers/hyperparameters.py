@@ -28,8 +28,9 @@ HELD_PART = "held"
 def held(name: str, value: object) -> Held:
     """A hyperparameter stored in the state, given in place of a number or a schedule.
 
-    It is saved in the float32 scalar slot `held/name` (`embed/held/name` under a scope or label), and shown in the
-    step's metrics under its name. `set_hyperparameter` changes it without recompiling.
+    It is saved in the scalar slot `held/name` (`embed/held/name` under a scope or label), a float32, or float64 under
+    `jax_enable_x64`; a restore converts it. It is shown in the step's metrics under its name. `set_hyperparameter`
+    changes it without recompiling.
 
     Args:
         name: Its name; equal names collide, as for slots.
@@ -75,7 +76,8 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
     entries = [value for value in hyper.values() if isinstance(value, Held)]
-    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in entries}
+    dtype = trees.default_float()
+    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=dtype, copy=True) for entry in entries}
 
 
 def display_name(slot: str) -> str | None:
@@ -91,12 +93,16 @@ def held_values(slots: Slots) -> dict[str, Array]:
     return {name: value for name, value in named if name is not None}
 
 
-def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
-    """Return the value of a held hyperparameter. Blocks until the value is ready.
+def get_hyperparameter(state: Tree, name: str) -> Any:
+    """Return the value of a held hyperparameter. Outside of a trace, blocks until the value is ready.
 
     Args:
-        state: A `TrainState`. For states stacked by `jax.vmap`, the result is an array.
+        state: A `TrainState`.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
+
+    Returns:
+        A float. For states stacked by `jax.vmap`, a NumPy array with one value per state. In a function that JAX
+        traces, such as a training step, a scalar array, from which the next value may be computed.
 
     Raises:
         KeyError: The state holds no such hyperparameter; the error lists the names of the others.
@@ -107,8 +113,10 @@ def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
         >>> jstep.get_hyperparameter(state, "learning_rate")
         0.5
     """
-    slot = _slot_of(state, name)
-    value = np.asarray(jax.device_get(state.slots[slot]))  # explicit, so that a transfer guard allows it
+    slot = state.slots[_slot_of(state, name)]
+    if trees.is_traced(slot):
+        return slot
+    value = np.asarray(jax.device_get(slot))  # explicit, so that a transfer guard allows it
     return value if value.ndim else float(value)
 
 
@@ -135,14 +143,15 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
     slot = _slot_of(state, name)
     old = state.slots[slot]
     shape = np.shape(old)
+    dtype = old.dtype
     _check_number(value, shape)
     if trees.is_traced(old) or trees.is_traced(value):
-        fresh: Any = jnp.broadcast_to(jnp.asarray(value).astype(jnp.float32), shape)
+        fresh: Any = jnp.broadcast_to(jnp.asarray(value).astype(dtype), shape)
         return state.replace(slots={**state.slots, slot: fresh})
     with np.errstate(over="ignore"):
-        whole = np.broadcast_to(np.array(value, np.float32), shape)  # a copy: on a CPU JAX shares the memory
+        whole = np.broadcast_to(np.array(value, dtype), shape)  # a copy: on a CPU JAX shares the memory
     if not np.all(np.isfinite(whole)):
-        raise ValueError(f"value={value!r}: does not fit float32")
+        raise ValueError(f"value={value!r}: does not fit {dtype}")
     if isinstance(old, jnp.ndarray) and not old.is_fully_addressable:
         fresh = jax.make_array_from_callback(shape, old.sharding, lambda index: whole[index])
     else:

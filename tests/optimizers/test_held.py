@@ -81,3 +81,57 @@ def test_held_values_of_a_population_are_arrays():
         jstep.set_hyperparameter(population, "net/rate", jnp.ones(3))
     with pytest.raises(ValueError, match="finite"):
         jstep.set_hyperparameter(population, "net/rate", rates.at[2].set(jnp.nan))
+
+
+@pytest.mark.parametrize(("saved_with", "restored_with"), [(True, True), (False, True), (True, False)])
+def test_a_held_value_is_a_float64_under_x64_and_converted_at_a_restore(saved_with, restored_with, tmp_path):
+    optimizer = jstep.partition({"a": jstep.sgd(jstep.held("learning_rate", 0.1))}, lambda path, leaf: "a")
+
+    def fresh():
+        return state_of(optimizer) if not stacked else jax.vmap(lambda w: jstep.TrainState.create(w, optimizer))(many)
+
+    for stacked in (False, True):
+        many = {"w": jnp.ones((3, 2), jnp.float32)}
+        with jax.enable_x64(saved_with), jstep.Saver(tmp_path / str(stacked)) as saver:
+            state = jstep.set_hyperparameter(fresh(), "a/learning_rate", 1 / 3)
+            saver.save(state.replace(params=jax.tree.map(lambda w: w.astype(jnp.float32), state.params)))
+        with jax.enable_x64(restored_with), jstep.Saver(tmp_path / str(stacked)) as saver:
+            target = fresh()
+            target = target.replace(params=jax.tree.map(lambda w: w.astype(jnp.float32), target.params))
+            restored = saver.restore(target)
+            value = restored.slots["a/held/learning_rate"]
+            assert value.dtype == (jnp.float64 if restored_with else jnp.float32)
+            exact = 1 / 3 if saved_with and restored_with else float(np.float32(1 / 3))
+            assert np.all(jstep.get_hyperparameter(restored, "a/learning_rate") == exact)
+            restored = jstep.set_hyperparameter(restored, "a/learning_rate", 1e-3)
+            assert restored.slots["a/held/learning_rate"].dtype == value.dtype
+
+
+def test_a_held_rate_trains_as_a_constant_under_x64():
+    with jax.enable_x64(True):
+        ends = []
+        for rate in (1e-3, jstep.held("learning_rate", 1e-3)):
+            optimizer = jstep.adamw(rate)
+            step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+            state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+            state, _ = jstep.scan_steps(step)(state, jnp.ones((50, 3)))
+            ends.append(state.params["w"])
+        np.testing.assert_allclose(*ends, rtol=1e-13)
+
+
+def test_a_step_reads_and_sets_a_held_value():
+    optimizer = jstep.adamw(jstep.held("learning_rate", 0.5))
+    update = jstep.minimize(loss_fn, optimizer, jit=False)
+
+    def step(state):
+        state, metrics = update(state)
+        rate = jstep.get_hyperparameter(state, "learning_rate")
+        return jstep.set_hyperparameter(state, "learning_rate", 0.5 * rate), metrics | {"next": rate}
+
+    state, metrics = jstep.TrainStep(step)(state_of(optimizer))
+    assert (metrics["next"], jstep.get_hyperparameter(state, "learning_rate")) == (0.5, 0.25)
+    several = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, optimizer))(jnp.ones((3, 2)))
+    rates = jax.vmap(lambda state: jstep.get_hyperparameter(state, "learning_rate"))(several)
+    assert rates.shape == (3,)
+    with pytest.raises(KeyError, match="holds no such hyperparameter"):
+        jax.jit(lambda state: jstep.get_hyperparameter(state, "rate"))(state)
