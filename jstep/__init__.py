@@ -15,7 +15,7 @@ The command line is `python -m jstep --help`. The public names by topic and modu
 details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are packages of names.
 """
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 
 _NAMES = """
 Training state
