@@ -110,7 +110,7 @@ Evaluation
 Checkpoints and weights
     checkpoint.saver: Saver
     checkpoint.names: latest_checkpoint checkpoints_iterator checkpoint_name
-    checkpoint.manifest: CheckpointError
+    checkpoint.manifest: CheckpointError CorruptedCheckpointError UnsupportedFormatError
     weights.load: load_weights
     weights.save: save_weights
 Distributed training

@@ -3,6 +3,8 @@ from jstep import distributed as distributed
 from jstep import metrics as metrics
 from jstep import summary as summary
 from jstep.checkpoint.manifest import CheckpointError as CheckpointError
+from jstep.checkpoint.manifest import CorruptedCheckpointError as CorruptedCheckpointError
+from jstep.checkpoint.manifest import UnsupportedFormatError as UnsupportedFormatError
 from jstep.checkpoint.names import checkpoint_name as checkpoint_name
 from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint

@@ -5,14 +5,33 @@ A hook is identified by its `key` if it has one, whatever its class, and otherwi
 their settings, and by order if these are equal too.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
+from jstep.checkpoint.manifest import UnsupportedFormatError, jstep_version
+from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.public_names import public_name
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnsupportedError
+
+RECORD_FORMAT = 1
+"""The number of the format of a record of states. See docs/how/compatibility.md."""
+_RECORD_KEYS = frozenset({"format", "jstep", "states", "notes"})
+_STATE_KEYS = frozenset({"key", "class", "state", "settings", "format", "notes"})
+
+
+class StateFormat(NamedTuple):
+    """The format of the state of a built-in hook, which is a dict: the attribute `state_format` of its class.
+
+    Attributes:
+        number: Raised if an earlier version of jstep would misread a state.
+        defaults: Field → its value in a state that has none, because an earlier version saved it.
+    """
+
+    number: int
+    defaults: Mapping[str, Any]
 
 
 class _HookIdentity(NamedTuple):
@@ -33,8 +52,9 @@ def check_stateful(objects: Sequence[Any], argument: str = "hooks") -> None:
 
 
 def get_states(objects: Iterable[Any], argument: str = "hooks") -> Any:
-    """Return copies of the states of all objects; `tagged_json.as_json` makes them JSON."""
-    return [_record(identity, hook, argument) for identity, hook in _stateful(objects)]
+    """Return copies of the states of all objects, None if none has one; `tagged_json.as_json` makes them JSON."""
+    states = [_record(identity, hook, argument) for identity, hook in _stateful(objects)]
+    return {"format": RECORD_FORMAT, "jstep": jstep_version(), "states": states} if states else None
 
 
 def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
@@ -52,25 +72,44 @@ def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]
         ) from None
     record = {"key": identity.key, "class": identity.made_by, "state": state}
     settings = _settings(hook)
-    return record | {"settings": settings} if settings else record
+    if settings:
+        record["settings"] = settings
+    built_in = _format_of(hook)
+    if built_in is not None:
+        record["format"] = built_in.number
+    return record
 
 
 def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
     States whose hooks are missing, or fewer or more than the states, are dropped, with a line in the log.
+
+    Raises:
+        UnsupportedFormatError: A later version of jstep saved something that this one does not know.
     """
     if saved is None:
         return False
-    if not (isinstance(saved, list) and all(map(_is_record, saved))):
+    if isinstance(saved, list):
+        raise UnsupportedFormatError(
+            f"{argument}: their states in the checkpoint are as they were before the first release of jstep. The "
+            "checkpoint is intact: restore it with the version that wrote it"
+        )
+    if not _is_valid(saved):
         logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
         return False
     hooks: dict[_HookIdentity, list[Any]] = {}
     for identity, hook in _stateful(objects):
         hooks.setdefault(identity, []).append(hook)
     saved_records: dict[_HookIdentity, list[Any]] = {}
-    for record in saved:
-        saved_records.setdefault(_HookIdentity(record["key"], record["class"]), []).append(record)
+    reader = _Reader(argument, saved["jstep"])
+    reader.check("their record in the checkpoint", saved, _RECORD_KEYS, RECORD_FORMAT)
+    for record in saved["states"]:
+        reader.check(_state_of(record), record, _STATE_KEYS)
+        identity = _HookIdentity(record["key"], record["class"])
+        if identity not in hooks:  # perhaps the hook had no `key` of its own then, and has this one now
+            identity = _HookIdentity(record["key"], None)
+        saved_records.setdefault(identity, []).append(record)
     stop = False
     for identity, records in saved_records.items():
         same_key = hooks.get(identity, [])
@@ -80,8 +119,23 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
             logger.warning(text, argument, len(records), identity.key, len(same_key))
             continue
         for hook, record in _matched(same_key, records, argument):
-            stop = bool(hook.set_state(_state_in(record, argument))) or stop
+            state = reader.state(hook, record)
+            try:
+                stop = bool(hook.set_state(state)) or stop
+            except Exception as error:
+                note(error, f"jstep: {argument}: in {identity.key}.set_state(), with its state in the checkpoint")
+                raise
     return stop
+
+
+def _is_valid(saved: Any) -> bool:
+    if not isinstance(saved, dict) or not {"format", "jstep", "states"} <= saved.keys():
+        return False
+    if saved["format"] != RECORD_FORMAT:  # of a later version, whose states may be anything
+        return type(saved["format"]) is int and isinstance(saved["jstep"], str)
+    return (
+        isinstance(saved["jstep"], str) and isinstance(saved["states"], list) and all(map(_is_record, saved["states"]))
+    )
 
 
 def _is_record(record: object) -> bool:
@@ -90,14 +144,57 @@ def _is_record(record: object) -> bool:
     return isinstance(record["key"], str) and isinstance(record["class"], str | None)
 
 
-def _state_in(record: Mapping[str, Any], argument: str) -> Any:
-    try:
-        return tagged_json.decode(record["state"])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{argument}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
-            "jstep, or was changed"
-        ) from None
+def _state_of(record: Mapping[str, Any]) -> str:
+    return f"the checkpoint's state of {record['key']:.100}"
+
+
+class _Reader(NamedTuple):
+    """What reads the states that a version of jstep saved, and refuses what this version does not know."""
+
+    argument: str
+    written_by: str
+
+    def check(self, what: str, record: Mapping[str, Any], known: Collection[str], number: int | None = None) -> None:
+        if number is not None and record.get("format", number) != number:
+            self._refuse(what, f"has format {format_value(record['format'], 50)}")
+        unknown = sorted(record.keys() - known)
+        if unknown:
+            self._refuse(what, f"has {format_list([format_value(key, 50) for key in unknown], 3)}")
+
+    def state(self, hook: Any, record: Mapping[str, Any]) -> Any:
+        """Return the state for `set_state`: that of a built-in hook has all its fields, and no others."""
+        what = _state_of(record)
+        built_in = _format_of(hook)
+        if built_in is not None:
+            self.check(what, record, _STATE_KEYS, built_in.number)
+        try:
+            state = tagged_json.decode(record["state"])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self.argument}: {what} cannot be decoded ({error}); it was not saved by jstep, or was changed"
+            ) from None
+        if built_in is None:
+            return state
+        if not isinstance(state, dict):
+            raise ValueError(f"{self.argument}: {what} is {describe_type(state)}; it was not saved by jstep")
+        self.check(what, state, built_in.defaults.keys())
+        return {**built_in.defaults, **state}
+
+    def _refuse(self, what: str, has: str) -> NoReturn:
+        raise UnsupportedFormatError(
+            f"{self.argument}: {what} {has}, which this version of jstep ({jstep_version()}) does not know. The "
+            f"checkpoint is intact, and was written by jstep {self.written_by:.50}: install that or a later one, or "
+            "leave the hook out, or give it another key, with which it starts fresh"
+        )
+
+
+def _format_of(hook: object) -> StateFormat | None:
+    """Return the format of the state of a built-in hook; None if a subclass of the user's has its own `get_state`."""
+    for cls in type(hook).__mro__:
+        if "get_state" in vars(cls):
+            found = vars(cls).get("state_format")
+            return found if isinstance(found, StateFormat) else None
+    return None
 
 
 def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> Iterator[tuple[Any, Any]]:

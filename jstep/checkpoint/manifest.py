@@ -25,7 +25,8 @@ _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the sta
 _SEAL = ',\n "crc32": "'
 
 
-def _version() -> str:
+def jstep_version() -> str:
+    """Return the version of jstep, as checkpoints record it."""
     # Not from the metadata of the installed package: another version, or none, may be installed under this name.
     return str(sys.modules["jstep"].__version__)
 
@@ -227,7 +228,7 @@ class Manifest:
     extra: Any = None
     retention: RetainedSteps = RetainedSteps(frozenset(), 0.0)
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    jstep: str = dataclasses.field(default_factory=_version)
+    jstep: str = dataclasses.field(default_factory=jstep_version)
     data: str | None = None
     parts: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     left_out: tuple[LeftOutLeaf, ...] = ()
@@ -314,7 +315,7 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
         newer = _unknown_keys(loaded)
     if newer:
         raise UnsupportedFormatError(
-            f"it has {newer}, which this version ({_version()}) does not know. The checkpoint is intact, and was "
+            f"it has {newer}, which this version ({jstep_version()}) does not know. The checkpoint is intact, and was "
             f"written by jstep {written_by}: install that or a later one"
         )
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from jstep.checkpoint.hook_states import hook_key
+from jstep.checkpoint.hook_states import StateFormat, hook_key
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
@@ -97,6 +97,8 @@ class CallbackState(NamedTuple):
 
 class MetricCallback(MetricReader):
     """Base class of callbacks that react to a metric, and whose state is saved."""
+
+    state_format = StateFormat(1, {"metric": None, "name": None, "mode": None, **CallbackState()._asdict()})
 
     on_cadence_only: bool = True
     key: str | None = None
@@ -388,6 +390,8 @@ class KeepBest(MetricReader):
     Source: Keras' `ModelCheckpoint(save_best_only=True)`.
     """
 
+    state_format = StateFormat(1, {"measured_on": {}})
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -441,11 +445,13 @@ class KeepBest(MetricReader):
         return task.result() if is_known else None  # type: ignore[union-attr]
 
     def get_state(self) -> Any:
-        return {str(step): measured_on for step, measured_on in self._measured_on.items() if step in self.values}
+        measured_on = {str(step): data for step, data in self._measured_on.items() if step in self.values}
+        return {"measured_on": measured_on}
 
     def set_state(self, value: Any) -> None:
         """Warn, in the background, if the best value was measured on other data."""
-        self._measured_on = {step: value[str(step)] for step in self.values if str(step) in value}
+        saved = value["measured_on"]
+        self._measured_on = {step: saved[str(step)] for step in self.values if str(step) in saved}
         best = self._best_step()
         if best is None or self._data is None or jax.process_index() != 0:
             return

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jstep import summary
-from jstep.checkpoint.hook_states import check_stateful, get_states, hook_key, set_states
+from jstep.checkpoint.hook_states import StateFormat, check_stateful, get_states, hook_key, set_states
 from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
@@ -73,6 +73,8 @@ class EvaluationHook(RunHook):
 
     Source: `ValidationMonitor` of `tf.contrib.learn`.
     """
+
+    state_format = StateFormat(1, {"step": None, "interrupted_step": None, "was_due": False, "callbacks": None})
 
     key: str | None = None
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jstep.checkpoint.hook_states import StateFormat
 from jstep.core import processes
 from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
@@ -73,6 +74,19 @@ class History(ReportingHook):
 
     Source: `History` of Keras.
     """
+
+    state_format = StateFormat(
+        1,
+        {
+            "at": 0,
+            "last_row": 0,
+            "first": 0,
+            "evaluated": [],
+            "sums": {},
+            "rows": {"steps": [], "columns": {}},
+            "counts": {"steps": [], "columns": {}},
+        },
+    )
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, every_n_steps: int | None = None, mean: bool = True

@@ -91,7 +91,7 @@ class RunContents:
     def _hooks(self) -> CheckpointExtra:
         run, course = self._run, self._run.course
         entries = {
-            HOOK_STATES: get_states(run.opened.hooks) or None,
+            HOOK_STATES: get_states(run.opened.hooks),
             STOPPED: course.stopped_by,
             ENDED: run.step if run.opened.runner.has_ended() else None,
         }

@@ -287,7 +287,7 @@ def test_hashes_of_the_data_are_matched_in_any_order(tmp_path):
     for best, name in zip(before, names, strict=True):
         best._measured_on = {1: " of ".join(name)}
     set_states(after[::-1], get_states(before))
-    assert [best.get_state() for best in after] == [{"1": " of ".join(name)} for name in names]
+    assert [best.get_state() for best in after] == [{"measured_on": {"1": " of ".join(name)}} for name in names]
 
 
 def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, monkeypatch):

@@ -31,6 +31,10 @@ class Other(Kept):
     pass
 
 
+def as_saved(*records):
+    return {"format": 1, "jstep": "1.2.3", "states": list(records)}
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "got", "said"),
     [
@@ -69,12 +73,14 @@ def test_one_of_several_ends_the_run():
     "saved",
     [
         {"Kept": [1]},
-        [{"key": "Kept", "class": "Kept"}],
-        [{"key": "Kept", "class": 3, "state": 1}],
-        [None],
+        as_saved({"key": "Kept", "class": "Kept"}),
+        as_saved({"key": "Kept", "class": 3, "state": 1}),
+        as_saved(None),
+        {**as_saved(), "format": "2"},
+        {**as_saved(), "jstep": 3},
     ],
 )
-def test_what_is_no_list_of_states(saved, caplog):
+def test_what_is_no_record_of_states(saved, caplog):
     hook = Kept("1", ends=True)
     assert set_states([hook], saved, "callbacks") is False
     assert hook.got is None
@@ -84,11 +90,11 @@ def test_what_is_no_list_of_states(saved, caplog):
 def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
     hook = Kept("1")
     record = {"key": "Kept", "class": f"{__name__}.Kept", "state": {"t": 1}}
-    set_states([hook], [record])
+    set_states([hook], as_saved(record))
     assert hook.got == {"t": 1}
-    (tagged,) = get_states([hook])
+    (tagged,) = get_states([hook])["states"]
     with pytest.raises(ValueError) as caught:
-        set_states([hook], [{**tagged, "state": {"$tuple": 3}}], "callbacks")
+        set_states([hook], as_saved({**tagged, "state": {"$tuple": 3}}), "callbacks")
     text = str(caught.value)
     assert text.startswith("callbacks: the checkpoint's state of Kept cannot be decoded (")
     assert text.endswith("); it was not saved by jstep, or was changed")
@@ -100,6 +106,88 @@ def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
         get_states([hook], "callbacks")
     note = "jstep: callbacks: in Kept.get_state(), whose result is kept with each checkpoint"
     assert failed.value.__notes__ == [note]
+
+
+Early = jstep.EarlyStopping
+OF_HISTORY = {"key": "History", "class": "jstep.History", "state": {}, "format": 1}
+
+
+def later(record, **changes):
+    return {**as_saved({**record, **changes}), "jstep": "7.8.9"}
+
+
+def of(hook):
+    return get_states([hook])["states"][0]
+
+
+NEWER = {
+    "a record": {**later(OF_HISTORY), "format": 2},
+    "a record of another form": {"format": 2, "jstep": "7.8.9", "states": {"x": 1}},
+    "a key of the record": {**later(OF_HISTORY), "order": [0]},
+    "a key of a state": later(OF_HISTORY, is_given=True),
+    "a state of History": later(OF_HISTORY, format=2),
+    "a field of History": later(OF_HISTORY, state={"was_first": 3}),
+    "a field with a key": later(of(Early("loss", key="mine")), state={"was_bad": 3}),
+}
+NAMED = {
+    "a key of a state": "History",
+    "a state of History": "History",
+    "a field of History": "History",
+    "a field with a key": "mine",
+}
+
+
+@pytest.mark.parametrize("case", NEWER)
+def test_what_a_later_version_saved_is_refused(case):
+    hooks = [jstep.History(), Early("loss", key="mine")]
+    with pytest.raises(jstep.UnsupportedFormatError) as caught:
+        set_states(hooks, NEWER[case])
+    text = str(caught.value)
+    assert "The checkpoint is intact, and was written by jstep 7.8.9: install that or a later one" in text
+    assert NAMED.get(case, "hooks: their record in the checkpoint has") in text
+
+
+def test_notes_are_ignored_and_a_missing_field_has_its_default():
+    hook = Early("loss")
+    state = {"metric": "loss", "mode": "min", "best": 0.5, "stopped_at": None, "cooling": 0}  # without `bad`
+    saved = {**as_saved({**of(hook), "state": state, "notes": [1]}), "notes": {"a": 1}}
+    set_states([hook], saved)
+    assert (hook.best, hook.bad) == (0.5, 0)
+
+
+def test_states_before_the_first_release_are_refused_as_what_they_are():
+    with pytest.raises(jstep.UnsupportedFormatError, match=r"before the first release.*The checkpoint is intact"):
+        set_states([Kept("1")], [{"key": "Kept", "class": f"{__name__}.Kept", "state": 1}])
+
+
+def test_a_hook_that_has_a_key_now_finds_its_state():
+    hook = Kept("", key="Kept")
+    set_states([hook], get_states([Kept("a")]))
+    assert hook.got == ("a",)
+
+
+class Counting(Early):
+    """A user's callback, whose state has a field more."""
+
+    def get_state(self):
+        return {**super().get_state(), "mine": 3}
+
+    def set_state(self, value):
+        self.mine = value["mine"]
+        return super().set_state(value)
+
+
+def test_a_users_subclass_has_a_state_of_its_own():
+    hook = Counting("loss")
+    set_states([hook], get_states([Counting("loss")]))
+    assert hook.mine == 3
+
+
+def test_what_set_state_raises_names_the_hook():
+    hook = Counting("loss")
+    with pytest.raises(KeyError) as caught:
+        set_states([hook], as_saved({**of(hook), "state": {}}))
+    assert caught.value.__notes__ == ["jstep: hooks: in Counting(loss).set_state(), with its state in the checkpoint"]
 
 
 # Which states a step and a hook may return, and what the errors advise.
