@@ -160,6 +160,7 @@ class Program:
         self.has_failed = has_failed
         self.is_called = False
         self.is_ahead = False
+        self._casts = False  # whether a function that jstep did not compile returned weak values
 
     def mark_called(self, rows: int | None) -> None:
         """Note that the first call has returned, and the rows of its batch."""
@@ -189,8 +190,14 @@ class Program:
         metrics = flat_metrics(result[1])
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
-        is_known = self.is_called and self.stage.is_compilable  # by its first call, which was traced
-        new = keep_roles(state, result[0]) if is_known else keep_kind(self.stage.name, state, result[0])
+        # The kind of what a compiled function returns is known from its first call. Weak values are cast at each.
+        is_known = self.is_called and self.stage.is_compilable
+        if not is_known:
+            self._casts = any(map(trees.is_weak, jax.tree.leaves(result[0])))
+        if is_known and not self._casts:
+            new = keep_roles(state, result[0])
+        else:
+            new = keep_kind(self.stage.name, state, result[0])
         return trees.copy_numpy(new, "the state that the step returned"), metrics
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:

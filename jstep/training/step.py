@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
@@ -137,10 +138,13 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     has_structure = trees.structure(new) == trees.structure(old)
     if has_structure and any(map(trees.is_weak, jax.tree.leaves(new))):
         new = jax.tree.map(_as_strong, new, old)
-    if has_structure and all(map(_is_alike, jax.tree.leaves(new), jax.tree.leaves(old))):
+    # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it as it is, to be saved so.
+    type_of = jax.typeof if trees.has_tracers(old) else _own_type
+    leaves = jax.tree.leaves(new), jax.tree.leaves(old)
+    if has_structure and all(_is_alike(*pair, type_of) for pair in zip(*leaves, strict=True)):
         return new
     trees.require_arrays(new, f"train_step={name}: the state that it returns")
-    different = describe_difference(jax.tree.map(jax.typeof, new), jax.tree.map(jax.typeof, old))
+    different = describe_difference(jax.tree.map(type_of, new), jax.tree.map(type_of, old))
     raise TypeError(
         f"train_step={name}: must return a state of the kind that it was given, got one "
         f"{different or _describe_container(new, old)}; cast such a leaf, or create the state as it is "
@@ -169,11 +173,18 @@ def _as_strong(new: Any, old: Any) -> Any:
     return jnp.asarray(new, dtype if promoted == dtype else jax.typeof(new).dtype)
 
 
-def _is_alike(new: Any, old: Any) -> bool:
+def _is_alike(new: Any, old: Any, type_of: Callable[[Any], Any]) -> bool:
     if not trees.is_array_or_number(new):
         return False
-    a, b = jax.typeof(new), jax.typeof(old)
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
+    new_type = type_of(new)
+    old_type = type_of(old)
+    return (new_type.shape, new_type.dtype) == (old_type.shape, old_type.dtype)
+
+
+def _own_type(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype.newbyteorder("="))
+    return jax.typeof(leaf)
 
 
 # The layout of a state, which is stored on states that a step returned, and the steps compiled for it.

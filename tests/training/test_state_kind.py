@@ -116,3 +116,51 @@ def test_weak_types_become_strong(steps_per_call, compilations):
     assert state.model_state["pair"] == (jnp.bfloat16(1), jnp.float32(0.5))
     with pytest.raises(TypeError, match=r"whose 'slots/model_state/n' is float32\[\] instead of int32\[\]"):
         jstep.TrainStep(step_of(lambda state: state.replace(model_state={**TREE, "n": 3.0}))).eval_shape(state, ROWS[0])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("make", [jstep.TrainStep, jax.jit, lambda step: step])
+def test_a_weak_integer_for_a_float_leaf_is_cast_at_every_call(make, steps_per_call, tmp_path):
+    def step(state, x):
+        flag = jnp.where(jnp.sum(x) > 0, 0, 1)
+        return jstep.increment_global_step(state).replace(model_state={"flag": flag}), {}
+
+    dtypes = set()
+    for last in (3, 6):
+        state = jstep.TrainState.create({"w": 0.0}, jstep.sgd(0.1), model_state={"flag": 1.0})
+        hook = jstep.every(1, lambda step, state, metrics: dtypes.add(str(state.model_state["flag"].dtype)))
+        options = {"checkpoint_dir": tmp_path, "log_steps": None, "steps_per_call": steps_per_call, "hooks": [hook]}
+        state = jstep.train(make(step), state, lambda n: ROWS[n], last, **options)
+    assert dtypes == {"float32"}
+    assert (state.model_state["flag"], int(state.global_step)) == (0.0, 6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", ">f8"])
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("run", [False, True])
+def test_a_step_that_is_not_traced_returns_the_own_dtypes_of_leaves(dtype, late, run, tmp_path):
+    def step(state, x):
+        number = int(state.global_step)
+        w = np.asarray(state.params["w"]) * np.float32(0.5)
+        w = w.astype(dtype) if number == late else w.astype(">f4") if number == 1 else w
+        return jstep.increment_global_step(state).replace(params={"w": w}), {"loss": np.float64(1)}
+
+    state = jstep.TrainState.create({"w": jnp.ones((8, 8))}, jstep.sgd(0.1))
+    options = {"checkpoint_dir": tmp_path, "log_steps": None}
+    native = np.dtype(dtype).newbyteorder("=")
+
+    def train():
+        if not run:
+            return jstep.train(step, state, list(ROWS), 4, **options)
+        with jstep.Run(step, state, list(ROWS), 4, **options) as training:
+            return list(training)
+
+    with pytest.raises(TypeError, match=rf"whose 'params/w' is {native}\[8,8\] instead of float32\[8,8\]"):
+        train()
+    assert (jstep.Saver(tmp_path).latest_step() or 0) == late
+
+
+def test_numpy_constants_in_a_traced_step_are_what_jax_makes_of_them():
+    step = step_of(lambda state: state.replace(params={"w": np.zeros(2)}, slots=state.slots))
+    state, _ = jstep.TrainStep(step)(jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1)), ROWS[0])
+    assert state.params["w"].dtype == jnp.float32
