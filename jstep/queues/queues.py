@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
 from jstep.core.exceptions import OutOfRangeError, QueueError
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.tracebacks import shortens_tracebacks
@@ -45,6 +47,9 @@ runner_thread = threading.local()
 # changed the queue on this thread between its last check and its wait.
 _POLL_SECS = 0.25
 
+# A dequeue that has waited so long for the very first element says so: most likely nothing feeds the queue.
+_WARN_SECS = 10.0
+
 
 def _empty_batch_of(element: object) -> tuple[Any, ...]:
     try:
@@ -78,6 +83,7 @@ class BoundedQueue:
         self._closed: bool = False
         self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
+        self._has_warned = False  # of a dequeue that waits for the first element
 
     def size(self) -> int:
         """Return the current number of elements."""
@@ -145,7 +151,7 @@ class BoundedQueue:
         """
         with self._mutex:
             if self._collecting or len(self._items) + len(self._pool) <= self._min_after:
-                self._wait(self._can_take)
+                self._wait(self._can_take, for_elements=True)
                 if not self.size():
                     self._refuse(1)
             element = self._take()
@@ -248,15 +254,30 @@ class BoundedQueue:
 
     # Waiting; the mutex is held.
 
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
+    def _wait(self, is_ready: Callable[[], bool], *, for_elements: bool = False) -> None:
+        began = time.monotonic()
         while not is_ready():
             self._waiting += 1
             try:
                 woken = self._changed.wait(_POLL_SECS)
             finally:
                 self._waiting -= 1
+            if for_elements and time.monotonic() - began >= _WARN_SECS:
+                self._warn_if_never_fed()
             if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
                 raise CancelledError("the main thread has ended, so this thread stops feeding it")
+
+    def _warn_if_never_fed(self) -> None:
+        # Only of a queue that never had an element: a queue that had some is fed, however slowly.
+        if self._has_warned or self._empty_batch is not None:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: a dequeue has waited for %g s, and no element was ever enqueued. Start what feeds the queue: "
+            "jstep.start_queue_runners(coord), or runner.create_threads(coord, start=True)",
+            type(self).__name__,
+            _WARN_SECS,
+        )
 
     def _wake(self) -> None:
         if self._waiting:
@@ -300,7 +321,7 @@ class BoundedQueue:
         self._collecting, self._room = n, max(self._capacity, n + self._min_after)
         self._wake()  # there may be room for enqueues now
         try:
-            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended())
+            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended(), for_elements=True)
         finally:
             self._collecting, self._room = 0, self._capacity
             self._wake()

@@ -6,12 +6,14 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 from processes import run_program
-from queue_calls import drain
-from waiting import TIMEOUT
+from queue_calls import Call, drain, wait_until_blocked
+from waiting import TIMEOUT, wait_until
 
 from jstep.core.exceptions import OutOfRangeError
+from jstep.queues import queues
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import CancelledError, FIFOQueue, RandomShuffleQueue
@@ -303,3 +305,24 @@ def test_threads_started_manually():
         thread.start()
     thread.join(TIMEOUT)
     assert queue.dequeue()[1] is True
+
+
+@pytest.mark.parametrize("take", [lambda queue: queue.dequeue(), lambda queue: queue.dequeue_many(2)])
+def test_a_dequeue_that_nothing_feeds_says_so_once(monkeypatch, caplog, take):
+    """A runner that was never started looks like a hang: `tf.train`'s oldest question."""
+    monkeypatch.setattr(queues, "_WARN_SECS", 0.0)
+    monkeypatch.setattr(queues, "_POLL_SECS", 0.001)
+    queue = FIFOQueue(4)
+    call = Call(lambda: take(queue))
+    wait_until(lambda: caplog.messages)
+    queue.enqueue_many(np.arange(4))
+    call.wait()
+    assert len(caplog.messages) == 1
+    assert "no element was ever enqueued. Start what feeds the queue: jstep.start_queue_runners" in caplog.messages[0]
+    while queue.size():
+        queue.dequeue()
+    call = Call(queue.dequeue)  # a queue that was fed, however slowly, is not warned of
+    wait_until_blocked(queue, dequeues=1)
+    queue.enqueue(1)
+    call.wait()
+    assert len(caplog.messages) == 1
