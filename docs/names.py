@@ -1,11 +1,13 @@
 """Draws lists of public names on pages, from the list in `jstep/__init__.py`: a hook of MkDocs.
 
+`<!-- questions: all -->` becomes a table of the questions of `questions.toml` and the pages that answer them,
 `<!-- entries: Optimizers -->` becomes the entries of the topics that begin so, `<!-- table: Optimizers -->` a table
 with a row for each of them, and `<!-- pages: reference -->` a table of the pages of the reference with their names.
 """
 
 import pathlib
 import re
+import tomllib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +15,7 @@ import jstep
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 ENTRY = re.compile(r"^::: jstep\.([\w.]+)$", re.MULTILINE)
-_PLACE = re.compile(r"^<!-- (entries|table|pages): (\w+) -->$", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- (entries|table|pages|questions): (\w+) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -53,9 +55,21 @@ def _pages(folder: str) -> str:
     return _rows((f"[{titles[name]}]({name})", ENTRY.findall(text)) for name, text in pages.items())
 
 
+def _questions(_: str) -> str:
+    text = (REFERENCE.parent / "questions.toml").read_text(encoding="utf-8")
+    lines = ["| question | page |", "|---|---|"]
+    for question in tomllib.loads(text)["question"]:
+        page = question["page"]
+        title = (REFERENCE.parent / page).read_text(encoding="utf-8")
+        heading = re.search(r"^# (.+)$", title, re.MULTILINE)
+        assert heading is not None, page
+        lines.append(f"| {question['asked']} | [{heading[1]}](../{page}) |")
+    return "\n".join(lines)
+
+
 def _rows(rows: Iterable[tuple[str, list[str]]]) -> str:
     lines = [f"| {first} | {' · '.join(f'`{name}`' for name in names)} |" for first, names in rows]
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
-_DRAWN = {"entries": _entries, "table": _table, "pages": _pages}
+_DRAWN = {"entries": _entries, "table": _table, "pages": _pages, "questions": _questions}
