@@ -12,6 +12,9 @@ from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Store
 
+ALWAYS = math.inf
+"""The `temporary_secs` of a checkpoint that is temporary whatever precedes it."""
+
 
 def evictions(
     saved_at: Mapping[int, float],
@@ -142,7 +145,7 @@ class Retention:
         # this step by itself.
         if temporary_secs is not None and not (new.step in paths and self._is_permanent(new.step)):
             previous = next((self._heads[step].saved_at for step in others if self._is_permanent(step)), -math.inf)
-            is_temporary = 0 <= new.saved_at - previous < temporary_secs
+            is_temporary = temporary_secs == ALWAYS or 0 <= new.saved_at - previous < temporary_secs
         finite = next((step for step in sorted({*others, new.step}, reverse=True) if self._is_finite(step, new)), None)
         temporary = {step for step in others if step in retained.temporary and not self._is_permanent(step)}
         replaced = temporary - {finite}

@@ -17,7 +17,8 @@ _VISITS = 64
 """The number of latest durations that are kept for each phase or key."""
 _SWITCHES = 256
 _SHORT = 1e-4
-"""A body of the user's loop that takes fewer seconds counts as a part of the step, which is cheaper."""
+"""A body of the user's loop that takes fewer seconds counts as a part of the step, which is cheaper. The first one is
+recorded as if it took this long: a body that hangs later is measured by it."""
 
 
 class Stopwatch:
@@ -84,6 +85,8 @@ class Stopwatch:
             self.reassign(HOOKS, seconds)
             if key is not None:
                 self.record(key, began)
+        elif key is not None and not self.lasted[key]:
+            self.lasted[key].append(_SHORT)
 
     def started(self) -> None:
         self.waiting = WAITING

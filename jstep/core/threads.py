@@ -128,6 +128,11 @@ def in_background(
     return task
 
 
+def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
+    """Call a function in a thread; return whether it ended in time. It may wait for a lock of code that hangs."""
+    return bool(wait([in_background(fn, name=name, daemon=True)], timeout=seconds).done)
+
+
 class SerialTasks:
     """Background tasks that run one after the other, each even if another failed."""
 

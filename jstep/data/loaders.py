@@ -131,8 +131,9 @@ def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
     if opening.is_saved:
         read_position = RarePosition(ask, opening.next_save)
         start = _position_at_start(read_position.read, opening)
-    elif hasattr(batches, "__next__"):  # `set_back` needs it
-        start = _position_at_start(ask, opening)
+    elif hasattr(batches, "__next__"):
+        with contextlib.suppress(Exception):  # only `set_back` needs it, and works without
+            start = _position_at_start(ask, opening)
     return Loader(
         batches,
         itertools.islice(items, since, since + opening.steps_left),
@@ -144,11 +145,17 @@ def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
 
 
 def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
+    """Return the position before the first batch, which is saved if the run ends there.
+
+    An error is raised now: it would be raised again at the first save, after hours of training.
+    """
     if opening.saved is not None:
         return opening.saved.value
-    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
+    try:
         return ask()
-    return None
+    except Exception as error:
+        note(error, "jstep: batches: their position before the first batch, which checkpoints need, could not be read")
+        raise
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:

@@ -51,7 +51,7 @@ class EvaluationHook(RunHook):
         at_start: Whether to evaluate the state before the first step of a fresh run, too.
 
     Attributes:
-        results: Step → result of `evaluate`, for this run.
+        results: Step → result of `evaluate`, for this start; before its first one, that of the step it resumes from.
 
     Raises:
         KeyError: Before the first step or after an evaluation: evaluate does not return the metric of a callback.
@@ -105,9 +105,8 @@ class EvaluationHook(RunHook):
         self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
-        self._reported_step: int | None = None  # the last step whose results callbacks have seen
-        self._interrupted_step: int | None = None  # the step whose evaluation a signal interrupted
-        self._was_due = False  # whether that evaluation was due, and not only the last one of a run
+        self._restored_step = -1  # the step whose result is that of an earlier start
+        self._interrupted_step: int | None = None  # the step whose evaluation was due, and abandoned by a signal
 
     @property
     def why(self) -> str | None:
@@ -143,7 +142,8 @@ class EvaluationHook(RunHook):
         require_alive(state)
         self.results = {}
         self.newest = None
-        self._reported_step = self._interrupted_step = None
+        self._interrupted_step = None
+        self._restored_step = -1
         names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
         self._call_each("use_names", self.prefix, names)
         self._call_each("use_evaluator", self._evaluate)
@@ -151,14 +151,29 @@ class EvaluationHook(RunHook):
         self.stopped_by = None
         return any(self._call_each("begin", state))
 
+    @property
+    def callbacks(self) -> Sequence[EvaluationCallback]:
+        return self._callbacks
+
     def get_state(self) -> Any:
-        states = get_states(self._callbacks, _CALLBACKS)
-        interrupted = {"interrupted_step": self._interrupted_step, "was_due": self._was_due}
-        return {"step": self._reported_step, **interrupted, "callbacks": states}
+        """Return the states of callbacks, and the results at the step of the checkpoint, if it was evaluated there.
+
+        A start that finds these does not evaluate that step again: a hook behind this one, or the body, may have
+        replaced the state since.
+        """
+        results = self.results.get(self.run.step)
+        return {
+            "results": None if results is None else read_values(as_numbers(results)),
+            "interrupted_step": self._interrupted_step,
+            "callbacks": get_states(self._callbacks, _CALLBACKS),
+        }
 
     def set_state(self, value: Any) -> bool:
-        self._reported_step, self._interrupted_step = value["step"], value["interrupted_step"]
-        self._was_due = value["was_due"]
+        results = value.get("results")  # absent in checkpoints of jstep 0.4
+        if results is not None:
+            self._restored_step = self.run.step
+            self.results = {self._restored_step: results}
+        self._interrupted_step = value["interrupted_step"]
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
@@ -166,10 +181,10 @@ class EvaluationHook(RunHook):
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
-        if not self._owes(step, was_due=True):
+        if not self._owes(step):
             return None
         result = self._evaluate_at(step, state, on_cadence=True)
-        return True if self._owes(step, was_due=True) else result  # interrupted again
+        return True if self._owes(step) else result  # interrupted again
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, on_cadence=True)
@@ -180,15 +195,6 @@ class EvaluationHook(RunHook):
         result = self._evaluate_at(step, state, self._is_on_cadence(step))
         result = result.state if isinstance(result, StopWith) else result
         return result if isinstance(result, TrainState) else None
-
-    def owes_end(self, step: int) -> bool:
-        """Return whether a signal interrupted the last evaluation of a run."""
-        return self._owes(step, was_due=False)
-
-    def repeat(self, step: int, state: TrainState) -> None:
-        self._reported_step = step
-        if step not in self.results:
-            self._evaluate_at(step, state, self._is_on_cadence(step))
 
     def before_save(self, step: int) -> bool | None:
         return any(self._call_each("before_save", step))
@@ -202,15 +208,16 @@ class EvaluationHook(RunHook):
 
     def _is_on_cadence(self, step: int) -> bool:
         is_due = self.cadence is not None and self.cadence.has_multiple(step)
-        return is_due or self._owes(step, was_due=True)
+        return is_due or self._owes(step)
 
-    def _owes(self, step: int, *, was_due: bool) -> bool:
-        return self._interrupted_step == step and self._was_due == was_due
+    def _owes(self, step: int) -> bool:
+        return self._interrupted_step == step
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
-        # If this evaluation is interrupted, the checkpoint of this step records it.
-        self._interrupted_step, self._was_due = step, on_cadence
+        # If a signal abandons this evaluation, the checkpoint of this step records it. Not one that was not due: the
+        # next start makes it again with the whole end, and none before the first step.
+        self._interrupted_step = step if on_cadence else None
         try:
             results = self._results_of(state)
         except EvaluationAbandoned:
@@ -219,10 +226,6 @@ class EvaluationHook(RunHook):
             return None
         self._interrupted_step = None
         self._report(step, results)
-        # A finished run that is restarted before its hooks had ended repeats an evaluation that callbacks have seen.
-        if self._reported_step == step:
-            return None
-        self._reported_step = step
         return self._run_callbacks(step, state, results, on_cadence)
 
     def _results_of(self, state: TrainState) -> Mapping[str, Any]:
@@ -246,6 +249,9 @@ class EvaluationHook(RunHook):
         return results
 
     def _report(self, step: int, results: Mapping[str, Any]) -> None:
+        if self._restored_step != step:
+            # A run that goes on has its own results alone.
+            self.results.pop(self._restored_step, None)
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}
         self.newest = (step, as_numbers(named))

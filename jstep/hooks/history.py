@@ -102,8 +102,9 @@ class History(ReportingHook):
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
         self._first = 0  # the step at which the rows begin
         self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
+        self._saved_constants = set[str]()  # names of metrics that did not change in the start before
         self._evaluated = set[str]()  # the names of results of evaluations
-        self._pulled: dict[str, int] = {}
+        self._pulled: dict[str, int] = {}  # prefix of an evaluation → the step of the newest result that has a row
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -183,9 +184,12 @@ class History(ReportingHook):
             self.run.transfers.add(step, PendingTransfer(lambda: True, lambda: None), merge, self)
         self._write()
 
+    def make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
+        # Without metrics, no step was taken: an earlier start was killed before its end, in the middle of a row.
+        if step != self._last_row and (self._mean or metrics is not None):
+            self.when_due(step, state, metrics or {})
+
     def end(self, step: int, state: TrainState) -> None:
-        if step != self._last_row and (self._mean or self.run.metrics is not None):
-            self.when_due(step, state, self.run.metrics or {})
         super().end(step, state)
         self._write()
 
@@ -238,6 +242,7 @@ class History(ReportingHook):
                 "sums": {name: list(pair) for name, pair in self._sums.items()},
                 "rows": _columns(rows),
                 "counts": _columns(self._counts),
+                "constants": sorted(self._constants()),
             }
 
     def set_state(self, value: Any) -> None:
@@ -253,6 +258,7 @@ class History(ReportingHook):
                 self.run.sums.has_ratios = True
             for step, row in rows.items():
                 self._put(step, row)
+            self._saved_constants = set(value.get("constants", ()))
             self._set_interval(self.run.step)
 
     def flush(self) -> None:
@@ -282,7 +288,11 @@ class History(ReportingHook):
             self._since = math.inf
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
-        return super()._numbers(metrics, {*leave_out, *self.run.constant_metrics()})
+        return super()._numbers(metrics, {*leave_out, *self._constants()})
+
+    def _constants(self) -> Collection[str]:
+        """Return the names of the metrics that never change; a start without a step has those of an earlier one."""
+        return self.run.constant_metrics().keys() or self._saved_constants
 
     def _means(self, leave_out: Collection[str]) -> PendingTransfer:
         interval, step, before = self.run.sums.take(self._number), self._last_row, self._sums
@@ -304,12 +314,14 @@ class History(ReportingHook):
 
     def _pull(self) -> None:
         for hook in self.run.evaluations:
-            new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
-            self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)
-            for step, values in new:
+            pulled = self._pulled.get(hook.prefix, -1)
+            new = [*itertools.takewhile(lambda pair: pair[0] > pulled, reversed(hook.results.items()))]  # noqa: B023
+            for step, values in reversed(new):
+                self._pulled[hook.prefix] = step
                 row = {f"{hook.prefix}/{name}": number for name, number in read_values(as_numbers(values)).items()}
                 self._evaluated |= row.keys()
-                self._put(step, row)
+                if not row.items() <= self._rows.get(step, {}).items():  # not of an earlier start, which has written it
+                    self._put(step, row)
 
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
         with self._lock:

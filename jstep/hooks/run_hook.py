@@ -18,6 +18,7 @@ from jstep.metering.cadence import Cadence
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
+from jstep.state.global_step import check_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
@@ -52,12 +53,12 @@ class HookCall(NamedTuple):
         return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
 
     @property
-    def is_users(self) -> bool:
+    def is_user_hook(self) -> bool:
         return not isinstance(self.hook, RunHook)
 
     @property
     def phase(self) -> str:
-        return HOOKS if self.is_users else str(self.hook.phase)
+        return HOOKS if self.is_user_hook else str(self.hook.phase)
 
     @property
     def timing_key(self) -> Hashable:
@@ -84,6 +85,7 @@ class RunInfo(abc.ABC):
         counter: The `StepCounterHook`; None until the hooks are built.
         writer: The writer of the run's event file.
         at_start: The contents of the state when the run began; empty if no hook checks or saves it.
+        right_at: The latest step that the state was found to be at, as the loop was; None before the first call.
     """
 
     last_step: int | None
@@ -101,6 +103,7 @@ class RunInfo(abc.ABC):
     counter: Any = dataclasses.field(default=None, init=False)
     writer: SummaryWriter | None = dataclasses.field(default=None, init=False)
     at_start: StateContents = dataclasses.field(init=False)
+    right_at: int | None = dataclasses.field(default=None, init=False)
 
     # What the run begins from.
 
@@ -156,6 +159,11 @@ class RunInfo(abc.ABC):
         """Make a meter of the utilization."""
 
     # What hooks ask of a run.
+
+    def check_step(self, first: int | None = None) -> None:
+        """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""
+        check_step(self.step, self.state, first, self.right_at)
+        self.right_at = self.step
 
     def poll(self, hook: "RunHook", check: Poll) -> None:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
@@ -236,6 +244,13 @@ class RunHook(Hook):
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Called when due, with the arguments and results of `after_step`."""
+
+    def make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
+        """Called before the boundary of the last step, if the run ends there well; metrics are None without a step.
+
+        For a row that a run interrupted here must not have, as it would split the interval of the next one. The hooks
+        of a cadence with `at_last` have one in any case.
+        """
 
     def next_due(self, step: int) -> int | None:
         """Return the next multiple of the cadence's steps; None if it depends on the clock."""

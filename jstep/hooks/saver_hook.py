@@ -9,7 +9,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.state.global_step import check_step, require_alive
+from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -65,7 +65,7 @@ def may_save(
     prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
     if any(prevented):
         return False
-    check_step(step, state)
+    run.check_step()
     return True
 
 

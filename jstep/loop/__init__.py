@@ -7,6 +7,7 @@
 - `contents`: what a checkpoint holds beside the state.
 - `course`: the state machine: where a run is.
 - `dispatch`: the calls of programs, with checks and warnings of the first one.
+- `ending`: the end as one transaction.
 - `feeder`: the batches, perhaps read ahead.
 - `finiteness`: whether the state may be saved.
 - `hook_runner`: the calls of hooks in the loop's thread.

@@ -6,7 +6,8 @@
 | `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
-| `ended` | the step at which the hooks have ended | `_hooks` | `Course`, whose hooks then end once |
+| `ended` | the mark: the step at which all `end`s were made | `_hooks` | `Course`, which then owes no end |
+| `before_end` | true in the boundary before the `end`s, until the end is whole | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_opening` |
@@ -25,7 +26,7 @@ from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import Opened, RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 
-HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
+HOOK_STATES, SKIPPED_IN_A_ROW, BEFORE_END = "hooks", "skipped", "before_end"
 """Keys of a checkpoint's `extra`."""
 
 
@@ -63,7 +64,7 @@ class RunContents:
             are_same = not processes.any_process(has_moved)
         return self._hooks().is_same(saved.hooks) and are_same
 
-    def as_extra(self, contents: Contents) -> CheckpointExtra:
+    def as_extra(self, contents: Contents, *, is_before_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""
         run = self._run
         self._drain_writer()
@@ -76,6 +77,8 @@ class RunContents:
         if run.opening.lineage.parent is not None:
             values[PARENT] = run.opening.lineage.parent
         values[RUN_KEY] = run.name
+        if is_before_end:
+            values[BEFORE_END] = True
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
 
     def _drain_writer(self) -> None:
@@ -93,7 +96,7 @@ class RunContents:
         entries = {
             HOOK_STATES: get_states(run.opened.hooks),
             STOPPED: course.stopped_by,
-            ENDED: run.step if run.opened.runner.has_ended() else None,
+            ENDED: run.step if course.has_ended else None,
         }
         if course.stopped_by is None and not course.has_begun:
             # A run that takes no step keeps the name of the hook that stopped the earlier one.

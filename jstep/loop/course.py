@@ -1,24 +1,27 @@
 """The course of a run: where it is, what it is doing, and what ends it; the one state machine of the loop.
 
-| status | from | to | saved after an error or a stall |
+| status | from | to | saved after an error, or a stall |
 |---|---|---|---|
 | `BEGINNING` | the start | `READY`; `ENDING`, if there is no step to take | nothing |
 | `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if it is stopped before | nothing |
 | `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
 | `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
-| `ENDING` | the last iteration; an error or a signal between two | `CLOSING` | the state |
+| `ENDING` | the last iteration; an error or a signal between two | `CLOSING` | the state before the `end`s |
 | `LEAVING` | a signal between two iterations | `ENDING`, by the exception that it raises | the state |
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
-An iteration is defined in `stopping.py`. A run of `train` has no body, and is never `WITHIN` one: after an error of a
-hook it is saved.
+An iteration is defined in `stopping.py`, the end in `ending.py`. `train` and a loop of the user's own have the same
+iterations: a run of `train` only knows that no body follows its hooks.
 
 Each arrow of the table is a method below, and only the loop's thread calls them. Other threads (observers, the saver of
-a stalled run) read: so a change is one assignment of a new value, never a change in place.
+a stalled run) read: so a change is one assignment of a new value, never a change in place. The two arrows of each step,
+`BETWEEN` → `WITHIN` → `BETWEEN`, are also assigned in `Run`, where a call of a method would cost each step 50 ns.
 """
 
-from collections.abc import Callable
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from jstep.core.trees import Tree
@@ -32,11 +35,18 @@ BEGINNING, READY, BETWEEN, WITHIN = "beginning", "ready", "between", "within"
 ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
 
 
-BODY = HookCall(None, "the body of the loop")
-AFTER_LOOP = HookCall(None, "the code after the loop")
-"""What is in progress while code of the user's block runs."""
-BODY_TIMES = BODY.timing_key
-"""The key of the recorded durations of the body."""
+class Activity(enum.Enum):
+    """What a run is doing when it calls no hook. The loop says it, so that nobody who watches has to infer it."""
+
+    STARTING = "the start"
+    RESTORING = "a restore"
+    FETCHING = "the wait for a batch"
+    COMPILING = "a compilation"
+    CALLING = "a call"
+    CHECKING = "the check of the step"
+    BODY = "the body of the loop"
+    AFTER_LOOP = "the code after the loop"
+    CLOSING = "the end"
 
 
 class Course:
@@ -44,17 +54,19 @@ class Course:
 
     Args:
         position: The state that was passed, at an assumed step.
-        has_body: Whether a body of the user runs between two calls.
+        has_body: Whether a body of the user may follow the hooks of a step; not in `train`.
 
     Attributes:
-        calling: The call of a hook, or the `BODY`, that is in progress or raised.
+        activity: What the run is doing: the call of a hook, or something else. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins, assumed unless `is_first_known`.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
         body_ended_at: The latest step after which no body is owed any more; None if an earlier start may owe one.
-        ended_at: The step at which `end` of the hooks was called last, also by an earlier start.
+        ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
+        has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
+        is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may swallow it.
         state_changes: When the body or a hook replaced the state.
     """
@@ -64,16 +76,19 @@ class Course:
         self.stop_step = stop_step
         self.has_body = has_body
         self.status = BEGINNING
-        self.calling: HookCall | None = None
+        self.activity: HookCall | Activity = Activity.STARTING
         self.stopped_by: str | None = None
         self.body_interval: int | None = None
         self.first = 0
         self.is_first_known = False
         self.restoring: int | None = None
+        self.is_restored = False
         self.has_begun = False
         self.iterations = 0
         self.body_ended_at: int | None = None
         self.ended_at: int | None = None
+        self.has_found_end = False
+        self.is_finished = False
         self.failure: BaseException | None = None
         self.state_changes = StateChanges()
 
@@ -107,6 +122,20 @@ class Course:
     def has_stepped(self) -> bool:
         return self.position.step > self.first
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all `end`s of this step were made, by this start or an earlier one."""
+        return self.ended_at == self.position.step
+
+    @property
+    def owes_end(self) -> bool:
+        """Whether the `end`s of this step are still to be made.
+
+        A start without a step makes those that an earlier one was killed in, and nothing else: not in a fresh run,
+        which has not trained, and not after the mark.
+        """
+        return not self.has_ended and (self.has_stepped or self.is_restored)
+
     # The start.
 
     def expect(self, first: int, restoring: int | None) -> None:
@@ -119,6 +148,8 @@ class Course:
         self.expect(step, None)
         self.position = LoopState(step, state)
         self.ended_at = ended_at
+        self.has_found_end = ended_at == step
+        self.is_restored = is_restored
         self.body_ended_at = None if is_restored and ended_at != step else step
 
     def get_ready(self) -> None:
@@ -133,9 +164,8 @@ class Course:
     # An iteration.
 
     def begin_iteration(self) -> None:
-        """`BETWEEN` → `WITHIN`, before code of the user; a run without a body has no inside."""
-        if self.has_body:
-            self.status = WITHIN
+        """→ `WITHIN`, before code of the user: what it does is saved once all of the iteration has been done."""
+        self.status = WITHIN
 
     def has_due_body(self) -> bool:
         """Whether the body follows the call that has just ended, in a run that has one."""
@@ -161,24 +191,32 @@ class Course:
 
     # What the run is doing.
 
-    def during(self, call: HookCall, fn: Callable[..., _T], *args: Any, **options: Any) -> _T:
-        """Call a hook; if it raises, `calling` still names it."""
-        self.calling = call
+    @contextlib.contextmanager
+    def doing(self, activity: HookCall | Activity) -> Iterator[None]:
+        """A context for an activity. If it raises, `activity` still names what did: the note of the error reads it."""
+        outer = self.activity
+        self.activity = activity
+        yield
+        self.activity = outer
+
+    def call_hook(self, call: HookCall, fn: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        """Call a method of a hook; as `doing`, without the costs of a context."""
+        outer = self.activity
+        self.activity = call
         result = fn(*args, **options)
-        self.calling = None
+        self.activity = outer
         return result
 
     def apply(self, call: HookCall, result: Any) -> bool:
         """Continue with the state that a hook returned, if any; return whether it ends the run."""
         stop, state = check_hook_result(result, self.position.state, self.position.step, call.name)
         if state is not self.position.state:
-            self.replace_state(state, call)
+            self.replace_state(state, call.name)
         return stop
 
-    def replace_state(self, state: Tree, call: HookCall | None) -> None:
-        """Continue with another state; `call` is what made it, None if it is an earlier one."""
-        if call is not None:
-            by = "the body" if call is BODY else call.name
+    def replace_state(self, state: Tree, by: str | None) -> None:
+        """Continue with another state; `by` names what made it, None if it is an earlier one."""
+        if by is not None:
             self.state_changes.add(self.position.step, by, self.position.state, state)
         self.position = self.position._replace(state=state)
 
@@ -195,6 +233,7 @@ class Course:
         """→ `ENDING`: no iteration follows. A run that leaves by a signal goes on leaving."""
         if not self.is_leaving:
             self.status = ENDING
+        self.activity = Activity.CLOSING
 
     def fail(self) -> None:
         """→ `ENDING` or `BROKEN`, by an error: which one decides what is saved."""
@@ -204,9 +243,10 @@ class Course:
         """→ `CLOSING`. The state is dropped here, so that nothing of jstep holds its memory."""
         self.position = LoopState(self.position.step, None)
         self.status = CLOSING
-        self.calling = None
+        self.activity = Activity.CLOSING
 
     def take_failure(self) -> BaseException | None:
         """Return the error and drop it: its traceback holds the frames of the run."""
-        error, self.failure = self.failure, None
+        error = self.failure
+        self.failure = None
         return error

@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jstep.core import processes, trees
+from jstep.core import processes
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
 from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
+from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.hook import call_named, defines
 from jstep.hooks.run_hook import HookCall, RunHook, RunInfo
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.arguments import Options
-from jstep.loop.course import Course
+from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.programs import Boundaries, Chunk, TrainSteps
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
-from jstep.state.global_step import check_step
 
 RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` returns the new state and the last metrics."""
@@ -49,7 +49,6 @@ class HookRunner:
 
     Attributes:
         savers: The hooks that save, which are called between two iterations.
-        is_checking: Whether it waits for the device.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class HookRunner:
         self._options, self._train_steps = options, train_steps
         self._non_savers = ScheduleGroup((), course.first)
         self.savers = ScheduleGroup((), course.first)
-        self.is_checking = False
         self._was_last = False
         self._next_check = course.first
 
@@ -150,10 +148,9 @@ class HookRunner:
             for schedule in (*self._non_savers.schedules, *self.savers.schedules):
                 if callable(schedule.cadence.secs):
                     schedule.reschedule(course.position.step)
-        self.is_checking = True
-        check_step(course.position.step, course.position.state, first)
-        self._run.in_flight.drop_finished()
-        self.is_checking = False
+        with course.doing(Activity.CHECKING):
+            self._run.check_step(first)
+            self._run.in_flight.drop_finished()
         edge = self._train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge
 
@@ -170,13 +167,13 @@ class HookRunner:
             call = HookCall(schedule.hook, "after_step")
             began = watch.switch(call.phase)
             schedule.called = step
-            if call.is_users:
+            if call.is_user_hook:
                 run.sums.flush()
             with errors:
-                course.during(call, self._after_step, call)
+                course.call_hook(call, self._after_step, call)
                 if errors.all:
                     continue
-                course.during(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
+                course.call_hook(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
                 self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
@@ -190,7 +187,7 @@ class HookRunner:
         for _ in range(len(pending)):
             hook, check = pending.popleft()  # one that raises is not called again
             with errors:
-                if self._course.during(HookCall(hook, "after_step"), check, **options):
+                if self._course.call_hook(HookCall(hook, "after_step"), check, **options):
                     pending.append((hook, check))
 
     def _after_step(self, call: HookCall) -> None:
@@ -212,8 +209,11 @@ class HookRunner:
     def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
 
+        These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
+
         Args:
-            failed: Called with each error; None to raise the first one.
+            failed: Called with each error, those of logs, too. None to raise the first one; those of logs are then left
+                to whoever saves the boundary.
         """
         run, course, errors = self._run, self._course, HookErrors(self._course)
         if not course.has_stepped or self._was_last:
@@ -226,9 +226,10 @@ class HookRunner:
             self._poll(errors, wait=True)
             for call in calls.values():
                 with errors:
-                    course.during(call, self._after_step, call)
+                    course.call_hook(call, self._after_step, call)
         self._deliver_all(errors)
-        errors.add_failures(run.failures)
+        if failed is not None:
+            errors.add_failures(run.failures)
         errors.end(failed)
 
     def _deliver_all(self, errors: "HookErrors") -> None:
@@ -241,58 +242,63 @@ class HookRunner:
         errors.add_failures(self._run.failures)
         errors.end(failed)
 
-    def end(self) -> None:
-        """Call `end` of all hooks, savers last: a checkpoint holds what the others did at the end.
+    # The end: see `ending.py`.
 
-        An error of a saver does not keep the next one from saving. One of another hook puts the state back to that of
-        before, so that what is saved of the end is nothing or all: the next start calls all of them again.
-        """
-        course, errors = self._course, HookErrors(self._course)
-        before, hooks = course.position.state, self._hooks
-        if not course.has_stepped and (self._run.restored is None or course.ended_at == course.position.step):
-            hooks = self._repeat_evaluations()
-        # Savers come last; all of them run, even if one raises.
-        for hook in hooks:
-            is_saver = isinstance(hook, SaverHook)
-            step, state, _, _ = course.position
-            if is_saver:
-                course.ended_at = step
-            if not hasattr(hook, "end"):
-                continue
-            try:
-                course.apply(HookCall(hook, "end"), self._call(hook, "end", step, state))
-            except Exception as error:
-                if is_saver:
-                    errors.add(error, course.calling)
-                    continue
-                if not trees.is_donated(before):
-                    course.replace_state(before, None)  # the next start calls all of them again
-                raise
+    def make_last_rows(self) -> None:
+        errors = HookErrors(self._course)
+        step, state, metrics, _ = self._course.position
+        for hook in self._hooks:
+            if isinstance(hook, RunHook):
+                with errors:
+                    self._course.call_hook(HookCall(hook, "make_last_row"), hook.make_last_row, step, state, metrics)
+        self._deliver_all(errors)
         errors.end()
 
-    def _repeat_evaluations(self) -> Sequence[Any]:
-        """Repeat evaluations that have ended; return the hooks that have to end."""
-        step, state, _, _ = self._course.position
-        left = [hook for hook in self._run.evaluations if hook.owes_end(step)]
-        for hook in self._run.evaluations:
-            if hook not in left:
-                self._call(hook, "repeat", step, state)
-        return [*left, *(schedule.hook for schedule in self.savers.schedules)] if left else []
+    def acts_at_end(self) -> bool:
+        """Whether an `end` changes anything: one of the user's, or an evaluation that has not been made."""
+        return any(map(self._acts_at_end, self._hooks))
 
-    def has_ended(self) -> bool:
+    def _acts_at_end(self, hook: Any) -> bool:
+        if hook in self._run.evaluations:
+            return self._course.position.step not in hook.results
+        return defines(hook, "end") and not is_public(type(hook)) and any(hook is own for own in self._options.hooks)
+
+    def end(self) -> bool:
+        """Call `end` of all hooks but savers; return False if a signal has left one out."""
         course = self._course
-        if course.ended_at == course.position.step:
-            return True
-        is_evaluated = all(course.position.step in hook.results for hook in self._run.evaluations)
-        # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
-        has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in self._options.hooks)
-        return course.is_at_last and is_evaluated and not (has_ends or course.is_leaving)
+        for hook in self._hooks:
+            if isinstance(hook, SaverHook) or not hasattr(hook, "end"):
+                continue
+            # All processes call the same `end`s, and so agree here equally often. What is built in and changes nothing
+            # is called in any case: it only closes what it has opened.
+            is_owed = self._acts_at_end(hook)
+            if is_owed and self._run.to_stop():
+                return False
+            step, state, _, _ = course.position
+            course.apply(HookCall(hook, "end"), self._call(hook, "end", step, state))
+            if hook in self._run.evaluations and step not in hook.results:  # abandoned
+                return False
+        return True
+
+    def may_change_state_after(self, hook: Any) -> bool:
+        """Whether a hook behind this one may replace the state in this iteration.
+
+        A hook that is due by a clock counts as due: it is asked only once, when it is its turn. Of jstep's own, only
+        callbacks of evaluations return a state.
+        """
+        step = self._course.position.step
+        is_behind = False
+        for schedule in self._non_savers.schedules:
+            if is_behind and schedule.may_be_due(step) and _may_return_state(schedule.hook):
+                return True
+            is_behind = is_behind or schedule.hook is hook
+        return False
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, call = self._run.watch, HookCall(hook, method)
         began = watch.clock()
         with contextlib.nullcontext() if call.phase == STEPPING else watch.phase(call.phase):
-            result = self._course.during(call, getattr(hook, method), *args)
+            result = self._course.call_hook(call, getattr(hook, method), *args)
         self._record(call, began)
         return result
 
@@ -324,17 +330,17 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
 
     def __init__(self, course: Course) -> None:
         self._course = course
-        self._calling: HookCall | None = None  # of the first error
+        self._activity: HookCall | Activity | None = None  # of the first error
         self.all: list[Exception] = []
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.add(error, self._course.calling)
+        self.add(error, self._course.activity)
         return True
 
-    def add(self, error: Exception, calling: HookCall | None) -> None:
-        self._calling = self._calling or calling
+    def add(self, error: Exception, activity: HookCall | Activity | None) -> None:
+        self._activity = self._activity or activity
         self.all.append(error)
 
     def add_failures(self, failures: deque[tuple[Exception, HookCall]]) -> None:
@@ -342,7 +348,8 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             self.add(*failures.popleft())
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        self._course.calling = self._calling
+        if self._activity is not None:
+            self._course.activity = self._activity  # which the note of the first error names
         if failed is not None:
             for error in self.all:
                 failed(error)
@@ -384,3 +391,7 @@ def _acts(hook: Any) -> bool:
     if isinstance(hook, RunHook):
         return hook.cadence is not None or type(hook).after_step is not RunHook.after_step
     return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))
+
+
+def _may_return_state(hook: Any) -> bool:
+    return bool(hook.callbacks) if isinstance(hook, EvaluationHook) else not isinstance(hook, RunHook)

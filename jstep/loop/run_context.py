@@ -18,7 +18,7 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.course import WITHIN, Course
+from jstep.loop.course import WITHIN, Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
@@ -138,19 +138,25 @@ class RunContext(RunInfo):
 
     def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
         """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved."""
-        call, outer = HookCall(hook, "deliver"), self.course.calling
+        call = HookCall(hook, "deliver")
+        outer = self.course.activity
         try:
-            self.course.during(call, deliver, step, numbers)
+            self.course.call_hook(call, deliver, step, numbers)
         except WrongStateError:  # it must not be saved
             raise
         except Exception as error:
             self.log_failed(hook, error, call.method)
-        self.course.calling = outer
+            self.course.activity = outer
+        except BaseException:
+            # An exit in the user's `write`. The row is lost, so its step must be taken again: a checkpoint of this
+            # boundary would skip it.
+            self.course.begin_iteration()
+            raise
 
     @contextlib.contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Tell the observers that the loop waits for a program."""
-        with contextlib.ExitStack() as contexts:
+        with self.course.doing(Activity.COMPILING), contextlib.ExitStack() as contexts:
             for observer in self.observers:
                 contexts.enter_context(observer.compiling(name))
             yield
@@ -198,7 +204,18 @@ class RunContext(RunInfo):
             self.course.stop(by)
 
     def to_stop(self) -> bool:
-        return self.course.status != WITHIN and self.signals.to_stop()
+        # An evaluation that something of its iteration follows is finished: the next start would make it again with
+        # the state that a later hook or the body has made of this one.
+        if self.course.status == WITHIN and self._is_followed():
+            return False
+        return self.signals.to_stop()
+
+    def _is_followed(self) -> bool:
+        """Whether the body, or a hook that may replace the state, follows the current call of a hook."""
+        activity = self.course.activity
+        if self.course.has_body or not isinstance(activity, HookCall):
+            return True
+        return self.opened.runner.may_change_state_after(activity.hook)
 
     def before_save(self, step: int) -> bool:
         return self.opened.runner.before_save(step)

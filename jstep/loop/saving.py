@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.names import checkpoint_name, open_store
+from jstep.checkpoint.retention import ALWAYS
 from jstep.checkpoint.saver import Saver
 from jstep.core import processes
 from jstep.core.logs import logger
@@ -20,7 +21,7 @@ from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.hooks.nan_loss import describe_nan_at_start
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.loop.arguments import MAX_SECS
-from jstep.loop.contents import NOTHING, Contents, RunContents
+from jstep.loop.contents import BEFORE_END, NOTHING, Contents, RunContents
 from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence, make_cadence
@@ -94,9 +95,13 @@ class RunSaverHook(SaverHook):
         # What the latest checkpoint holds. The contents stay known after a failed write: a stalled run saves them.
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
+        self._is_temporary = False
+        # From the boundary before the `end`s until these are whole, what a checkpoint of it holds: the `end`s change
+        # the memories of hooks, and nobody can set them back. None at all other times.
+        self._boundary: Contents | None = None
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
-        run, contents = self._context, self._contents
+        run = self._context
         # The device is waited for here, so that this is not counted as saving. Saving explains an error better.
         with contextlib.suppress(Exception):
             jax.block_until_ready(state)
@@ -109,25 +114,34 @@ class RunSaverHook(SaverHook):
             if not self._is_saved(step, state):
                 if not may_save(run, step, state):
                     return False
-                is_finite = run.require_finite(step, self.saver)
-                taken = contents.take()
-                extra = contents.as_extra(taken)._replace(finite=is_finite, temporary_secs=temporary_secs)
-                write(run, self.saver, state, extra)
-                self._mark_saved(step, state, taken)
+                self._write(step, state, temporary_secs)
             if wait:
                 self._wait()
         return True
+
+    def _write(self, step: int, state: TrainState, temporary_secs: float | None) -> None:
+        run, contents = self._context, self._contents
+        is_finite = run.require_finite(step, self.saver)
+        taken = contents.take() if self._boundary is None else self._boundary
+        extra = contents.as_extra(taken, is_before_end=temporary_secs == ALWAYS)
+        write(run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
+        self._mark_saved(step, state, taken)
+        self._is_temporary = temporary_secs is not None
 
     def _is_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint taken now would be the latest one again."""
         if self._latest_save is None or not self._latest_save.holds(step, state):
             return False
+        if self._boundary is not None:
+            # It is saved again if its checkpoint is temporary: no other one may ever replace it.
+            return self._saved_contents is self._boundary and not self._is_temporary
         return self._contents.are_still(self._saved_contents)
 
     def _mark_saved(self, step: int, state: TrainState, taken: Contents) -> None:
         self._latest_save = LatestSave.of(step, state)
         self._saved_contents = taken
-        for name, file in taken.hooks.files.items():  # `save_alone` reads them, once they are no longer in memory
+        # `save_alone` and a second save of the boundary read these files, once they are no longer in memory.
+        for name, file in (*taken.hooks.files.items(), *taken.positions.files.items()):
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def _wait(self) -> None:
@@ -138,17 +152,34 @@ class RunSaverHook(SaverHook):
             raise
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save; an automatic checkpoint may be temporary, except at the last step."""
+        """Save; an automatic checkpoint may be temporary. One of the last step is left to the end."""
         interval = self._interval
         if interval is None:
             self.save(step, state)
             return
         if processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self.save(step, state, temporary_secs=None if self._context.course.is_at_last else MAX_SECS)
+        self.save(step, state, temporary_secs=MAX_SECS)
+
+    # The end, in the order of `ending.py`.
+
+    def save_boundary(self, step: int, state: TrainState) -> None:
+        """Begin to save the boundary before the `end`s; from here on, every save is one of this boundary."""
+        if self.save(step, state, temporary_secs=ALWAYS):
+            self._boundary = self._saved_contents
+
+    def save_end(self, step: int, state: TrainState) -> None:
+        """Save what the `end`s have made, with the mark, and wait for it."""
+        boundary = self._boundary
+        self._boundary = None
+        try:
+            self.save(step, state, wait=True)
+        except BaseException:
+            self._boundary = boundary  # which is then what remains of the run
+            raise
 
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
-        """Save from another thread while the loop hangs in a hook: the hooks' states are those of the latest save."""
+        """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
         if self._latest_save is None or not self._latest_save.holds(step, state):
             taken = self._contents.take(hooks=self._saved_contents.hooks)
             extra = self._contents.as_extra(taken)._replace(finite=is_finite)
@@ -157,9 +188,12 @@ class RunSaverHook(SaverHook):
         self.saver.wait()
 
     def resume(self, step: int, state: TrainState) -> None:
-        """Continue from the checkpoint that was restored; a branch saves it, and does not read the other run again."""
+        """Continue from the checkpoint that was restored; a branch saves it, and does not read the other run again.
+
+        A boundary whose end was killed is saved again, too: it was temporary, and is now a checkpoint like any other.
+        """
         run = self._context
-        if run.is_new_branch:
+        if run.is_new_branch or BEFORE_END in run.origin.extra:
             self.save(step, state, wait=True)
         else:
             self._mark_saved(step, state, self._contents.take())

@@ -85,6 +85,8 @@ class StopSignals:
         self.received_at: float | None = None
         self.received_twice = False
         self.is_obeyed = False
+        # Not the error itself, whose traceback holds the frames of the run, and with them the last state.
+        self._raised_id: int | None = None
         self._handler_of_jax: Any = None
         self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False
@@ -229,7 +231,14 @@ class StopSignals:
         received = self.received or signal.SIGTERM
         message = f"{self.reason} stopped the run {when}"
         logger.info(message)
-        return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
+        is_interrupt = received == signal.SIGINT
+        error = KeyboardInterrupt(message) if is_interrupt else Preempted(message, 128 + received)
+        self._raised_id = id(error)
+        return error
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether this error, which is being handled, is the one that `stop_error` returned last."""
+        return id(error) == self._raised_id
 
 
 def _is_free(number: signal.Signals) -> bool:

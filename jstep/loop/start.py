@@ -28,6 +28,7 @@ from jstep.hooks.speed import StepCounterHook
 from jstep.loop.agreement import check_latest, check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.contents import restore_hooks
+from jstep.loop.course import Activity
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
@@ -112,7 +113,7 @@ def _open_checkpoints(run: RunContext) -> None:
     if opening.parent is None:
         return
     course.expect(opening.parent.step, opening.parent.step)
-    with run.times.timing("restore"):
+    with run.times.timing("restore"), course.doing(Activity.RESTORING):
         run.opening, state = read_parent(options, opening, state)
     course.begin_at(run.opening.latest or 0, state)
 
@@ -133,7 +134,11 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
-    with contextlib.nullcontext() if latest is None else run.times.timing("restore"):
+    is_restoring = latest is not None and run.opening.parent is None
+    with (
+        contextlib.nullcontext() if latest is None else run.times.timing("restore"),
+        course.doing(Activity.RESTORING if is_restoring else Activity.STARTING),
+    ):
         if run.opening.parent is None:
             course.expect(assumed_first or 0, latest)
         run.origin, state = restore(saver, run.state, run.opening)
@@ -315,6 +320,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
         return None
     suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
+    run.closing.callback(_remove_if_idle, run)  # once it is closed
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
@@ -332,6 +338,18 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)
     return writer
+
+
+def _remove_if_idle(run: RunContext) -> None:
+    """Remove the event file of a start that has found the end of the run, and had nothing to do there.
+
+    Whether it has is known only at its end: its batches may be used up.
+    """
+    is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_stepped
+    path = None if run.writer is None else run.writer.path
+    if is_idle and path is not None and not is_url(path):
+        with contextlib.suppress(OSError):
+            os.remove(path)
 
 
 def _is_another_run(run: RunContext) -> bool:

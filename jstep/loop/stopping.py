@@ -1,41 +1,49 @@
-"""The end of a run: how it ends in each phase, what it saves, and its exit code.
+"""How a run ends in each phase: what a signal, an error and a stall do, what is saved, and the exit code.
 
 | phase | counts as | a signal or `stop_secs` | an error | a stall, with `StallHook(exit_secs=…)` |
 |---|---|---|---|---|
 | start | starting | leaves immediately; saves nothing | is raised; nothing to save | ends; saves nothing |
 | waiting for a batch | waiting | stops waiting, saves | saves | another thread saves |
 | compiling | starting | stops tracing, or leaves XLA running, saves | saves | ends; saves nothing |
-| in a call | stepping | finishes it and the due hooks, saves | the state is lost | ends; saves nothing |
-| in a hook of `train` | hooks | finishes it and the others, saves | calls the others, saves | another thread saves |
-| in a hook of `Run` | hooks | finishes the iteration, saves | calls the others; saves nothing | ends; saves nothing |
-| in an evaluation of `train` | evaluating | abandons it until the restart, saves | saves | another thread saves |
-| in an evaluation of `Run` | evaluating | finishes the iteration, saves | saves nothing | ends; saves nothing |
+| in a call | stepping | finishes the iteration, saves | the state is lost | ends; saves nothing |
+| in a hook | hooks | finishes the iteration, saves | calls the others; saves nothing | ends; saves nothing |
+| in the last evaluation | evaluating | abandons it until the restart, saves | saves nothing | ends; saves nothing |
+| in an evaluation | evaluating | finishes the iteration, saves | saves nothing | ends; saves nothing |
 | in the body of a loop | hooks | finishes the iteration, saves | saves nothing | ends; saves nothing |
 | in a save | saving | finishes it | is raised, and says what is saved | ends; the save may exist |
+| in an `end` | hooks | finishes it; saves the boundary, or all | saves the boundary | ends; the boundary stays |
 | after the loop | hooks | leaves where the block ends; all is saved | all is saved | ends; all is saved |
 | closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
 
-A second SIGINT leaves immediately, in each phase. An iteration of `Run` is a call, its hooks, and the body of the loop;
-if the body makes the batches, it is the body with all its calls, and its own time counts as waiting. A restart resumes
-only between two iterations. Evaluations of `Run` before the first iteration, and at the end, are abandoned like those
-of `train`.
+A second SIGINT leaves immediately, in each phase. An iteration is a call, its hooks, and the body of the loop, in
+`train` as in `Run`; if the body makes the batches, it is the body with all its calls, and its own time counts as
+waiting. A restart resumes only between two iterations, so what ends one early, an exit included, saves nothing of it.
+An evaluation is the last one of its iteration if neither a body nor a hook that may replace the state follows it, and
+so is each before the first step and at the end. The end is defined in `ending.py`: the boundary is the state before.
 
 The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
 or the parameters are not finite, or a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
-batches; any other function is finished. Another thread saves if the user's code stalls. Several processes stop after
+batches; any other function is finished. Another thread saves if the user's loader stalls. Several processes stop after
 the same call; if one of them fails or stalls, nothing is saved.
 """
 
+import asyncio
 import contextlib
-from typing import NoReturn
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import interactive, processes, trees
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
+from jstep.core.threads import done_in_time
 from jstep.hooks.run_hook import HookCall
 from jstep.hooks.saver_hook import SaverHook
+from jstep.loop.course import ENDING, Activity
 from jstep.loop.hook_runner import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext
@@ -136,8 +144,24 @@ def attach_state(error: BaseException, state: TrainState | None) -> None:
         error.state = state  # type: ignore[attr-defined]
 
 
+_UNPRINTED = SystemExit, GeneratorExit, asyncio.CancelledError
+"""Exceptions whose notes nobody sees, as Python does not print them: they get a line in the log."""
+
+
 def rescue(run: RunContext, error: BaseException) -> None:
-    where, signals, runner = f"jstep: {_doing(run)}", run.signals, run.opened.runner
+    """Save the state, if a restart may resume from it, and attach it to the error with a note that says so."""
+    where = f"jstep: {_doing(run)}"
+    has_obeyed_signal = _obeys_signal(run, error)
+    text = f"{where}{_rescued(run, error)}."
+    note(error, text)
+    if isinstance(error, _UNPRINTED) and not has_obeyed_signal:
+        what = text.removeprefix("jstep: ")
+        logger.warning("%s ends the run %s", type(error).__name__, what, extra=BELOW_BAR)
+
+
+def _rescued(run: RunContext, error: BaseException) -> str:
+    """Save and attach the state; return what its note says of it."""
+    signals, runner = run.signals, run.opened.runner
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -148,18 +172,17 @@ def rescue(run: RunContext, error: BaseException) -> None:
     if not signals.received_twice:
         runner.call_at_last(failed)
     if attach_last_state(run, error):
-        note(error, f"{where}. The state was donated to a step: it is lost{where_resumed(run)}.")
-        return
+        return f". The state was donated to a step: it is lost{where_resumed(run)}"
     saved = ""
     if not run.course.is_whole:
         why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
         saved = why if run.opened.finiteness.savers else ""
-    elif not _is_handled(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
+    elif not _obeys_signal(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
         saved = _save_after_error(run, error)
         runner.raise_log_errors(failed)
     is_kept = run.course.has_stepped and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
-    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
+    return f"; the state after step {run.step} is in the exception's `state`{also}{saved}"
 
 
 def interrupted_state() -> TrainState | None:
@@ -181,9 +204,42 @@ def interrupted_state() -> TrainState | None:
     return kept
 
 
-def _is_handled(run: RunContext, error: BaseException) -> bool:
-    signals = run.signals
-    return signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
+def _obeys_signal(run: RunContext, error: BaseException) -> bool:
+    """Whether a signal is what ends the run; not an exit of the user's own that came after one."""
+    return run.signals.received_twice or run.signals.has_raised(error)
+
+
+STALL_EXIT_CODE = 75
+"""`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
+
+
+def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace_secs: float) -> NoReturn:
+    """End a process that stalls, from another thread.
+
+    Args:
+        may_save: Whether the state is one that a restart may resume from, and the only process may save it: it stalls
+            in the user's loader, between two iterations.
+        save_secs: How long a save may take.
+        grace_secs: How long it waits before it ends, so that other processes come here as well.
+    """
+    if may_save and run.is_open and run.saver is not None and run.course.has_stepped:
+        if not _done_in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), save_secs):
+            log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
+    elif run.course.status == ENDING and run.saver is not None:
+        _done_in_time(run.saver.settle, save_secs)  # the boundary before the `end`s
+    _done_in_time(lambda: print(end="", flush=True))
+    _done_in_time(logging.shutdown)
+    time.sleep(grace_secs)
+    os._exit(STALL_EXIT_CODE)
+
+
+def log_in_time(text: str) -> None:
+    _done_in_time(lambda: logger.warning("%s", text))
+
+
+def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
+    """Call a function in a thread, as it may wait for a lock that the code which hangs holds."""
+    return done_in_time(fn, seconds, name="jstep-stall")
 
 
 def save_while_it_hangs(run: RunContext) -> str:
@@ -228,7 +284,7 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
 
 
 def _save(run: RunContext, hook: SaverHook, where: str = "") -> str:
-    if run.course.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
+    if run.course.call_hook(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
 
@@ -238,19 +294,22 @@ def _error_clause(error: Exception) -> str:
 
 
 def _doing(run: RunContext) -> str:
-    course, opened = run.course, run.opened
-    feeder = opened.feeder
+    """Say where an error came, by what the run was doing."""
+    course = run.course
+    activity = course.activity
     at_step = f"at step {run.step}"
     if course.has_stepped:
         at_step += f", after the update with batch {run.step - 1}"
-    if course.calling is not None:
-        return f"{at_step}, in {course.calling.name}"
-    if feeder.waiting:
+    if isinstance(activity, HookCall):
+        return f"{at_step}, in {activity.name}"
+    if activity in (Activity.BODY, Activity.AFTER_LOOP):
+        return f"{at_step}, in {activity.value}"
+    if activity is Activity.FETCHING and run.opened.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {course.first + opened.batches.count} was fetched"
-    is_between = not course.has_begun or feeder.is_exhausted or course.is_at_last or opened.runner.is_checking
-    if run.signals.received is not None or is_between:
+        return f"{at_step}, while batch {course.first + run.opened.batches.count} was fetched"
+    if activity not in (Activity.COMPILING, Activity.CALLING) or run.signals.received is not None:
         return at_step
-    first, steps = run.step, feeder.steps
+    first = run.step
+    steps = run.opened.feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

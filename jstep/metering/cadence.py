@@ -128,6 +128,10 @@ class HookSchedule:
             return self._agreed.due(step) or self.cadence.has_multiple(step)
         return step >= self.next or (self.deadline != math.inf and self.cadence.clock() >= self.deadline)
 
+    def may_be_due(self, step: int) -> bool:
+        """Whether `is_due` may return True at this step; any process may ask this, at any time."""
+        return step >= self.next or self.deadline != math.inf
+
     def at_last(self, step: int) -> bool:
         cadence = self.cadence
         has_acted = self.called == step and (cadence.secs is not None or cadence.has_multiple(step))

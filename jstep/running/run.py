@@ -44,7 +44,8 @@ from jstep.hooks.hook import check_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, Step, cache_directory, check, validated
-from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, BODY_TIMES, READY, Course
+from jstep.loop.course import BEGINNING, BETWEEN, READY, WITHIN, Activity, Course
+from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
 from jstep.loop.programs import Chunk, as_stages
@@ -53,7 +54,6 @@ from jstep.loop.signals import StopWaiting
 from jstep.loop.start import begin_hooks, open_run
 from jstep.loop.start_times import StartTimes
 from jstep.running.observers import OBSERVERS
-from jstep.state.global_step import check_step
 from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
@@ -187,6 +187,7 @@ class Run(Generic[P]):
         self._stack: contextlib.ExitStack | None = None
         self._owner = 0, 0
         self._iterator: Generator[int, None, None] = (step for step in range(0))
+        self._body_resumed_at = 0.0  # by the stopwatch; of a body that makes its batches
         # What the run leaves behind. Here and not in the `Course`, which hooks and observers refer to in cycles: the
         # last state is freed as soon as the user drops the run.
         self._left = LoopState(0, None)
@@ -209,7 +210,7 @@ class Run(Generic[P]):
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
         step, before, _, _ = course.position
-        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), BODY)
+        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), "the body")
 
     @property
     def metrics(self) -> Any:
@@ -271,7 +272,7 @@ class Run(Generic[P]):
 
     def _require_body(self, what: str) -> None:
         course = self._context.course
-        if course.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
+        if course.activity is not Activity.BODY or self._owner != (os.getpid(), threading.get_ident()):
             outside = RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
             raise course.failure or outside
 
@@ -292,18 +293,19 @@ class Run(Generic[P]):
                         course.begin_iteration()
                     else:
                         self._take(chunk)
-                    if course.has_body:
-                        if course.has_due_body():
-                            self._resume_body()
-                            yield course.position.step
-                            # A step of the body has failed, and the block has swallowed the error: `__exit__` raises
-                            # it again. No hook of the end may run before, and nothing may be saved.
-                            if course.failure is not None:
-                                return
-                            self._pause_body()
-                        course.end_iteration()
+                    if course.has_body and course.has_due_body():
+                        self._resume_body()
+                        yield course.position.step
+                        # A step of the body has failed, and the block has swallowed the error: `__exit__` raises it
+                        # again. No hook of the end may run before, and nothing may be saved.
+                        if course.failure is not None:
+                            return
+                        self._pause_body()
+                    course.status = BETWEEN  # `end_iteration`, without a call
+                    # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break
+                    course.activity = Activity.FETCHING
             except StopWaiting:
                 # A signal has ended the wait for a batch or a program. The state is that of the boundary before, and
                 # the batch is made again after the restart.
@@ -323,6 +325,7 @@ class Run(Generic[P]):
             return ()
         context.signals.interrupts = context.opened.feeder.interrupted
         context.course.begin()
+        context.course.activity = Activity.FETCHING
         self._run_chunk = context.opened.runner.with_before_step(context.opened.dispatch)
         if self._loop_batches is not None:
             return itertools.repeat(None)
@@ -336,12 +339,13 @@ class Run(Generic[P]):
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and not chunk.must_run:
             context.signals.check()  # it arrived since the batch was fetched
+        course.activity = Activity.CALLING
         state, metrics = self._run_chunk(course.position.state, chunk)
         step = chunk.first + chunk.steps
         course.position = LoopState(step, state, metrics, chunk.program.rows)
-        # Not before the call: an error while it is traced or compiled leaves the state of the boundary, which is saved.
-        if course.has_body:
-            course.begin_iteration()
+        # `begin_iteration`, without a call. Not before the call of the step: an error while that is traced or compiled
+        # leaves the state of the boundary, which is saved.
+        course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
         context.opened.runner.after(chunk.first)
 
@@ -349,18 +353,20 @@ class Run(Generic[P]):
 
     def _resume_body(self) -> None:
         context = self._context
-        context.course.calling = BODY
+        context.course.activity = Activity.BODY
         if self._loop_batches is None:
             context.watch.begin_body()
         else:
-            context.watch.switch(context.watch.waiting)
+            self._body_resumed_at = context.watch.switch(context.watch.waiting)
 
     def _pause_body(self) -> None:
         context = self._context
-        context.course.calling = None
+        context.course.activity = Activity.CALLING
         if self._loop_batches is None:
-            context.watch.end_body(BODY_TIMES)
+            context.watch.end_body(Activity.BODY)
         else:
+            # The stretch between two of its steps, by which the next one that hangs is measured.
+            context.watch.record(Activity.BODY, self._body_resumed_at)
             self._switch_to_calls()
 
     def _switch_to_calls(self) -> None:
@@ -385,19 +391,21 @@ class Run(Generic[P]):
     def _end_iteration(self) -> bool:
         """Save if due, and obey a signal; return whether another iteration follows.
 
-        The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later.
+        The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later. At the last step
+        there is none: it would lack the last rows of logs, and the end saves.
         """
         context = self._context
-        if context.course.position.step >= context.opened.runner.savers.next or context.failures:
+        course = context.course
+        if course.has_next and (course.position.step >= context.opened.runner.savers.next or context.failures):
             context.opened.runner.save()
         if context.signals.to_stop():
-            context.course.leave()
-        return context.course.has_next
+            course.leave()
+        return course.has_next
 
     # The end.
 
     def _finish(self) -> None:
-        """Call the last hooks, of which the savers save; leave if a signal was received."""
+        """Make the end of the run, unless a signal comes first, or there is nothing to end."""
         context = self._context
         course, runner = context.course, context.opened.runner
         are_batches_used_up = course.has_next
@@ -407,15 +415,18 @@ class Run(Generic[P]):
             stopping.report_early_end(context)
         context.signals.only_record()
         runner.call_at_last()
-        check_step(context.step, context.state)
-        if not course.is_leaving and not was_stopped_before_first:
-            runner.end()
-        # Asked again, as hooks of the end may evaluate for minutes; a run that leaves is due to end its hooks again.
-        if course.is_leaving or context.signals.to_stop():
+        context.check_step()
+        is_cut_short = course.is_leaving or context.signals.to_stop()
+        if course.owes_end and not was_stopped_before_first and not is_cut_short:
+            is_cut_short = not make_end(context)
+        elif not is_cut_short:
+            course.is_finished = True
+        # Asked again, as the `end`s may have taken minutes. If they are whole, they are saved with their mark.
+        if is_cut_short or context.signals.to_stop():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
         self._left = course.position
-        course.calling = AFTER_LOOP
+        course.activity = Activity.AFTER_LOOP
         context.watch.switch(HOOKS)
 
     def _end(self) -> None:
@@ -425,7 +436,7 @@ class Run(Generic[P]):
             return
         if context.course.status != BEGINNING:
             self.stop()
-        if context.course.calling is BODY:  # the block has left the body, by `break` or `return`
+        if context.course.activity is Activity.BODY:  # the block has left the body, by `break` or `return`
             self._pause_body()
             context.course.end_iteration()
         self._finish()
@@ -466,7 +477,7 @@ class Run(Generic[P]):
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
         self._context.watch.end_body()
-        if error is not None and not isinstance(error, GeneratorExit):  # a generator that is dropped stops its run
+        if error is not None and not self._is_deliberate(error):
             stack.__exit__(kind, error, trace)
             shorten(error)
             return
@@ -477,6 +488,14 @@ class Run(Generic[P]):
                 self._end()
             finally:
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
+
+    def _is_deliberate(self, error: BaseException) -> bool:
+        """Whether a generator around the loop was closed, which stops the run as `break` does.
+
+        Not if it was closed at a `yield` in the body: whoever consumed it has failed, or is done, and the rest of the
+        body never comes. Its iteration would be saved in half.
+        """
+        return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         progress = self._context.options.progress

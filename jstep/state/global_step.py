@@ -200,11 +200,18 @@ class WrongStepError(WrongStateError, ValueError):
     """A state is at another step than the loop."""
 
 
-def check_step(step: int, state: Tree, first: int | None = None) -> None:
-    """Reject a state whose step is not the loop's; `first` is the step before the call, if that may have failed."""
+def check_step(step: int, state: Tree, first: int | None = None, right_at: int | None = None) -> None:
+    """Reject a state whose step is not the loop's.
+
+    Args:
+        first: The step before the call, if that may have failed.
+        right_at: The latest step at which a state had the step of the loop, if the call was not the first one.
+    """
     actual = state_step(state)
     if actual != step:
         did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
+        if right_at is not None and right_at < step:
+            did = f", and did so at least up to step {right_at}, but not in each of the updates {right_at} → {step}"
         raise WrongStepError(
             f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
             f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "

@@ -406,17 +406,20 @@ def _not_recorded(error: Exception) -> None:
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
-    signals = run.signals
-    is_done = run.course.is_first_known and run.step >= run.options.stop_step
-    is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
-    kind = None if error is None else type(error).__name__
+    """Return how a start has ended, why, and the type of its exception."""
+    signals, course = run.signals, run.course
+    # Not a KeyboardInterrupt or an exit of the user's own, nor what an earlier signal has not caused.
+    is_signal = error is not None and (signals.received_twice or signals.has_raised(error))
     if error is not None and (isinstance(error, Exception) or not is_signal):
-        first = error_text(error).strip().partition("\n")[0]
-        return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
-    if is_signal and not is_done:
-        return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
-    earlier = run.origin.extra.get(STOPPED) if run.step <= run.course.first else None  # if this one took no step
-    by = run.course.stopped_by or earlier
+        kind = type(error).__name__
+        first_line = error_text(error).strip().partition("\n")[0]
+        return "failed", truncate(f"{kind}: {first_line}".rstrip(": "), 1000), kind
+    # A signal that came while the end was made leaves a run that is finished, if nothing of its end was left out.
+    if is_signal and not course.is_finished:
+        return "interrupted", signals.reason, None
+    earlier = run.origin.extra.get(STOPPED) if run.step <= course.first else None  # if this one took no step
+    by = course.stopped_by or earlier
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
-    return FINISHED, "" if is_done else "the batches ended", None
+    is_at_last_step = course.is_first_known and run.step >= run.options.stop_step
+    return FINISHED, "" if is_at_last_step else "the batches ended", None

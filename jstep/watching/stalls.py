@@ -1,7 +1,6 @@
 """The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long."""
 
 import faulthandler
-import logging
 import os
 import socket
 import statistics
@@ -10,8 +9,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from concurrent import futures
+from collections.abc import Hashable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,23 +18,19 @@ import jax
 from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
 from jstep.core.logs import logger
-from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
-from jstep.hooks.run_hook import RunHook
-from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING, READY
+from jstep.core.stopwatch import EVALUATING, SAVING, WAITING
+from jstep.hooks.run_hook import HookCall, RunHook
+from jstep.loop.course import Activity
 from jstep.loop.run_context import Observer, RunContext
-from jstep.loop.stopping import save_while_it_hangs
+from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
-EXIT_CODE = 75
-"""`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
 _BATCH, _COMPILE, _START = "batch", "compile", "start"
-_OF_HOST = (_BATCH, _COMPILE, _START)
+_HOST_WAITS = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
-_EVALUATION, _USERS_HOOK = "evaluation", "hook"
-_OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
-"""The kinds of waits in code of the user."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_RUN = os.path.join(_OWN, "running", "run.py")
+_LOOP = os.path.join(_OWN, "running", "run.py")
+"""The file whose frames are the loop: what called them is the user's script, which waits for all of the run."""
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 
 
@@ -60,7 +54,7 @@ class StallHook(RunHook):
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
         exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
             again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            stalls in the data loader or in a hook of `train`, it also saves the last complete state.
+            stalls in the data loader, it also saves the last complete state.
         factor: How many times longer than usual anything may take.
 
     Raises:
@@ -176,7 +170,7 @@ class StallWatch(Observer):
         # Others, which have stalled for as long, need a moment to write their files.
         if wait.age >= due + (3 * self._every if self._is_shared else 0):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
-            _log_in_time(self._line(wait))
+            log_in_time(self._line(wait))
             if (writer := self.run.writer) is not None:  # a stalled run may be killed
                 writer.request_flush()
         if self._wait.part:
@@ -191,46 +185,50 @@ class StallWatch(Observer):
         step = self.run.step
         wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in activities), self.run.in_flight.unfinished()
         if threads.AGREEING in activities:
-            topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
+            topic = (
+                f"what is due at step {step}" if wait.kind in (CALL, *_HOST_WAITS) else wait.what.removeprefix("in ")
+            )
             if threads.AGREEING_ON_SHAPES in activities:
                 topic = f"the new shapes of batch {step}"
             wait = Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
-        return wait if unfinished is None or wait.kind in _OF_HOST else _call(unfinished[0], unfinished[1] - 1)
+        return wait if unfinished is None or wait.kind in _HOST_WAITS else _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
-        run, part = self.run, self.run.watch.current
-        course, step = run.course, run.step
-        call = course.calling
-        key = None if call is None else call.timing_key
-        if key == SAVING or (part == SAVING and course.status != CLOSING):
+        """Say what the loop says that it is doing."""
+        run, course = self.run, self.run.course
+        activity, step = course.activity, run.step
+        if isinstance(activity, HookCall):
+            return self._wait_for_hook(activity, step)
+        match activity:
+            case Activity.BODY | Activity.AFTER_LOOP:
+                return Wait("hook", f"in {activity.value} at step {step}", activity)
+            case Activity.CLOSING:
+                return Wait("close", f"closing after step {step}", "close")
+            case Activity.RESTORING:
+                return Wait("restore", f"restoring step {course.restoring}", "restore")
+            case Activity.STARTING:
+                what = f"starting at step {step}" if course.is_first_known else "starting: it looks for checkpoints"
+                return Wait(_START, what, _START)
+            case Activity.COMPILING:
+                return _compilation(step)
+            case Activity.FETCHING:
+                return Wait(_BATCH, f"waiting for batch {course.first + run.opened.batches.count}")
+        feeder = run.opened.feeder
+        if activity is Activity.CHECKING:
+            return _call(step - feeder.steps, step - 1)
+        # Only JAX knows of a compilation within a call of the user's own function.
+        if is_tracing or run.opened.dispatch.compiler.record.unfinished >= feeder.got:
+            return _compilation(step)
+        return _call(step, step + feeder.steps - 1)
+
+    def _wait_for_hook(self, call: HookCall, step: int) -> Wait:
+        if call.timing_key == SAVING or self.run.watch.current == SAVING:
             return Wait("save", f"saving step {step}", SAVING)
-        if call is not None and key == (id(call.hook), EVALUATING):
-            return Wait(
-                _EVALUATION, f"in an evaluation at step {step}", key, taken=threads.SignsOfLife.evaluation_batches
-            )
-        if call in (BODY, AFTER_LOOP):
-            return Wait(_USERS_HOOK, f"in {call.name} at step {step}", key)
-        if call is not None:
-            kind = _USERS_HOOK if call.is_users else "built-in hook"
-            return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", key)
-        if run.is_over:
-            return Wait("close", f"closing after step {step}", "close")
-        if course.restoring is not None:
-            return Wait("restore", f"restoring step {course.restoring}", "restore")
-        if not run.is_open or course.status in (BEGINNING, READY):
-            what = f"starting at step {step}" if course.is_first_known else "starting: it looks for checkpoints"
-            return Wait(_START, what, _START)
-        feeder, compiler = run.opened.feeder, run.opened.dispatch.compiler
-        waits_for_compiler = part == STARTING and (course.has_stepped or compiler.begun)
-        is_checking = run.opened.runner.is_checking
-        has_traced = compiler.record.unfinished >= feeder.got
-        compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
-        if compiler.table.tracing.locked() or (compiles and not feeder.waiting):
-            return Wait(_COMPILE, f"compiling step {step}'s program")
-        if feeder.waiting:
-            return Wait(_BATCH, f"waiting for batch {course.first + run.opened.batches.count}")
-        first = step - feeder.steps if is_checking else step
-        return _call(first, first + feeder.steps - 1)
+        if call.timing_key == (id(call.hook), EVALUATING):
+            batches = threads.SignsOfLife.evaluation_batches
+            return Wait("evaluation", f"in an evaluation at step {step}", call.timing_key, taken=batches)
+        kind = "hook" if call.is_user_hook else "built-in hook"
+        return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", call.timing_key)
 
     def _follow(self, present: Wait, passed: float, idle: float) -> None:
         if self._wait.goes_on(present):
@@ -241,7 +239,7 @@ class StallWatch(Observer):
 
     def _end_wait(self) -> None:
         if self._wait.part:
-            _log_in_time(f"{self._name}, which was {self._wait.what}, resumed after {_secs(self._wait.age)} s")
+            log_in_time(f"{self._name}, which was {self._wait.what}, resumed after {_secs(self._wait.age)} s")
             self._record(self._wait)
             self._recorded = None
 
@@ -275,6 +273,8 @@ class StallWatch(Observer):
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
+        if wait.kind == _COMPILE:  # of another program, and no time of a step tells how long that takes
+            return None
         seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.run.in_flight.per_step]
         return statistics.median(seconds) if seconds else None
 
@@ -329,21 +329,24 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         run = self.run
-        _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
-        _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
-        _in_time(lambda: self._record(wait))
-        self._files.finish(lambda: {**self._fields(wait), "exit_code": EXIT_CODE})
-        may_save = run.is_open and run.saver is not None and run.course.has_stepped
-        if may_save and wait.kind in _OF_USER and self._count == 1:
-            usual = self._usual(Wait("save", "", SAVING))
-            limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-            if not _in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), limit):
-                _log_in_time(f"step {run.step} could not be saved within {_secs(limit)} s")
-        _in_time(lambda: print(end="", flush=True))
-        _in_time(logging.shutdown)
-        if self._count > 1:  # let the others get here; without process 0, JAX aborts them
-            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._index else 2))
-        os._exit(EXIT_CODE)
+        log_in_time(
+            f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {STALL_EXIT_CODE}"
+        )
+        threads.done_in_time(lambda: faulthandler.dump_traceback(2, all_threads=True), 5.0, name="jstep-stall")
+        threads.done_in_time(lambda: self._record(wait), 5.0, name="jstep-stall")
+        self._files.finish(lambda: {**self._fields(wait), "exit_code": STALL_EXIT_CODE})
+        usual = self._usual(Wait("save", "", SAVING))
+        exit_after_stall(
+            run,
+            may_save=wait.kind == _BATCH and self._count == 1,
+            save_secs=10 * self._warn if usual is None else max(self._warn, 3 * usual),
+            # Without process 0, JAX aborts the others, so that waits longest.
+            grace_secs=0.0 if self._count == 1 else max(1.5, min(5.0, self._warn)) * (1 if self._index else 2),
+        )
+
+
+def _compilation(step: int) -> Wait:
+    return Wait(_COMPILE, f"compiling step {step}'s program")
 
 
 def _call(first: int, last: int) -> Wait:
@@ -357,19 +360,11 @@ def _secs(seconds: float) -> str:
 
 
 def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:
-    while frame is not None and (is_whole or frame.f_code.co_filename != _RUN):
+    """Yield the frames of a thread, the innermost first; those of the script that called `train` only if `is_whole`."""
+    while frame is not None and (is_whole or frame.f_code.co_filename != _LOOP):
         yield frame
         frame = frame.f_back
 
 
 def _as_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _log_in_time(text: str) -> None:
-    _in_time(lambda: logger.warning("%s", text))
-
-
-def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Call a function, but wait only so long for a lock of the stalled code."""
-    return bool(futures.wait([threads.in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)

@@ -12,7 +12,7 @@ from source_files import MODULES, ROOT, import_file, text_of
 
 import jstep
 from jstep.look.cli import COMMANDS, DIFFERENT, OK, TROUBLE
-from jstep.watching.stalls import EXIT_CODE
+from jstep.loop.stopping import STALL_EXIT_CODE
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -108,7 +108,7 @@ def test_the_reference_has_every_command_and_exit_code() -> None:
         assert re.search(rf"`(python -m jstep )?{command}`", row), command
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
     assert codes[:3] == [OK, DIFFERENT, TROUBLE]
-    assert {EXIT_CODE, jstep.Preempted("").code, 128 + signal.SIGINT, 128 + signal.SIGKILL} < set(codes[3:])
+    assert {STALL_EXIT_CODE, jstep.Preempted("").code, 128 + signal.SIGINT, 128 + signal.SIGKILL} < set(codes[3:])
 
 
 def test_pages_name_commands_that_exist() -> None:

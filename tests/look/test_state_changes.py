@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.run_hook import HookCall, LoopState
+from jstep.hooks.run_hook import LoopState
 from jstep.look import cli
-from jstep.loop.course import BODY, Course
+from jstep.loop.course import Course
 
 LAST = 12
 
@@ -86,15 +86,15 @@ def test_the_commands_show_what_replaced_the_state(two_runs, capsys, monkeypatch
 def test_the_record_of_changes_is_bounded():
     course = Course(LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, has_body=True)
 
-    def replace(step, call, *names):
+    def replace(step, by, *names):
         course.position = LoopState(step, course.position.state)
-        course.replace_state(course.position.state | {str(name): jnp.zeros(()) for name in names}, call)
+        course.replace_state(course.position.state | {str(name): jnp.zeros(()) for name in names}, by)
 
     for step in range(30):
-        replace(step, BODY, *range(10))
-        replace(step, BODY, *range(10))  # twice at one step
+        replace(step, "the body", *range(10))
+        replace(step, "the body", *range(10))  # twice at one step
     for step, name in enumerate(range(10), 30):
-        replace(step, HookCall(None, "x" * 1000), name)
+        replace(step, "x" * 1000, name)
     first, *others = course.state_changes.as_record()
     assert first["steps"] == [*range(10), *range(20, 30)]
     assert (first["count"], len(first["leaves"]), first["leaves_left_out"]) == (30, 4, 6)
@@ -108,7 +108,7 @@ def test_a_state_that_was_donated_is_not_read():
     course = Course(LoopState(3, state), 10, has_body=True)
     after = jax.jit(lambda state: state | {"w": state["w"] + 1}, donate_argnums=0)(state)
     assert state["w"].is_deleted()
-    course.replace_state(after, BODY)
+    course.replace_state(after, "the body")
     course.replace_state(after | {"w": jnp.ones(2)}, None)  # the end of a hook is undone
     (change,) = course.state_changes.as_record()
     assert (change["leaves"], change["steps"]) == (["b", "w"], [3])

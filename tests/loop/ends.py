@@ -14,11 +14,11 @@ from jstep.loop import signals
 
 PHASES = (
     *("start", "waiting", "compiling", "call", "hook of train", "hook", "evaluation of train", "evaluation", "body"),
-    *("save", "after", "closing"),
+    *("save", "end", "after", "closing"),
 )
 STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_secs"
 AT, LAST = 5, 8
-"""The step at which it comes, except in `start`, `after` and `closing`, and the last one."""
+"""The step at which it comes, except in `start`, `end`, `after` and `closing`, and the last one."""
 
 
 class BoomError(Exception):
@@ -86,6 +86,9 @@ class Places(jstep.Hook):
         self.comes.step = step
         if step == AT:
             self.comes.at("hook")
+
+    def end(self, step, state):
+        self.comes.at("end")
 
     def get_state(self):
         if self.comes.step == AT:

@@ -46,14 +46,14 @@ def test_a_run_that_is_continued_ends_again(tmp_path):
 
 
 def test_a_start_that_takes_no_step_saves_nothing(tmp_path):
-    """Neither in the directory of the run nor in another one; the results of its last evaluation are there."""
+    """Neither in the directory of the run nor in another one; and it evaluates nothing, a new hook included."""
     train(5, checkpoint_dir=tmp_path / "own")
     hook = jstep.EvaluationHook(
         lambda state: {"x": 1.0}, every_n_steps=3, callbacks=[jstep.KeepBest(tmp_path / "best", "x", mode="max")]
     )
     doubles, other = Doubles(), jstep.CheckpointSaverHook(tmp_path / "other")
     state = train(5, hooks=[hook, doubles, other], checkpoint_dir=tmp_path / "own")
-    assert hook.results == {5: {"x": 1.0}}
+    assert hook.results == {}
     assert doubles.ends == []
     assert w(state) == w(train(5))
     assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]

@@ -172,13 +172,13 @@ def test_a_stop_by_the_loop(way, tmp_path):
 
 @pytest.mark.parametrize("makes_batches", [False, True])
 @pytest.mark.parametrize("way", ["close", "drop"])
-def test_a_generator_that_holds_a_run_and_is_dropped_stops_it(way, makes_batches, tmp_path):
-    """Its owner has stopped it, as by `break`: nothing has failed."""
-    calls, ended = Calls(), []
+def test_a_generator_that_is_dropped_in_the_body_saves_nothing_of_its_iteration(way, makes_batches, tmp_path, caplog):
+    """Whoever consumed it has failed, or is done, and the rest of the body never comes."""
+    calls = Calls()
 
     def steps():
-        with run_of(12, None if makes_batches else DATA, hooks=[calls], checkpoint_dir=tmp_path) as run:
-            ended.append(run)
+        batches = None if makes_batches else DATA
+        with run_of(12, batches, hooks=[calls], checkpoint_dir=tmp_path, save_checkpoint_steps=2) as run:
             for step in run:
                 if makes_batches:
                     run.train_step(DATA[step])
@@ -192,11 +192,26 @@ def test_a_generator_that_holds_a_run_and_is_dropped_stops_it(way, makes_batches
         del generator
         gc.collect()
     last += makes_batches
-    assert same(ended[0].state, by_hand(last))
-    assert ("end", last) in calls.seen
-    assert jstep.Saver(tmp_path).all_steps() == [last]
-    assert start_of(tmp_path)["end"] == ["finished", "stopped by the loop"]
+    assert ("end", last) not in calls.seen
+    assert jstep.Saver(tmp_path).all_steps() == [2, 4]
+    assert start_of(tmp_path)["end"] == ["failed", "GeneratorExit"]
+    (line,) = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
+    assert line.startswith(f"GeneratorExit ends the run at step {last}, after the update with batch {last - 1}, in the")
+    assert "is not saved, because the iteration has not ended; the next start resumes from model-4" in line
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
+
+
+def test_a_generator_that_is_dropped_after_the_loop_has_lost_nothing(tmp_path):
+    def steps():
+        with run_of(5, checkpoint_dir=tmp_path) as run:
+            for _ in run:
+                pass
+            yield run.step
+
+    generator = steps()
+    assert next(generator) == 5
+    generator.close()
+    assert start_of(tmp_path)["end"] == ["finished", ""]
 
 
 @pytest.mark.parametrize("way", ["break", "stop"])

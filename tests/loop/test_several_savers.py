@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from doubles import raising
-from loop_runs import train
+from loop_runs import DATA, train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
@@ -28,10 +28,20 @@ def steps_in(directory):
     return [jstep.Saver(directory / name).all_steps() for name in ("own", "first", "second")]
 
 
-def breaks(error):
-    """A hook that ends the run after step 5: by a signal, or by an error."""
-    end = (lambda *_: os.kill(os.getpid(), error)) if isinstance(error, int) else raising(error)
-    return jstep.every(5, end)
+def breaks(number):
+    """A hook that ends the run after step 5 by a signal."""
+    return jstep.every(5, lambda *_: os.kill(os.getpid(), number))
+
+
+def lost_after(step):
+    """Batches of which one cannot be read: an error between two iterations, after which the state is saved."""
+
+    def batches(n):
+        if n == step:
+            raise ValueError("my loader")
+        return DATA[n]
+
+    return batches
 
 
 def test_at_a_signal(tmp_path):
@@ -54,9 +64,8 @@ def test_when_due(tmp_path):
 
 
 def test_in_a_rescue(tmp_path):
-    hooks = [breaks(ValueError("my hook")), *savers(tmp_path, "first")]
-    with pytest.raises(ValueError, match="my hook") as caught:
-        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
+    with pytest.raises(ValueError, match="my loader") as caught:
+        train(50, lost_after(5), hooks=savers(tmp_path, "first"), checkpoint_dir=tmp_path / "own")
     assert steps_in(tmp_path) == [[5], [], [5]]
     first, last = caught.value.__notes__
     assert first == ("Additionally, CheckpointSaverHook could not save step 5: OSError: the disk of first is full")
@@ -72,8 +81,8 @@ def test_a_rescue_in_which_the_own_saver_fails(tmp_path, monkeypatch):
         return save(self, *args, **kwargs)
 
     monkeypatch.setattr(jstep.Saver, "save", full)
-    with pytest.raises(ValueError, match="my hook") as caught:
-        train(50, hooks=[*savers(tmp_path, ""), breaks(ValueError("my hook"))], checkpoint_dir=own)
+    with pytest.raises(ValueError, match="my loader") as caught:
+        train(50, lost_after(5), hooks=savers(tmp_path, ""), checkpoint_dir=own)
     assert "and could not be saved: OSError: the own disk is full" in caught.value.__notes__[-1]
     assert steps_in(tmp_path) == [[], [5], [5]]
 

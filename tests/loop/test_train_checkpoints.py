@@ -37,8 +37,9 @@ def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
     assert other.seen[-1] == calls.seen[-1] == ("close",)
     assert other.steps("end") == ([8] if event[0] in ("end", "close") else [])
     saver = jstep.Saver(tmp_path / "c")
-    # The complete state of the step at which the hook failed, unless the hook prevents that save.
-    last = {"begin": None, "first": 1, "step": event[-1], "save": 3, "end": 8, "close": 8}[event[0]]
+    # Nothing of the iteration in which the hook failed.
+    in_step = {1: None, 5: 3, 6: 3}.get(event[-1])
+    last = {"begin": None, "first": None, "step": in_step, "save": 3, "end": 8, "close": 8}[event[0]]
     assert saver.latest_step() == last
     if last is not None:
         assert same(saver.restore(make_state()), by_hand(last))

@@ -1,5 +1,6 @@
 """`train` saves the last complete state when a run fails, and the error reports the step and the cause."""
 
+import asyncio
 import math
 import os
 import re
@@ -41,13 +42,7 @@ def note_of(error):
 
 FAILURES = {
     "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "with batch 4, while batch 5 was fetched"),
-    "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(5, .*\).after_step"),
     "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "while running the step on batch 5"),
-    "ctrl-c in a library": (
-        lambda: {"hooks": hook_failing(KeyboardInterrupt())},
-        KeyboardInterrupt,
-        "at step 5, after the update with batch 4",
-    ),
 }  # fmt: skip
 
 
@@ -67,6 +62,28 @@ def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
     if saves:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
+
+
+LEAVES = {"an error": KeyError("no"), "ctrl-c in a library": KeyboardInterrupt(), "an exit": SystemExit(3),
+          "a cancelled task": asyncio.CancelledError()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_leaves_a_hook_saves_nothing_of_its_iteration(name, tmp_path, caplog):
+    error = LEAVES[name]
+    with pytest.raises(type(error)) as caught:
+        train(12, hooks=hook_failing(error), checkpoint_dir=tmp_path, save_checkpoint_steps=2)
+    assert same(caught.value.state, by_hand(5))
+    note = note_of(caught.value)
+    assert re.search(r"at step 5, after the update with batch 4, in every\(5, .*\).after_step", note)
+    assert "is not saved, because the iteration has not ended; the next start resumes from model-4, " in note
+    # Python shows the notes of the others.
+    lines = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
+    assert lines == ([] if name in ("an error", "ctrl-c in a library") else [
+        f"{type(error).__name__} ends the run {note.removeprefix('jstep: ')}"
+    ])  # fmt: skip
+    assert jstep.Saver(tmp_path).all_steps() == [2, 4]
+    assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
 
 
 def test_the_batch_that_does_not_fit_is_named_also_in_a_call_of_several(tmp_path):
@@ -140,7 +157,12 @@ def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_
     step = jstep.minimize(loss_fn, jstep.sgd(0.1))
     state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1))
     batches = [np.float32(math.inf if i == 2 else 0.0) for i in range(20)]
-    hooks = [jstep.every(12, doubles.raising(KeyError(12)))]
+
+    def lost_after(n):
+        if n == 12:
+            raise KeyError(12)
+        return batches[n]
+
     with pytest.raises(KeyError) as raised:
-        train(20, batches, hooks, state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
+        train(20, lost_after, [], state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
     assert ", and is saved as model-12" in note_of(raised.value)

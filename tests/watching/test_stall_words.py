@@ -7,23 +7,24 @@ from typing import Any
 import pytest
 
 import jstep
-from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
+from jstep.core import threads
+from jstep.core.stopwatch import EVALUATING, SAVING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import HookCall, RunHook
-from jstep.loop.course import BEGINNING, BETWEEN, BODY, CLOSING
+from jstep.loop import stopping
+from jstep.loop.course import Activity
 from jstep.metering.in_flight import InFlight
 from jstep.watching import stalls
 from jstep.watching.stalls import StallWatch, Wait
 
 
-def run_of(*, loop: Any = None, feeder: Any = None, dispatch: Any = None, runner: Any = None, **more: Any) -> Any:
+def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
     loop = loop or {}
-    course = {"first": 2, "calling": None, "status": BETWEEN, "restoring": None, "is_first_known": True}
+    course = {"first": 2, "status": "between", "activity": Activity.CALLING, "restoring": None, "is_first_known": True}
     step = loop.get("step", 5)
     opened = types.SimpleNamespace(
-        feeder=feeder or types.SimpleNamespace(waiting=False, steps=2, got=3),
-        runner=runner or types.SimpleNamespace(is_checking=False), batches=types.SimpleNamespace(count=4),
+        feeder=types.SimpleNamespace(steps=2, got=3), batches=types.SimpleNamespace(count=4),
         dispatch=dispatch or dispatch_of(),
     )  # fmt: skip
     fields = {
@@ -36,10 +37,9 @@ def run_of(*, loop: Any = None, feeder: Any = None, dispatch: Any = None, runner
     return types.SimpleNamespace(**fields | more)
 
 
-def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False) -> Any:
-    table = types.SimpleNamespace(tracing=types.SimpleNamespace(locked=lambda: locked))
+def dispatch_of(*, unfinished: float = 0) -> Any:
     record = types.SimpleNamespace(unfinished=unfinished)
-    return types.SimpleNamespace(compiler=types.SimpleNamespace(begun=begun, table=table, record=record))
+    return types.SimpleNamespace(compiler=types.SimpleNamespace(record=record))
 
 
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
@@ -55,47 +55,46 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
     return watch
 
 
-def of_hook(name: str, timing_key: Any, *, is_users: bool = True) -> Any:
-    hook = types.SimpleNamespace(name=name)
-    return types.SimpleNamespace(hook=hook, timing_key=timing_key, method="after_step", is_users=is_users)
+def of_hook(name: str, phase: str | None = None) -> HookCall:
+    hook = jstep.Hook() if phase is None else types.new_class(name, (RunHook,))()
+    hook.name = name  # type: ignore[union-attr]
+    if phase is not None:
+        hook.phase = phase  # type: ignore[union-attr]
+    return HookCall(hook, "after_step")
+
+
+def doing(activity: Any, **more: Any) -> Any:
+    return run_of(loop={"activity": activity, **more})
 
 
 def waits() -> dict[str, Any]:
     """Each wait, by the run that is in it."""
-    base = run_of()
-    waiting = types.SimpleNamespace(**vars(base.opened.feeder) | {"waiting": True})
-    starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
-    saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
-    evaluating = of_hook("Loss", None)
-    evaluating.timing_key = id(evaluating.hook), EVALUATING
+    saving = types.SimpleNamespace(**vars(run_of().watch) | {"current": SAVING})
     return {
         "in a call of steps 5 to 6": run_of(),
-        "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
-        "saving step 5": run_of(watch=saving),
-        "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
-        "in the body of the loop at step 5": run_of(loop={"calling": BODY}),
-        "in an evaluation at step 5": run_of(loop={"calling": evaluating}),
-        "closing after step 5": run_of(loop={"is_over": True}),
-        "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "status": CLOSING}),
-        "restoring step 3": run_of(loop={"status": BEGINNING, "restoring": 3}),
-        "starting at step 5": run_of(loop={"status": BEGINNING}),
-        "starting: it looks for checkpoints": run_of(loop={"status": BEGINNING, "is_first_known": False}),
-        "compiling step 5's program": run_of(watch=starting),
-        "waiting for batch 6": run_of(feeder=waiting),
-        "compiling step 5's program #2": run_of(dispatch=dispatch_of(locked=True), feeder=waiting),
-        "compiling step 5's program #3": run_of(dispatch=dispatch_of(unfinished=3)),
+        "in a call of steps 3 to 4": doing(Activity.CHECKING),
+        "saving step 5": doing(of_hook("Saver", SAVING)),
+        "saving step 5 #2": run_of(watch=saving, loop={"activity": of_hook("RunSaver", STEPPING)}),
+        "in the hook Mine at step 5": doing(of_hook("Mine")),
+        "in the body of the loop at step 5": doing(Activity.BODY),
+        "in the code after the loop at step 5": doing(Activity.AFTER_LOOP),
+        "in an evaluation at step 5": doing(of_hook("Loss", EVALUATING)),
+        "closing after step 5": doing(Activity.CLOSING),
+        "closing after step 5 #2": run_of(watch=saving, loop={"activity": Activity.CLOSING}),
+        "restoring step 3": doing(Activity.RESTORING, restoring=3),
+        "starting at step 5": doing(Activity.STARTING),
+        "starting: it looks for checkpoints": doing(Activity.STARTING, is_first_known=False),
+        "compiling step 5's program": doing(Activity.COMPILING),
+        "waiting for batch 6": doing(Activity.FETCHING),
+        "compiling step 5's program #2": run_of(dispatch=dispatch_of(unfinished=3)),
         "in a call of steps 5 to 6 #2": run_of(dispatch=dispatch_of(unfinished=2)),
-        "in a call of steps 2 to 3": run_of(watch=starting, loop={"step": 2}),
-        "compiling step 2's program": run_of(watch=starting, loop={"step": 2}, dispatch=dispatch_of(begun=[1])),
     }
 
 
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    wait, calling = watch_of(run := waits()[what])._now(), run.course.calling
-    assert wait.what == what.partition(" #")[0]
-    assert calling is None or wait.timing_key == calling.timing_key
+    assert watch_of(waits()[what])._now().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +175,11 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(Wait("hook", "", "thing")) == 5.0
     assert watch._usual(Wait("hook", "", "other")) is None
     assert watch._usual(Wait("batch", "")) == 2.0
-    assert watch._usual(Wait("compile", "")) is None
     device = Wait(stalls.CALL, "", steps=(5, 6))
     assert watch._usual(device) is None
     run.in_flight.per_step.extend([0.5, 0.7, 0.6])
     assert watch._usual(device) == 0.6
+    assert watch._usual(Wait("compile", "")) is None  # a program may take much longer than a step
 
 
 def looked(
@@ -225,7 +224,7 @@ def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> Non
 
 def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     says: list[str] = []
-    monkeypatch.setattr(stalls, "_log_in_time", says.append)
+    monkeypatch.setattr(stalls, "log_in_time", says.append)
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
     over = "process 0 of 3, which was waiting for batch 6, resumed after 13 s"
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
@@ -259,17 +258,19 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"exit {code}")
         raise LeftError
 
-    monkeypatch.setattr(stalls, "_log_in_time", found.append)
-    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: bool(fn() or seconds))
+    for module in (stalls, stopping):
+        monkeypatch.setattr(module, "log_in_time", found.append)
+    monkeypatch.setattr(threads, "done_in_time", lambda fn, seconds, name: bool(fn() or seconds))
+    monkeypatch.setattr(stopping, "done_in_time", lambda fn, seconds, name: bool(fn() or seconds))
     monkeypatch.setattr(
         stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file} {all_threads}")
     )
-    monkeypatch.setattr(stalls, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False)
-    monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
-    monkeypatch.setattr(stalls.os, "_exit", leave)
-    monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
-    monkeypatch.setattr(stalls, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
-    monkeypatch.setattr(stalls.logger, "warning", lambda form, text: found.append(form % text))
+    monkeypatch.setattr(stopping, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False)
+    monkeypatch.setattr(stopping.logging, "shutdown", lambda: found.append("shutdown"))
+    monkeypatch.setattr(stopping.os, "_exit", leave)
+    monkeypatch.setattr(stopping.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
+    monkeypatch.setattr(stopping, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
+    monkeypatch.setattr(stopping.logger, "warning", lambda form, text: found.append(form % text))
     return found
 
 
@@ -300,14 +301,15 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
     wait = Wait("batch", "waiting for batch 6", age=61.2345)
     assert ended(watch_of(run, count=1), wait, said) == [
         "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
-        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "flush True", "shutdown", "exit 75"),
+        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "flush True", "shutdown"),
+        *("sleep 0.0", "exit 75"),
     ]
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "is_saved"),
     [
-        ("hook", {}, True),
+        ("hook", {}, False),
         ("built-in hook", {}, False),
         ("compile", {}, False),
         ("batch", {"saver": None}, False),
@@ -315,7 +317,7 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
         ("batch", {"loop": {"step": 3}}, True),
     ],
 )
-def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
+def test_only_what_hangs_in_a_loader_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
     run = run_of(**{"saver": object(), **more})
     done = ended(watch_of(run, count=1), Wait(kind, "hanging", age=61.0), said)
     assert any("is saved" in line for line in done) is is_saved
@@ -326,7 +328,7 @@ def test_a_save_may_last_as_long_as_those_before(
     saves: list[float], limit: float, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: limits.append(seconds) or bool(fn() or seconds))
+    monkeypatch.setattr(stopping, "done_in_time", lambda fn, secs, name: limits.append(secs) or bool(fn() or secs))
     run = run_of(saver=object())
     run.watch.lasted[SAVING] = saves
     ended(watch_of(run, count=1), Wait("batch", "waiting for batch 6", age=61.0), said)

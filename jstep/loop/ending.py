@@ -1,0 +1,79 @@
+"""The end of a run as one transaction: all of it is in the last checkpoint, or the next start makes all of it again.
+
+| in order | what | if it fails, or the process is killed |
+|---|---|---|
+| 1 | the last rows of logs (`call_at_last`, `make_last_rows`) | an error of a log: all savers save, nothing follows |
+| 2 | the boundary, as a temporary checkpoint, if an `end` of the user's or an evaluation follows | the one before |
+| 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | the boundary stays |
+| 4 | the other savers, until they are on disk | the boundary stays |
+| 5 | the run's own checkpoint: the state after the `end`s, the memories of hooks, the mark | the boundary stays |
+
+The mark is the step at which the `end`s were made (`contents.ENDED`). A start that finds it there and has nothing to do
+makes no end. While the `end`s run, the boundary is on its way to disk; the last save replaces it. If that never comes,
+the boundary becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal` save it once more, with the
+memories that hooks had before the `end`s (`RunSaverHook.save_boundary`), and after a kill the next start does.
+
+Savers of the user's come before the run's own: with the mark on disk, the next start would not call them again.
+
+A signal is asked for between two `end`s, on all processes alike, and between the batches of an evaluation. If by then
+nothing was left out, the end is whole and has its mark.
+"""
+
+from jstep.core import processes
+from jstep.hooks.run_hook import HookCall
+from jstep.hooks.saver_hook import SaverHook
+from jstep.loop.hook_runner import HookErrors
+from jstep.loop.run_context import RunContext
+from jstep.loop.saving import RunSaverHook
+
+
+def make_end(run: RunContext) -> bool:
+    """Make the end of a run whose last rows were delivered; return False if a signal has cut it short.
+
+    Then, and after an error, the run is where it was before the `end`s, and has no mark.
+    """
+    course, runner = run.course, run.opened.runner
+    runner.make_last_rows()
+    boundary = course.position.state
+    own_saver = next((hook for hook in run.opened.finiteness.savers if isinstance(hook, RunSaverHook)), None)
+    _raise_log_errors(run)
+    if own_saver is not None and runner.acts_at_end():
+        own_saver.save_boundary(run.step, boundary)
+    is_whole = False
+    try:
+        if runner.end():
+            _save_end(run, own_saver)
+            is_whole = True
+    finally:
+        if not is_whole:
+            # Also if an `end` has donated it: the note then says that the state is lost, which is true.
+            course.replace_state(boundary, None)
+            course.ended_at = None
+    course.is_finished = is_whole
+    return is_whole
+
+
+def _raise_log_errors(run: RunContext) -> None:
+    """Raise the errors of logs, after the savers of this boundary.
+
+    All processes save, though only those that write a log know that it has failed: a save needs all of them.
+    """
+    if processes.any_process(bool(run.failures)):
+        _save_by_all(run, [*run.opened.finiteness.savers])
+    run.opened.runner.raise_log_errors()
+
+
+def _save_end(run: RunContext, own_saver: RunSaverHook | None) -> None:
+    _save_by_all(run, [hook for hook in run.opened.finiteness.savers if hook is not own_saver])
+    run.course.ended_at = run.step
+    if own_saver is not None:
+        run.course.call_hook(HookCall(own_saver, "end"), own_saver.save_end, run.step, run.state)
+
+
+def _save_by_all(run: RunContext, savers: list[SaverHook]) -> None:
+    """Let each saver save, even if one before it fails; raise the first error."""
+    errors = HookErrors(run.course)
+    for hook in savers:
+        with errors:
+            run.course.call_hook(HookCall(hook, "end"), hook.end, run.step, run.state)
+    errors.end()
