@@ -15,14 +15,16 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.debug.find_nonfinite import NonFinite, find_nonfinite
-from jstep.debug.replay import Replay, ReplayedCall, loss_in, prefix_of, replay, replayed
+from jstep.debug.replay import Replay, ReplayedCall, prefix_of, replay, replayed
 from jstep.loop.programs import as_stages
+from jstep.metering.numbers import read_value, real_parts
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained
 from jstep.slots.roles import Role, roles_in
 from jstep.state.nonfinite import StateContents, describe_contents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
+from jstep.training.metrics import losses_in
 from jstep.training.step import TrainStep
 
 _MAX_ROWS = 65_536
@@ -155,8 +157,9 @@ def _copied(state: TrainState) -> TrainState:
 
 
 def _is_finite(metrics: Any) -> bool:
-    loss = loss_in(metrics)
-    return loss is None or bool(np.isfinite(loss).all())
+    with internal_transfers():
+        parts = [read_value(part) for part in real_parts(losses_in(metrics).values())]
+    return all(np.isfinite(part.astype(np.float64)).all() for part in parts)
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:

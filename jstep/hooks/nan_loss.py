@@ -5,30 +5,32 @@ import contextlib
 import jax
 import numpy as np
 
-from jstep.core.checks import as_bool, as_int, format_list, hook_name
+from jstep.core.checks import as_bool, as_int, describe_type, format_list, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.metric_sums import Interval
-from jstep.metering.numbers import read_value
+from jstep.metering.numbers import read_value, real_parts
 from jstep.slots.roles import Role, roles_in
 from jstep.state.global_step import state_step
 from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import LOSS, Metrics
+from jstep.training.metrics import Metrics, losses_in
 
 
 class NanLossHook(RunHook):
     """A hook that stops the run when the loss is NaN or infinite, and names the step.
 
-    All losses are checked on the device. The hook reads the result one interval later, before each checkpoint and at
-    the end. There it also checks the state: `train` saves no checkpoint with a parameter that became NaN or infinite
-    during the run, or a slot that became NaN (model_state is not checked). A slot that became infinite, and NaN in the
-    state when the run begins, give a warning. The metric `grad_norm`, if there is one, gives the step of the gradient.
+    All losses are checked on the device: each leaf of a loss that is a mapping, both parts of a complex one. The hook
+    reads the result one interval later, before each checkpoint and at the end. There it also checks the state: `train`
+    saves no checkpoint with a parameter that became NaN or infinite during the run, or a slot that became NaN
+    (model_state is not checked). A slot that became infinite, and NaN in the state when the run begins, give a warning.
+    The metric `grad_norm`, if there is one, gives the step of the gradient.
 
-    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. A custom step reports a
-    skipped update by a metric `skipped`, 1 or 0.
+    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. In a custom step, too,
+    the skipped update is found in the state, and shown as the metric `skipped`. A step that skips updates without a
+    guard returns this metric itself, 1 or 0.
 
     Args:
         every_n_steps: Interval in steps between checks.
@@ -160,8 +162,12 @@ class NanLossHook(RunHook):
 
 
 def _check_loss(metrics: Metrics) -> None:
-    if LOSS not in metrics:
+    losses = losses_in(metrics)
+    if not losses:
         raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
+    if not real_parts(losses.values()):
+        kinds = ", ".join(f"{name!r} is {describe_type(loss)}" for name, loss in losses.items())
+        raise TypeError(f"NanLossHook: {kinds}; must be numbers, or arrays of numbers")
 
 
 def describe_nan_at_start(with_nan: list[str], step: int) -> str:

@@ -214,7 +214,7 @@ class MetricsHook(ReportingHook):
         self._named.update(names)
         if names and jax.process_index() == 0:
             logger.info(
-                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Also return their means or "
+                "MetricsHook leaves out the metrics %s: they are not real numbers. Also return their means or "
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )

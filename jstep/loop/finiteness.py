@@ -18,9 +18,9 @@ from jstep.loop.course import Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.metering.metric_sums import MetricSums, is_bad
-from jstep.metering.numbers import read_value
+from jstep.metering.numbers import read_value, real_parts
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, describe_contents
-from jstep.training.metrics import LOSS
+from jstep.training.metrics import losses_in
 
 _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
 
@@ -92,9 +92,12 @@ class Finiteness:
 
     def _loss_problem(self) -> str:
         step, _, metrics, _ = self._course.position
-        loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
-        is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
-        if loss is None or not (is_on_all or processes.is_single_process()):
+        losses = jax.tree.leaves(losses_in(metrics)) if isinstance(metrics, Mapping) else []
+        are_on_all = all(
+            isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+            for loss in losses
+        )
+        if not losses or not (are_on_all or processes.is_single_process()):
             return ""
         try:
             with internal_transfers():
@@ -102,9 +105,12 @@ class Finiteness:
                 before = step - self._feeder.steps
                 if latest is not None and latest.bad is not None and latest.bad.step > before:
                     return _NOT_FINITE
-                finite = np.isfinite(read_value(loss).astype(np.float64))
                 skipped = read_value(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-                return _NOT_FINITE if np.any(is_bad(finite, skipped)) else ""
+                for part in real_parts(losses):
+                    finite = np.isfinite(read_value(part).astype(np.float64))
+                    if np.any(is_bad(finite, skipped)):
+                        return _NOT_FINITE
+                return ""
         except (TypeError, ValueError):
             return ""
         except Exception as error:  # the device failed

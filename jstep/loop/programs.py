@@ -33,6 +33,7 @@ from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step, watch_updates
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import SKIPPED, Constants, flat_metrics, has_ratios
+from jstep.training.skipped_updates import mark_guards, restore_guards
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
 
 # Stages.
@@ -183,21 +184,22 @@ class Program:
         # A step that jstep did not make.
         require_alive(state)  # on a mesh, JAX would crash
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
-        result = call(state, *chunk.args)
+        marked, guard_slots = mark_guards(state, may_be_donated=True)
+        result = call(marked, *chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = _OF_CUSTOM_STEPS
-        metrics = flat_metrics(result[1])
+        new, metrics = restore_guards(guard_slots, result[0], flat_metrics(result[1]))
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
         # The kind of what a compiled function returns is known from its first call. Weak values are cast at each.
         is_known = self.is_called and self.stage.is_compilable
         if not is_known:
-            self._casts = any(map(trees.is_weak, jax.tree.leaves(result[0])))
+            self._casts = any(map(trees.is_weak, jax.tree.leaves(new)))
         if is_known and not self._casts:
-            new = keep_roles(state, result[0])
+            new = keep_roles(state, new)
         else:
-            new = keep_kind(self.stage.name, state, result[0])
+            new = keep_kind(self.stage.name, state, new)
         return trees.copy_numpy(new, "the state that the step returned"), metrics
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
-from jstep.metering.numbers import is_number, is_numeric, is_ready, local_copy, read_value, start_copies
+from jstep.metering.numbers import is_number, is_ready, local_copy, read_value, real_parts, start_copies
 from jstep.metrics.totals import MeanOf
 from jstep.training.looped import TracedStep
-from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
+from jstep.training.metrics import GRAD_NORM, SKIPPED, Constants, Metrics, losses_in
 
 # For M numbers the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float. The
@@ -268,8 +268,9 @@ class MetricSums:
                 self.flush()
 
     def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
+        losses = losses_in(metrics)
         if not self._has_means:
-            watched = LOSS, GRAD_NORM, skip
+            watched = *losses, GRAD_NORM, skip
             metrics = {name: x for name, x in metrics.items() if name in watched or isinstance(x, MeanOf)}
         computed: dict[str, Any] = {}
         on_host: dict[str, float] = {}
@@ -277,17 +278,20 @@ class MetricSums:
             if isinstance(value, MeanOf):
                 computed[name] = value
             elif isinstance(value, jax.Array):
-                if value.ndim == 0 or name == LOSS:
+                if value.ndim == 0 or name in losses:
                     computed[name] = value
             elif is_number(value):
                 if name == skip or not math.isfinite(value):  # it counts unless the step was skipped
                     computed[name] = np.float32(value)
                 else:
                     on_host[name] = float(value)
-        key = skip, *computed, *(name for name, value in computed.items() if isinstance(value, MeanOf))
+            elif name in losses:  # arrays of NumPy, or several of any kind
+                computed[name] = [_canonical(part) for part in real_parts([value])]
+        ratios = (name for name, value in computed.items() if isinstance(value, MeanOf))
+        key = skip, tuple(losses), *computed, *ratios
         grouping = self._groupings.get(key) if constants is NO_CONSTANTS else None
         if grouping is None:
-            grouping = self._groupings[key] = self._choose_grouping(computed, skip)
+            grouping = self._groupings[key] = self._choose_grouping(computed, losses, skip)
         if grouping != self._grouping:
             self._use(grouping)
         self._traced = None if constants is NO_CONSTANTS else constants
@@ -362,10 +366,10 @@ class MetricSums:
             if is_number(value):
                 _add_pair(self._fixed, name, float(value) * steps, steps)
 
-    def _choose_grouping(self, metrics: Metrics, skip: str | None) -> Grouping:
-        columns = choose_columns(metrics, skip, self.limit)
+    def _choose_grouping(self, metrics: Metrics, losses: Collection[str], skip: str | None) -> Grouping:
+        columns = choose_columns(metrics, losses, skip, self.limit)
         self.has_ratios = self.has_ratios or bool(columns.ratios)
-        names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.has_loss))
+        names = tuple(name for name in metrics if name in columns.names or name in columns.losses)
         room = max(1, min(_CALLS, _VALUES // max(1, len(names))))
         is_local = all(
             getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves([metrics[name] for name in names])
@@ -380,6 +384,13 @@ class MetricSums:
                     skips = _put(read_value(skips), sharding)
             self._sums = empty if skips is None else empty._replace(skips=skips)
         return self._sums
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _sharding_of(value: Any) -> Any:
@@ -408,13 +419,13 @@ class DeviceSums(NamedTuple):
 class Columns(NamedTuple):
     """The metrics of which the sums have a column, with the indices of those that are watched.
 
-    A step contributes a row: the numbers of these metrics, the counts of `ratios`, and its loss. `limit` is the number
-    of consecutive skipped steps to report, if any.
+    A step contributes a row: the numbers of these metrics, the counts of `ratios`, and its loss, or of several losses
+    the sum of what is not finite. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
     ratios: tuple[int, ...]
-    has_loss: bool
+    losses: tuple[str, ...]
     skip: int | None
     gradient: int | None
     limit: int | None
@@ -430,9 +441,11 @@ class Columns(NamedTuple):
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Any:
-        loss = metrics[LOSS] if self.has_loss else jnp.zeros((), self.dtype)
-        if loss.ndim:
-            loss = jnp.where(jnp.isfinite(loss), jnp.zeros_like(loss), loss).sum()
+        parts = real_parts(metrics[name] for name in self.losses) or [jnp.zeros((), self.dtype)]
+        loss = parts[0]
+        if len(parts) > 1 or loss.ndim:
+            bad = [jnp.where(jnp.isfinite(part), jnp.zeros_like(part), part).sum() for part in parts]
+            loss = sum([part.astype(self.dtype) for part in bad[1:]], bad[0].astype(self.dtype))
         values = [metrics[name] for name in self.names]
         counts = [values[i].count for i in self.ratios]
         for i in self.ratios:
@@ -492,18 +505,27 @@ class Accumulate:
     limit: int | None = None
 
     def __call__(self, step: TracedStep) -> Columns:
-        return choose_columns(step.metrics, step.constants.skipped, self.limit)
+        losses = losses_in({**step.metrics, **step.constants.all})
+        return choose_columns(step.metrics, losses, step.constants.skipped, self.limit)
 
 
-def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | None = None) -> Columns:
+def _is_wide(value: Any) -> bool:
+    if not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return False
+    parts = 2 if jnp.issubdtype(value.dtype, jnp.complexfloating) else 1
+    return bool(value.dtype.itemsize > 4 * parts)
+
+
+def choose_columns(
+    metrics: Mapping[str, Any], losses: Collection[str], skip: str | None, limit: int | None = None
+) -> Columns:
     totals = {name: value.total if isinstance(value, MeanOf) else value for name, value in metrics.items()}
     index = {name: i for i, name in enumerate([name for name, value in totals.items() if is_number(value)])}
     ratios = tuple(i for name, i in index.items() if isinstance(metrics[name], MeanOf))
-    has_loss = LOSS in metrics and is_numeric(metrics[LOSS])
-    added = [value for name, value in metrics.items() if name in index or (name == LOSS and has_loss)]
-    wide = any(value.dtype.itemsize > 4 for value in jax.tree.leaves(added))
-    dtype = "float64" if wide else "float32"
-    return Columns(tuple(index), ratios, has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
+    losses = tuple(name for name in losses if name in metrics)
+    added = [value for name, value in metrics.items() if name in index or name in losses]
+    dtype = "float64" if any(map(_is_wide, jax.tree.leaves(added))) else "float32"
+    return Columns(tuple(index), ratios, losses, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
 
 
 @functools.cache

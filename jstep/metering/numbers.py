@@ -41,9 +41,15 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of_arrays(metrics: Metrics) -> list[str]:
-    totals = {name: value.total if isinstance(value, MeanOf) else value for name, value in metrics.items()}
-    arrays = jax.Array | np.ndarray
-    return [name for name, value in totals.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
+    """Return the names of metrics that are arrays of numbers, or complex: no row can show them."""
+    names: list[str] = []
+    for name, value in metrics.items():
+        total = value.total if isinstance(value, MeanOf) else value
+        if not isinstance(total, jax.Array | np.ndarray):
+            continue
+        if jnp.issubdtype(total.dtype, jnp.complexfloating) or (total.ndim and is_numeric(total)):
+            names.append(name)
+    return names
 
 
 def is_number(value: object) -> bool:
@@ -56,6 +62,17 @@ def is_numeric(value: object) -> bool:
         return isinstance(value, int | float)
     is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     return is_real or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def real_parts(losses: Iterable[Any]) -> list[Any]:
+    """Return the numbers of losses, any trees: real ones as they are, complex ones as two."""
+    parts: list[Any] = []
+    for leaf in jax.tree.leaves(list(losses)):
+        if isinstance(leaf, complex) or jnp.issubdtype(getattr(leaf, "dtype", np.str_), jnp.complexfloating):
+            parts += [leaf.real, leaf.imag]
+        elif is_numeric(leaf):
+            parts.append(leaf)
+    return parts
 
 
 # Transfers to the host: `start_…` never waits for the device, `read_…` does.

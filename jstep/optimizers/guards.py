@@ -89,6 +89,16 @@ def _mark_skipped(last: Array) -> Array:
     return jnp.where(last == NOT_REACHED, jnp.asarray(SKIPPED_MARK, last.dtype), last)
 
 
+def last_finite_step(before: Array, after: Array) -> Array:
+    """Return the slot after an update; it keeps its value if it was not reached, or the update was skipped.
+
+    If a step that jstep did not make is to note its skipped updates, the value before is a mark itself, of which only a
+    skipped update makes the other one.
+    """
+    is_skipped_by_noting_step = (after == SKIPPED_MARK) & (before < 0)
+    return jnp.where((after < 0) & ~is_skipped_by_noting_step, before, after)
+
+
 def all_finite(gradients: Updates, params: Params) -> Array:
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 

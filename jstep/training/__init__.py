@@ -5,5 +5,6 @@
 - `looped`: several steps in one call.
 - `metrics`: the metrics of a step.
 - `minimize`: steps from a loss function.
+- `skipped_updates`: skipped updates of steps that jstep did not make.
 - `step`: the compiled step, and the kind of state that it returns.
 """

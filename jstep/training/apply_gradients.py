@@ -144,7 +144,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         raise
     _check_slots(old_slots, slots)
     skipped_by = {name: slots[name] == guards.SKIPPED_MARK for name in guarding}
-    slots |= {name: jnp.where(slots[name] < 0, old_slots[name], slots[name]) for name in guarding}
+    slots |= {name: guards.last_finite_step(old_slots[name], slots[name]) for name in guarding}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         slots |= {name: jax.tree.map(lambda slot: slot - 1, slots[name]) for name in roles.of(*COUNTS)}

@@ -105,6 +105,13 @@ def _add_flat(flat: dict[str, Any], prefix: str, metrics: Mapping[Any, Any]) -> 
         flat[name] = value
 
 
+def losses_in(metrics: Metrics) -> dict[str, Any]:
+    """Return the metric `loss`; for a loss that was a mapping, its metrics `loss/…`."""
+    if LOSS in metrics:
+        return {LOSS: metrics[LOSS]}
+    return {name: value for name, value in metrics.items() if name.startswith(f"{LOSS}/")}
+
+
 def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))

@@ -27,6 +27,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
+from jstep.training.skipped_updates import mark_guards, restore_guards
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
@@ -103,8 +104,9 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 )
             return result
 
-        new, metrics = fallback(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
-        metrics = flat_metrics(metrics)
+        marked, guard_slots = mark_guards(state)
+        new, metrics = fallback(call_user_step, marked, args, specs_of=meshes.shard_like((state,)))
+        new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)

@@ -15,7 +15,7 @@ from jstep.core.checks import in_own_digits
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums, choose_columns
 from jstep.record.starts import read_starts
-from jstep.training.metrics import Constants
+from jstep.training.metrics import Constants, losses_in
 
 
 def rows_of(last_step, every_n_steps, mean=False, **kwargs):
@@ -314,7 +314,7 @@ def add(sums, first, rows, **kwargs):
         sums.add(first, rows[0], **kwargs)
         return
     arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
-    columns = choose_columns(arrays, kwargs.get("skip", "skipped"), sums.limit)
+    columns = choose_columns(arrays, losses_in(arrays), kwargs.get("skip", "skipped"), sums.limit)
     row_of, add_rows = compiled(columns)
     numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
