@@ -1,5 +1,6 @@
 """How is a state saved, and restored? tensorstore is imported when a Saver saves or restores.
 
+- `array_index`: where the database of arrays has which bytes, before tensorstore reads it.
 - `array_reader`: arrays are read by tensorstore.
 - `array_writer`: arrays are written by tensorstore.
 - `attempts`: one save, in a thread of each process.

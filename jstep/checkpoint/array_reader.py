@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import os
-import stat
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
+from jstep.checkpoint.array_index import ArrayIndex, read_index
 from jstep.checkpoint.array_writer import (
     CONFIG,
     CONFIG_OF_OTHERS,
@@ -28,8 +29,8 @@ from jstep.checkpoint.array_writer import (
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest
 from jstep.core.placement import ShardBounds, bounds, lengths, local_parts, place, slices
-from jstep.stores.files import decode_json
 from jstep.stores.objects import LostError, in_flight, redact
+from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files
 
 _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**28, 2**30
 """Bytes of this process to read ahead of the array that is being placed."""
@@ -44,6 +45,7 @@ _TOGETHER = {
 }
 _UNAVAILABLE = "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
 """Beginnings of errors that say nothing about the data."""
+_FILE_KEY = re.compile(rf"({re.escape(FILES)}.+)/zarr\.json", re.DOTALL)
 _CORRUPTION = {"NOT_FOUND": "is missing", "DATA_LOSS": "has another checksum", "OUT_OF_RANGE": "is truncated"}
 
 
@@ -111,6 +113,8 @@ class ArrayReader:
         self._processes = manifest.processes
         self._wait = wait
         self.problems: list[str] = []
+        self._indices: dict[str, ArrayIndex | None] = {}  # by the directory of the database
+        self._is_beside_manifest = manifest.data is not None
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
@@ -121,25 +125,57 @@ class ArrayReader:
         self._in_flight = _IN_FLIGHT if is_local else _IN_FLIGHT_IN_BUCKETS
 
     def unlike_written(self) -> str:
-        """Describe what tensorstore would open and jstep does not write; empty if there is none, as in a bucket.
+        """Describe what tensorstore would open, follow or list and jstep does not write; empty if there is none.
 
-        There are regular files alone, with as many bytes as the arrays need.
+        There are regular files alone, each value of the database has bytes of its own, and the arrays need no more.
         """
-        if self._base["driver"] != "file":
-            return ""
-        nbytes = 0
-        for above, directories, names in os.walk(self._base["path"]):
-            for name in (*directories, *names):
-                file = os.path.join(above, name)
-                found = os.stat(file)
-                if stat.S_ISREG(found.st_mode):
-                    nbytes += found.st_size
-                elif name in names or os.path.islink(file):
-                    return f"{os.path.relpath(file, self._base['path'])} is not a regular file"
         needed = sum([kind.nbytes for name in self._by_array if (kind := self._kind(name)) is not None])
-        if self.problems or nbytes >= needed:
-            return "; ".join(self.problems)
-        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
+        if self._base["driver"] == "file":
+            directory = self._base["path"]
+            if self._is_beside_manifest and os.path.islink(directory.rstrip("/")):
+                return f"{os.path.basename(directory.rstrip('/'))} is a link"
+            try:
+                nbytes = regular_files(directory, is_database_file).nbytes
+            except UntrustedError as error:
+                return str(error)
+            if nbytes < needed:
+                files = f"its files have {nbytes} bytes, and its arrays need {needed}"
+                return files if nbytes else "its files are missing"
+        try:
+            stored = self._chunk_bytes
+        except UntrustedError as error:
+            return f"the index of its arrays is not what jstep writes: {error}"
+        for name in self._by_array:
+            kind = self._kind(name)
+            if kind is not None and name in stored and stored[name] < kind.nbytes:
+                return (
+                    f"{self._described(name)} is missing in part: its chunks have {stored[name]} of {kind.nbytes} bytes"
+                )
+        return "; ".join(self.problems)
+
+    @functools.cached_property
+    def _chunk_bytes(self) -> dict[str, int]:
+        index = self._index("")
+        # Of an array in a damaged node nothing is known here; tensorstore says what is wrong with it.
+        return {} if index is None or index.damaged else index.chunk_bytes()
+
+    def _index(self, directory: str) -> ArrayIndex | None:
+        """Read the index of the database in a directory; None if there is none."""
+        if directory not in self._indices:
+            base = {**self._base, "path": self._base["path"] + directory}
+            store = self._wait(ts.KvStore.open(base, context=self._context), 0)
+
+            def read(path: str, start: int, stop: int | None) -> bytes | None:
+                try:
+                    found = self._wait(store.read(path, byte_range=slice(start or None, stop)), 0)
+                except (ValueError, LostError) as error:
+                    if _is_unavailable(str(error)):
+                        raise
+                    return None
+                return bytes(found.value) if found.state == "value" else None
+
+            self._indices[directory] = read_index(read)
+        return self._indices[directory]
 
     def sharding_to_read(self, name: str, sharding: Any) -> Any:
         """Return the sharding with which to read an array: each process reads a part of what several of them hold."""
@@ -193,10 +229,8 @@ class ArrayReader:
 
     def files(self) -> list[str]:
         """Return the names of the arrays that are files."""
-        end = "/zarr.json"
-        keys = self._keys("", FILES, FILES + "\x7f")
-        self._raise_problems()
-        return [key.removesuffix(end) for key in keys or () if key.endswith(end)]
+        index = self._index("")
+        return [match[1] for key in (index.values if index else ()) if (match := _FILE_KEY.fullmatch(key))]
 
     def _keys(self, directory: str, start: str, stop: str, config: Mapping[str, Any] = CONFIG) -> list[str] | None:
         """Return the keys in [start, stop) of the database in a directory; None if it is corrupted."""
@@ -222,8 +256,14 @@ class ArrayReader:
                 corrupted.add(name)
         if self._processes > 1:
             for process in range(self._processes):  # the nodes of the merged databases, which nothing else reads
-                config = CONFIG if process == 0 else CONFIG_OF_OTHERS
-                self._keys(f"ocdbt.process_{process}/", "", "\x7f", config)
+                directory = f"ocdbt.process_{process}/"
+                try:
+                    self._index(directory)
+                except UntrustedError as error:
+                    return [*self.problems, f"the index in {directory} is not what jstep writes: {error}"]
+                self._keys(directory, "", "\x7f", CONFIG if process == 0 else CONFIG_OF_OTHERS)
+                if self.problems:  # the manifest may claim any number of processes
+                    break
         return list(dict.fromkeys(self.problems))
 
     def _open(self, names: Iterable[str]) -> dict[str, tuple[_Kind, Any]]:
@@ -282,10 +322,13 @@ class ArrayReader:
             self.problems.append(f"{self._described(name)} is missing")
             return None
         metadata = decode_json(bytes(read.value))
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             (size,) = metadata["shape"]
             kind = _Kind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
-            if type(size) is int and _without_left_out(metadata) == _metadata_of_file(size, kind.chunk):
+            # Nothing else says how large a file is: the manifest has only its name.
+            is_stored = self._chunk_bytes.get(name, 0) >= kind.nbytes
+            is_size = type(size) is int and _without_left_out(metadata) == _metadata_of_file(size, kind.chunk)
+            if is_size and is_stored:
                 return kind
         self.problems.append(f"{self._described(name)} is not what jstep writes")
         return None
@@ -302,7 +345,7 @@ class ArrayReader:
             return True if result is None else result
         except (ValueError, LostError) as error:
             text = str(error)
-            if text.startswith(_UNAVAILABLE) or "OS error" in text:
+            if _is_unavailable(text):
                 raise
             why = next((why for status, why in _CORRUPTION.items() if status in text), "cannot be decoded")
             self.problems.append(f"{self._described(name)} {why}: {redact(text)}")
@@ -311,6 +354,10 @@ class ArrayReader:
     def _raise_problems(self) -> None:
         if self.problems:
             raise CorruptedCheckpointError(list(dict.fromkeys(self.problems)))
+
+
+def _is_unavailable(text: str) -> bool:
+    return text.startswith(_UNAVAILABLE) or "OS error" in text
 
 
 class _Buffers:

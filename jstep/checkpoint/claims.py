@@ -20,6 +20,7 @@ from jstep.core.logs import logger
 from jstep.stores.files import make_directories, open_own
 from jstep.stores.objects import ABSENT, Bucket
 from jstep.stores.owners import is_alive, owner_in, this_process
+from jstep.stores.untrusted import MAX_CLAIM_BYTES
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
@@ -47,8 +48,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
-_LARGEST = 2**16
-"""The maximum bytes of a claim."""
 _BEGINNING = b'{"host": "'
 
 
@@ -131,7 +130,7 @@ def _same_file(handle: int, path: str) -> bool:
 def _content(handle: int) -> bytes:
     with contextlib.suppress(OSError):
         os.lseek(handle, 0, os.SEEK_SET)
-        return os.read(handle, _LARGEST)
+        return os.read(handle, MAX_CLAIM_BYTES)
     return b""
 
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import shlex
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -76,8 +77,12 @@ class DirectoryStore(Store):
             file = os.path.join(path, name)
             if not may_be_file(file):
                 wrong[name] = "missing"
-            elif (size := os.path.getsize(file)) != nbytes:
-                wrong[name] = f"{size} bytes instead of {nbytes}"
+                continue
+            found = os.lstat(file)
+            if stat.S_ISLNK(found.st_mode):
+                wrong[name] = "a link"
+            elif found.st_size != nbytes:
+                wrong[name] = f"{found.st_size} bytes instead of {nbytes}"
         return wrong
 
     def claim(self) -> None:

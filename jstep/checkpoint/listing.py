@@ -9,6 +9,7 @@ from typing import Any
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
 from jstep.core.logs import log_once
 from jstep.stores.files import is_absent, may_be_file, read_small
+from jstep.stores.untrusted import MAX_MANIFEST_BYTES, step_in
 
 # On a disk, each checkpoint is a directory. Below a URL, checkpoints are objects with these keys:
 #
@@ -22,18 +23,16 @@ from jstep.stores.files import is_absent, may_be_file, read_small
 def read_manifest(checkpoint: str) -> Manifest:
     path = os.path.join(checkpoint, MANIFEST_FILE)
     try:
-        data = read_small(path, LARGEST_MANIFEST)
+        data = read_small(path, MAX_MANIFEST_BYTES, follow_link=False)
     except ValueError as error:
         raise CorruptedCheckpointError(str(error)) from None
     return decode_manifest(data, path)
 
 
-LARGEST_MANIFEST = 2**28
-"""The maximum bytes of a manifest."""
-
-
 def decode_manifest(data: bytes, path: str) -> Manifest:
     """Decode a manifest. The result is cached, so callers must not modify it."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES} bytes")
     try:
         return decode(data)
     except CheckpointError as error:
@@ -84,8 +83,12 @@ def checkpoint_entries(directory: str, prefix: str | None) -> list[tuple[str, in
     start = ".+" if prefix is None else re.escape(prefix)
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
     pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
-    matches = map(pattern.fullmatch, list_names(directory))
-    return [(match[1], int(match[2]), match[3]) for match in matches if match and not _SUFFIX.search(match[1])]
+    found: list[tuple[str, int, str]] = []
+    for match in filter(None, map(pattern.fullmatch, list_names(directory))):
+        step = step_in(match[2])
+        if step is not None and not has_suffix(match[1]):
+            found.append((match[1], step, match[3]))
+    return found
 
 
 def has_suffix(name: str) -> bool:
@@ -172,9 +175,12 @@ class ListedCheckpoints:
             match = _KEY.fullmatch(key)
             if match is None or has_suffix(match["name"]) or (prefix is not None and match["prefix"] != prefix):
                 continue
+            step = step_in(match["step"])
+            if step is None:
+                continue
             name, attempt = match["name"], match["rest"].partition("/")[0]
             if attempt == MANIFEST_FILE or is_attempt(attempt):
-                self.steps[name] = int(match["step"])
+                self.steps[name] = step
                 found = self.attempts.setdefault(name, [])
                 if is_attempt(attempt) and attempt not in found[-1:]:  # keys are sorted
                     found.append(attempt)

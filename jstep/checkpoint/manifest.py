@@ -7,13 +7,15 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import describe_type, format_list, format_value
-from jstep.stores.files import decode_json
+from jstep.stores.untrusted import decode_json, is_seconds, is_step, is_utf8, is_word
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 4
@@ -21,6 +23,7 @@ FORMAT = 4
 DATABASE = 1
 """The number of the format of the database of arrays."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
+_MAX_DIMENSIONS = 64  # of an array of NumPy
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
 
@@ -143,8 +146,7 @@ class LeafRecord:
         keys = tuple(_checked(key, "a string") for key in data.get("keys", path.split("/")))
         if not keys:
             raise ValueError("a leaf without keys")
-        shape = tuple(_checked(size, "a count") for size in data["shape"])
-        return path, keys, shape, _checked(data["dtype"], "a word")
+        return path, keys, _shape(data["shape"]), _checked(data["dtype"], "a word")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +174,17 @@ class Leaf(LeafRecord):
             raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
         nbytes = _checked(data["nbytes"], "a count")
         stored_as = _optional(data.get("stored_as"), "a word")
+        if stored_as is not None and stored_as != _carrier(dtype):
+            raise ValueError(f"{path!r:.50} of dtype {dtype} is not stored as {stored_as}")
         key_impl = _optional(data.get("key_impl"), "a word")
         return cls(path, keys, shape, dtype, nbytes, array, stored_as, key_impl, _optional(data.get("half"), "text"))
+
+
+def _carrier(dtype: str) -> str | None:
+    """Return the type that can carry another one: with as many bits, or the bits of a byte."""
+    # The view of an array of another size has another shape.
+    match = re.fullmatch(r"b?(?:float|int|uint)([0-9]{1,3})(?:_.*)?", dtype)
+    return None if match is None else f"uint{max(8, int(match[1]))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,20 +370,22 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"the directory {data!r} is not below the checkpoint")
     retention = loaded["retention"]
     parts = loaded.get("parts", {})
+    leaves = tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"])
+    _require_arrays_of_their_own(leaves)
     return Manifest(
         step=_checked(loaded["step"], "a count"),
-        saved_at=_checked(loaded["saved_at"], "a number"),
-        leaves=tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
+        saved_at=_checked(loaded["saved_at"], "a time"),
+        leaves=leaves,
         extra=loaded["extra"],
         retention=RetainedSteps(
             steps=frozenset(_counts(retention["kept"])),
-            since=_checked(retention["since"], "a number"),
+            since=_checked(retention["since"], "a time"),
             temporary=frozenset(_counts(retention.get("temporary", ()))),
         ),
         files=files,
         jstep=_checked(loaded["jstep"], "a word"),
         data=data,
-        parts={name: _counts(part) for name, part in parts.items()},
+        parts={name: _shape(part) for name, part in parts.items()},
         left_out=tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
         finite=_checked(loaded.get("finite", True), "true or false"),
         temporary=_checked(loaded.get("temporary", False), "true or false"),
@@ -383,10 +396,10 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a string": lambda value: isinstance(value, str),
     "text": lambda value: isinstance(value, str) and is_utf8(value),
-    "a word": lambda value: isinstance(value, str) and value.isprintable() and len(value) <= 100,
+    "a word": is_word,
     "true or false": lambda value: isinstance(value, bool),
-    "a count": lambda value: type(value) is int and value >= 0,
-    "a number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "a count": is_step,
+    "a time": lambda value: type(value) in (int, float) and is_seconds(value),
 }
 """Kinds of values in a manifest. Text can be a name of a file, and an error shows a word as it is."""
 
@@ -401,10 +414,20 @@ def _counts(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(_checked(value, "a count") for value in values)
 
 
+def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
+    # The product of very many sizes is a number whose computation takes quadratic time.
+    if len(sizes) > _MAX_DIMENSIONS:
+        raise ValueError(f"a shape of {len(sizes)} dimensions")
+    return _counts(sizes)
+
+
+def _require_arrays_of_their_own(leaves: Sequence[Leaf]) -> None:
+    """Raise an error if two leaves name one array, which would be read once, and copied for each of them."""
+    names = Counter(leaf.array for leaf in leaves if leaf.array is not None)
+    name, count = next(iter(names.most_common(1)), ("", 0))
+    if count > 1:
+        raise ValueError(f"{name!r:.50} is the array of {count} leaves")
+
+
 def _optional(value: Any, kind: str) -> Any:
     return None if value is None else _checked(value, kind)
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether a string has no half of a surrogate pair."""
-    return text.encode(errors="replace").decode() == text

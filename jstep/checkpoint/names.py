@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_utf8
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
+from jstep.stores.untrusted import is_utf8
 from jstep.stores.urls import absolute, is_url, location
 
 _MAX_LENGTH = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them

@@ -12,8 +12,8 @@ import jax
 from jstep.core import processes
 from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
-from jstep.stores.files import decode_json
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
+from jstep.stores.untrusted import decode_json
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position, if it is the same on all processes, and those of several processes.

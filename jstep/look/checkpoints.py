@@ -19,6 +19,7 @@ from jstep.look import cli
 from jstep.look.arrays import array_range, is_inexact, norm
 from jstep.look.positions import Positions, lines_of_positions, positions_in
 from jstep.stores.files import is_directory, names_in
+from jstep.stores.untrusted import step_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
@@ -47,9 +48,16 @@ class Checkpoint:
     def left_out(self) -> dict[str, LeftOutLeaf]:
         return {leaf.path: leaf for leaf in self.manifest.left_out}
 
+    @functools.cached_property
+    def _strange(self) -> str:
+        return self.store.reader(self.path, self.manifest).unlike_written()
+
     def positions(self) -> Positions | None:
         """Read the positions of its loaders, and of the objects of `from_loop`."""
-        return positions_in(self.manifest.extra, self.store.reader(self.path, self.manifest).read_file)
+        try:
+            return positions_in(self.manifest.extra, self.store.reader(self.path, self.manifest).read_file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
@@ -65,6 +73,8 @@ class Checkpoint:
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
+            if problem := self._strange:
+                raise CheckpointError(f"{self.path} is corrupted: {problem}")
             arrays = self.store.reader(self.path, self.manifest).read(wanted)
         except (CheckpointError, OSError):
             raise
@@ -89,7 +99,10 @@ def checkpoint_at(path: str) -> Checkpoint | None:
     match = _NAME.fullmatch(last)
     if match is None:
         return None
-    store, step = open_store(above), int(match[2])
+    step = step_in(match[2])
+    if step is None:
+        return None
+    store = open_store(above)
     stored = store.at(match[1], step)
     if stored is None:
         problem = dict(store.broken(match[1], step - 1)).get(path)

@@ -62,6 +62,9 @@ def positions_in(extra: Any, read_file: ReadFile) -> Positions | None:
     """Return the positions in the `extra` of a checkpoint, or None if it has none."""
     if not isinstance(extra, dict):
         return None
+    from jstep.stores.tagged_json import FilesOnce  # it imports JAX
+
+    files = FilesOnce(read_file)
     every = extra.get("batches_of_processes")
     if not isinstance(every, dict):
         every = {"processes": 1, "positions": [extra.get("batches")]}
@@ -73,9 +76,9 @@ def positions_in(extra: Any, read_file: ReadFile) -> Positions | None:
         if saved == f"position.process_{process}":
             from jstep.data.positions import position_in_file  # it imports JAX
 
-            saved = position_in_file(read_file(saved))
+            saved = position_in_file(files(saved).read())
         if isinstance(saved, dict) and "value" in saved:
-            known[None if len(positions) == 1 else process] = _position(saved, read_file)
+            known[None if len(positions) == 1 else process] = _position(saved, files)
     return Positions(every.get("processes"), known) if known else None
 
 
@@ -131,13 +134,13 @@ def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterat
 # The values of a position, as tagged JSON, which is not trusted.
 
 
-def _position(saved: Mapping[str, Any], read_file: ReadFile) -> Position:
+def _position(saved: Mapping[str, Any], files: Callable[[str], Any]) -> Position:
     from jstep.checkpoint.leaf_records import unique  # it imports JAX
 
     since = saved.get("after", 0)
     try:
         parts = list(_parts("", saved["value"]))
-        entries = [_entry(name.removeprefix("."), part, read_file) for name, part in parts]
+        entries = [_entry(name.removeprefix("."), part, files) for name, part in parts]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         text = truncate(f"cannot be read: {error}", _MAX_TEXT)
         entries = [PositionValue("", text, text)]
@@ -181,10 +184,10 @@ def _plain(saved: Any) -> Any:
     return tagged_json.decode(saved) if tag in ("$int", "$float") else saved
 
 
-def _entry(name: str, saved: Any, read_file: ReadFile) -> PositionValue:
+def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
     from jstep.stores import tagged_json  # it imports JAX
 
-    whole = tagged_json.with_files(saved, lambda file: tagged_json.LargeBytes(read_file(file)))
+    whole = tagged_json.with_files(saved, files)
     hashed = json.dumps(whole, sort_keys=True, default=lambda large: large.hash.hex())
     bits = hashlib.blake2b(hashed.encode()).hexdigest()
     tag, inner = _tag(saved)

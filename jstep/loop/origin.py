@@ -157,9 +157,8 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
     if not isinstance(extra, dict):
         return {}
     own = with_own_position(extra, lambda name: saver.read_file(name, step))
-    loaded: dict[str, Any] = tagged_json.with_files(
-        own, lambda name: tagged_json.LargeBytes(load=lambda: saver.read_file(name, step))
-    )
+    files = tagged_json.FilesOnce(lambda name: saver.read_file(name, step))
+    loaded: dict[str, Any] = tagged_json.with_files(own, files)
     return loaded
 
 

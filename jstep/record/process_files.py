@@ -13,12 +13,13 @@ from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import ProcessRecord, checked, valid_fields
 from jstep.record.starts import FOLDER, OpenDirectory
-from jstep.stores.files import decode_json, read_small, replace_file
+from jstep.stores.files import read_small, replace_file
+from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 from jstep.stores.urls import is_url, join_path
 
 PROCESS_VERSION = 1
-_MAX_BYTES, _MAX_READ = 2**16, 4096
-"""The bytes of a file, and the number of processes, that are read."""
+_MAX_READ = 4096
+"""The number of processes whose files are read."""
 
 
 class ProcessFile:
@@ -63,7 +64,9 @@ class ProcessFile:
 def read_process(where: str, prefix: str, index: int) -> ProcessRecord | None:
     """Return what a process has recorded; None if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = checked(decode_json(read_small(_path_of(where, prefix, index), _MAX_BYTES)), ProcessRecord)
+        found = checked(
+            decode_json(read_small(_path_of(where, prefix, index), MAX_CLAIM_BYTES, follow_link=False)), ProcessRecord
+        )
         if (found["version"], found["prefix"], found["index"]) == (PROCESS_VERSION, prefix, index):
             return cast(ProcessRecord, found)
     return None

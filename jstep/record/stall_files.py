@@ -15,7 +15,6 @@ from jstep.record.config import encoded
 from jstep.record.schema import StallFile, checked
 from jstep.record.starts import OpenDirectory
 from jstep.stores.files import (
-    decode_json,
     foreign_file,
     is_directory,
     names_in,
@@ -26,6 +25,7 @@ from jstep.stores.files import (
 )
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
+from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 from jstep.stores.urls import absolute, is_url, join_path
 
 FOLDER, STALLS_VERSION = "stalls", 1
@@ -33,7 +33,7 @@ CALL, WITH_OTHERS = "call", "agreement"
 """The kinds of waits that are usually for other processes."""
 _SILENT = 60.0
 """Seconds without a renewal after which the file of another host is stale."""
-_MAX_BYTES, _MAX_PROCESSES = 2**16, 2**20
+_MAX_PROCESSES = 2**20
 
 Fields = Mapping[str, Any]
 """The fields of a file."""
@@ -88,7 +88,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
     for name in [name for name in _names(folder) if name.endswith(".json")]:
         path = join_path(folder, name)
         try:
-            stall = _checked_stall(decode_json(read_small(path, _MAX_BYTES)))
+            stall = _checked_stall(decode_json(read_small(path, MAX_CLAIM_BYTES, follow_link=False)))
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
@@ -138,7 +138,7 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 
 def _as_bytes(fields: Fields) -> bytes:
     most = 1000
-    while len(data := encoded(fields)) > _MAX_BYTES and (threads := fields.get("threads")):
+    while len(data := encoded(fields)) > MAX_CLAIM_BYTES and (threads := fields.get("threads")):
         most //= 2
         fields = {**fields, "threads": {name: lines[:most] for name, lines in threads.items()} if most else {}}
     return data

@@ -20,15 +20,16 @@ from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import IN_CARD, Card, Start, checked, valid_fields
-from jstep.stores.files import decode_json, foreign_file, make_directories, names_in, read_small, replace_file
+from jstep.stores.files import foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
+from jstep.stores.untrusted import MAX_START_BYTES, decode_json
 from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER, VERSION = "starts", 1
 KILLED, FINISHED = "killed", "finished"
-MAX_STARTS, MAX_BYTES = 1000, 2**20
-"""The number of the newest starts that are read, and the maximum bytes of a file."""
+MAX_STARTS = 1000
+"""The number of the newest starts that are read."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
 """The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
@@ -291,7 +292,7 @@ def _problem(start: Any, prefix: str, number: int) -> str:
 
 
 def _load(path: str) -> Any:
-    data = read_small(path, MAX_BYTES)
+    data = read_small(path, MAX_START_BYTES, follow_link=False)
     if not data.strip(b"\0"):
         return None
     if (value := decode_json(data)) is None:
@@ -315,7 +316,9 @@ def _load_card(where: str, start: Start) -> dict[str, Any]:
 def read_programs(path: str) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, zlib.error):
         reader = zlib.decompressobj()
-        text = reader.decompress(read_small(path, _PROGRAM_BYTES), 4 * _PROGRAM_CHARACTERS).decode("utf-8", "replace")
+        text = reader.decompress(read_small(path, _PROGRAM_BYTES, follow_link=False), 4 * _PROGRAM_CHARACTERS).decode(
+            "utf-8", "replace"
+        )
         pages = (page.partition("\n") for page in text.split("\f"))
         return {stage: program for stage, _, program in pages}
     return {}

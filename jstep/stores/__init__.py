@@ -8,5 +8,6 @@
 - `owners`: the process that a file names.
 - `tagged_arrays`: arrays in tagged JSON.
 - `tagged_json`: JSON with further types.
+- `untrusted`: what a reader opens, follows, counts and names of what somebody else wrote.
 - `urls`: paths and URLs.
 """

@@ -91,6 +91,10 @@ MAX_LENGTH = 2**31
 """The size limit of a protobuf message; messages are smaller."""
 
 
+_PART = 2**20
+"""The bytes of a record that are read at once."""
+
+
 def masked_crc(data: bytes) -> int:
     crc = import_extra(CHECKSUMS).value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
@@ -113,7 +117,13 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
             raise DataLossError(path, offset, "the checksum of its length does not match")
         if length >= MAX_LENGTH:
             raise DataLossError(path, offset, f"it claims {length} bytes, more than an event can have")
-        data = file.read(length)
+        # In parts, because memory for as many bytes as it claims would be allocated before any is read.
+        parts: list[bytes] = []
+        left = length
+        while left and (part := file.read(min(left, _PART))):
+            parts.append(part)
+            left -= len(part)
+        data = b"".join(parts)
         footer = file.read(FOOTER) if len(data) == length else b""
         if len(footer) < FOOTER:
             return

@@ -3,24 +3,25 @@
 import contextlib
 import errno
 import io
-import json
 import math
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
+from jstep.stores.untrusted import require_regular
 from jstep.stores.urls import is_url, join_path, split_path
 
 
-def open_for_reading(path: str) -> BinaryIO:
+def open_for_reading(path: str, *, follow_link: bool = True) -> BinaryIO:
     """Open a regular file for reading; an object is read immediately as a whole."""
     if not is_url(path):
-        return open_regular(path)
+        file: BinaryIO = open_regular(path, follow_link=follow_link)
+        return file
     above, name = split_path(path)
     data = Objects(above).read(name).data if name else None
     if data is None:
@@ -28,24 +29,24 @@ def open_for_reading(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
-def open_regular(path: str) -> Any:
-    """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
-    mode = os.stat(path).st_mode  # before it is opened, as opening a device may have effects
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-    return open(path, "rb", opener=_opener())
+def open_regular(path: str, *, follow_link: bool = True) -> Any:
+    """Open a regular file for reading; never a FIFO, which blocks, or a device.
+
+    Args:
+        follow_link: Whether the file itself may be a link.
+    """
+    require_regular(path, follow_link=follow_link)
+    return open(path, "rb", opener=_opener(0 if follow_link else os.O_NOFOLLOW))
 
 
-def _opener(extra_flags: int = 0) -> Callable[[str, int], int]:
+def _opener(extra_flags: int) -> Callable[[str, int], int]:
     no_wait = os.O_NONBLOCK  # a FIFO that took the place of the file meanwhile
     return lambda path, flags: os.open(path, flags | no_wait | extra_flags, 0o666)
 
 
-def read_small(path: str, limit: int) -> bytes:
+def read_small(path: str, limit: int, *, follow_link: bool = True) -> bytes:
     """Read a regular file or object of at most `limit` bytes; a larger one is a ValueError."""
-    with open_for_reading(path) as file:
+    with open_for_reading(path, follow_link=follow_link) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         data = file.read(limit + 1) if size <= limit else b""
@@ -54,27 +55,9 @@ def read_small(path: str, limit: int) -> bytes:
     return data
 
 
-def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
-
-
 def json_number(value: float) -> float | str:
     """Return a number as strict JSON holds it: NaN and infinities as text."""
     return value if math.isfinite(value) else str(float(value))
-
-
-def _fits(value: object, depth: int) -> bool:
-    items: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_fits(item, depth - 1) for item in items)
-
-
-_MAX_DEPTH = 200
-"""The maximum depth of nested values: a config may have lists of lists."""
 
 
 def seconds_since_write(path: str) -> float:
@@ -97,9 +80,10 @@ def is_absent(error: OSError) -> bool:
 
 
 def may_be_file(path: str) -> bool:
-    """Return whether a local file exists, or may exist but is unreadable."""
+    """Return whether a local file exists, or may exist but is unreadable; a link counts, which reading rejects."""
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        mode = os.stat(path, follow_symlinks=False).st_mode
+        return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
     except OSError as error:
         return not is_absent(error)
     except ValueError:
@@ -140,8 +124,8 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         mode = os.lstat(path).st_mode  # before it is opened, as opening a device may have effects
         if not stat.S_ISREG(mode):
             raise foreign_file(path, "is a link" if stat.S_ISLNK(mode) else "is not a regular file")
-    opener = _opener(os.O_NOFOLLOW | os.O_CREAT)
-    file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
+    opening = _opener(os.O_NOFOLLOW | os.O_CREAT)
+    file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opening)  # noqa: SIM115
     try:
         file.seek(0)
         head = file.read(2**20) or b""

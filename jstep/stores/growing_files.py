@@ -19,7 +19,6 @@ from typing import BinaryIO, NamedTuple
 
 from jstep.core.logs import logger
 from jstep.stores.files import (
-    decode_json,
     foreign_file,
     make_directories,
     open_for_reading,
@@ -28,6 +27,7 @@ from jstep.stores.files import (
     sync_directory,
 )
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
+from jstep.stores.untrusted import decode_json
 from jstep.stores.urls import is_url, split_path
 
 SEGMENT = 2**20

@@ -18,8 +18,10 @@ import numpy as np
 from jstep.core.trees import Tree
 from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
+from jstep.stores.untrusted import UntrustedError, check_keys
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
+_MAX_SEED_BITS = 2**16
 _MAX_BITS = 4096  # bits of an integer: Python does not write much longer ones in decimal
 
 _FILE = "$file"
@@ -91,6 +93,23 @@ def with_files(encoded: object, load: Callable[[str], LargeBytes]) -> Any:
     if encoded.keys() == {_FILE} and type(encoded[_FILE]) is str:
         return load(encoded[_FILE])
     return {key: with_files(item, load) for key, item in encoded.items()}
+
+
+class FilesOnce:
+    """A `load` for `with_files` that loads each file once: if 4,000 arrays named one, each would be a copy of it.
+
+    `AttachedFiles` gives each file a name of its own.
+    """
+
+    def __init__(self, read: Callable[[str], bytes]) -> None:
+        self._read = read
+        self._loaded = set[str]()
+
+    def __call__(self, name: str) -> LargeBytes:
+        if name in self._loaded:
+            raise UntrustedError(f"the file {name!r:.80} is named more than once")
+        self._loaded.add(name)
+        return LargeBytes(load=lambda: self._read(name))
 
 
 def encoded_size(copy: Any) -> int:
@@ -197,6 +216,11 @@ def _is_tagged(value: dict[Any, Any]) -> bool:
     return len(value) == 1 and next(iter(value))[:1] == "$"
 
 
+def _pairs(pairs: Any) -> list[Any]:
+    check_keys(key for key, _ in pairs)
+    return list(pairs)
+
+
 def _bytes(data: Any) -> bytes:
     return data if isinstance(data, bytes) else base64.b64decode(data, validate=True)
 
@@ -231,8 +255,15 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 
 def _seed(parts: Any) -> np.random.SeedSequence:
-    if parts["pool_size"] > 1024:  # mixing takes time in proportion to its square
+    # Mixing takes time in proportion to the pool times the words of the seed, and to make words of an integer in
+    # proportion to the square of its bits.
+    if parts["pool_size"] > 1024:
         raise ValueError("pool_size must be at most 1024")
+    seeds = [parts["entropy"], *parts["spawn_key"]]
+    integers = [seed for some in seeds for seed in (some if isinstance(some, list | tuple) else [some])]
+    bits = sum(seed.bit_length() for seed in integers if isinstance(seed, int))
+    if bits > _MAX_SEED_BITS or len(integers) > _MAX_SEED_BITS:
+        raise ValueError(f"entropy and spawn_key must have at most {_MAX_SEED_BITS} bits")
     return np.random.SeedSequence(**parts)
 
 
@@ -284,8 +315,8 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
-    "$dict": dict,
-    "$ordered_dict": collections.OrderedDict,
+    "$dict": lambda pairs: dict(_pairs(pairs)),
+    "$ordered_dict": lambda pairs: collections.OrderedDict(_pairs(pairs)),
     "$int": lambda text: int(text, 16),
     "$float": float,
     "$scalar": lambda parts: tagged_arrays.decode_array(parts)[()],

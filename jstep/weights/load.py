@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.listing import first_missing_file
-from jstep.checkpoint.manifest import MANIFEST_FILE
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
@@ -179,10 +179,15 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
 
     arrays: dict[str, Tensor] = {}
     for name, leaf in saved.items():
-        # PRNG keys are stored as their data.
-        shape, stored = leaf_records.shape_and_dtype(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        is_whole = leaf.array not in halves
-        code, dtype = (leaf.dtype, jnp.dtype(stored)) if is_whole else ("float32", np.dtype(np.float32))
+        try:
+            # PRNG keys are stored as their data.
+            shape, stored = (
+                leaf_records.shape_and_dtype(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+            )
+            is_whole = leaf.array not in halves
+            code, dtype = (leaf.dtype, jnp.dtype(stored)) if is_whole else ("float32", np.dtype(np.float32))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is corrupted: {leaf.path!r:.50} is not what jstep writes: {error}") from None
         arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
 

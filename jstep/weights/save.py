@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.leaf_records import require_value
-from jstep.checkpoint.manifest import is_utf8
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import on_all_processes
 from jstep.core.trees import Tree
 from jstep.stores.files import make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
+from jstep.stores.untrusted import is_utf8
 from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
 from jstep.weights.search import INDEX, local_path
 from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, in_groups, package

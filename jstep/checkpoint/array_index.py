@@ -1,0 +1,302 @@
+"""The index of the database that holds the arrays of a checkpoint: what is stored under which key, and where.
+
+It is read here before tensorstore reads it, because tensorstore believes what an index says. A tree may name one child
+many times, or one chunk under many keys, so that some kilobytes are a list without end. Keys that share a long
+beginning may take thousands of times the bytes of their node (`tensorstore.ocdbt.dump` writes them all out: 200 kB take
+2.3 GB). Here the memory and the time are some times the bytes of the nodes.
+
+An OCDBT database is a tree of nodes. The manifest names its root, an interior node its children, and a leaf the values,
+which lie in files, or in the node itself if they are small:
+
+    manifest, node   magic number | length | version 0 | compression 0 | body | CRC-32C
+    body of a node   height | paths of files | keys | children, or values
+
+Lists are stored by column: all file IDs, then all offsets, and so on. Source:
+https://google.github.io/tensorstore/kvstore/ocdbt/index.html#on-disk-format
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from jstep.checkpoint.listing import ROOT
+from jstep.stores.untrusted import Extents, UntrustedError, is_database_file
+
+ReadRange: TypeAlias = Callable[[str, int, int | None], bytes | None]
+"""`read(path, start, stop)` returns bytes of a file of the database, or None if it is missing or shorter."""
+
+_MANIFEST_MAGIC = b"\x0c\xdb\x3a\x2a"
+_NODE_MAGIC = b"\x0c\xdb\x20\xde"
+_HEAD_BYTES = 12
+_CHECKSUM_BYTES = 4
+_UUID_BYTES = 16
+_TIME_BYTES = 8
+_IN_NODE, _IN_FILE = 0, 1
+"""The kinds of values."""
+_MAX_NUMBER_BYTES = 10
+_MAX_KEY_RATIO = 64
+_KEY_ROOM = 2**12
+"""The keys of a node may have this many bytes, and as many times the bytes of the node as the number above."""
+
+
+class Extent(NamedTuple):
+    """A range of bytes of a file, whose path is below the directory of the database."""
+
+    path: str
+    start: int
+    length: int
+
+
+class ArrayIndex(NamedTuple):
+    """The content of a database.
+
+    Attributes:
+        values: Key → where its value is, or the value itself. No two of them have a byte in common.
+        damaged: Why some nodes could not be read. Nothing is known about the keys below them.
+    """
+
+    values: dict[str, Extent | bytes]
+    damaged: list[str]
+
+    def chunk_bytes(self) -> dict[str, int]:
+        """Return array → the bytes of its chunks: `NAME/c`, or `NAME/c/0/1`."""
+        sizes: dict[str, int] = {}
+        for key, value in self.values.items():
+            # The last one of these: an array may have such a name itself.
+            name, separator, _ = f"{key}/".rpartition("/c/")
+            if separator:
+                nbytes = len(value) if isinstance(value, bytes) else value.length
+                sizes[name] = sizes.get(name, 0) + nbytes
+        return sizes
+
+
+class _Node(NamedTuple):
+    """A reference to a node; all keys below it begin with the prefix, which it leaves out."""
+
+    extent: Extent
+    height: int
+    prefix: bytes
+
+
+class _DamagedError(Exception):
+    """Some bytes are not those that were written."""
+
+
+def read_index(read: ReadRange) -> ArrayIndex | None:
+    """Read the index of a database; None if it has no manifest.
+
+    Raises:
+        UntrustedError: It is not an index that jstep writes.
+    """
+    index = ArrayIndex({}, [])
+    manifest = read(ROOT, 0, None)
+    if manifest is None:
+        return None
+    level: list[_Node] = []
+    try:
+        level = _root_of(manifest)
+    except _DamagedError as error:
+        index.damaged.append(f"{ROOT} {error}")
+    extents = Extents()
+    while level:
+        for node in level:
+            extents.add(*node.extent)
+        # Before they are read: a tree that names each node twice has twice as many on each level.
+        extents.check()
+        below: list[_Node] = []
+        for node in level:
+            try:
+                body = _body(read(node.extent.path, node.extent.start, sum(node.extent[1:])), _NODE_MAGIC)
+            except _DamagedError as error:
+                index.damaged.append(f"{node.extent.path} {error}")
+                continue
+            children, values = _content_of(body, node)
+            below += children
+            for key, value in values:
+                index.values[key.decode(errors="surrogateescape")] = value
+                if isinstance(value, Extent):
+                    extents.add(*value)
+        level = below
+    extents.check()
+    return index
+
+
+def _root_of(manifest: bytes) -> list[_Node]:
+    body = _body(manifest, _MANIFEST_MAGIC)
+    body.take(_UUID_BYTES)
+    body.numbers(3)  # the kind of the manifest, and the maximum bytes of a value in a node, and of a node
+    body.take(1)  # the arity of the tree of versions
+    if body.number() != 0:
+        raise UntrustedError("its nodes are compressed")
+    paths = body.paths()
+    count = body.number()
+    body.numbers(count)  # the numbers of the versions
+    heights = body.take(count)
+    newest = body.extents(paths, count)[-1:]
+    body.numbers(3 * count)  # statistics
+    body.take(_TIME_BYTES * count)
+    if body.number() != 0:
+        raise UntrustedError("its versions are a tree")
+    body.require_end()
+    # An empty database has a version with a root that is not stored, whose path is empty.
+    _require_database_files([extent.path for extent in newest if extent.path])
+    return [_Node(extent, heights[-1], b"") for extent in newest if extent.path]
+
+
+def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple[bytes, Extent | bytes]]]:
+    """Return the children of an interior node, or the keys and values of a leaf."""
+    (height,) = body.take(1)
+    if height != node.height:
+        raise UntrustedError(f"a node at the height {node.height} says that it is at {height}")
+    paths = body.paths()
+    _require_database_files(paths)
+    count = body.number()
+    shared = [0, *body.numbers(max(0, count - 1))]
+    rest = body.numbers(count)
+    common = body.numbers(count) if height else ()
+    key_bytes = sum(shared) + sum(rest) + count * len(node.prefix)
+    if key_bytes > _KEY_ROOM + _MAX_KEY_RATIO * node.extent.length:
+        raise UntrustedError(f"a node of {node.extent.length} bytes has keys of {key_bytes}")
+    keys = list(_keys(body, shared, rest))
+    if height:
+        extents = body.extents(paths, count)
+        body.numbers(3 * count)  # statistics
+        children = [
+            _Node(extent, height - 1, node.prefix + key[:length])
+            for key, length, extent in zip(keys, common, extents, strict=True)
+        ]
+        body.require_end()
+        return children, ()
+    values = _values(body, paths, count)
+    return [], zip([node.prefix + key for key in keys], values, strict=True)
+
+
+def _keys(body: "_Body", shared: Sequence[int], rest: Sequence[int]) -> Iterator[bytes]:
+    key = b""
+    for begin, length in zip(shared, rest, strict=True):
+        if begin > len(key):
+            raise UntrustedError("a key shares more bytes with the one before than that has")
+        key = key[:begin] + body.take(length)
+        yield key
+
+
+def _values(body: "_Body", paths: Sequence[str], count: int) -> list[Extent | bytes]:
+    lengths = body.numbers(count)
+    kinds = body.take(count)
+    in_files = [length for length, kind in zip(lengths, kinds, strict=True) if kind == _IN_FILE]
+    ids = body.numbers(len(in_files))
+    starts = body.numbers(len(in_files))
+    extents = iter([Extent(*parts) for parts in zip(_chosen(paths, ids), starts, in_files, strict=True)])
+    values: list[Extent | bytes] = []
+    for length, kind in zip(lengths, kinds, strict=True):
+        if kind == _IN_NODE:
+            values.append(body.take(length))
+        elif kind == _IN_FILE:
+            values.append(next(extents))
+        else:
+            raise UntrustedError(f"a value is of the kind {kind}")
+    body.require_end()
+    return values
+
+
+def _require_database_files(paths: Iterable[str]) -> None:
+    for path in paths:
+        if not is_database_file(path):
+            raise UntrustedError(f"it names {path!r:.80}, which is not a file of a database")
+
+
+def _chosen(paths: Sequence[str], ids: Sequence[int]) -> list[str]:
+    if ids and max(ids) >= len(paths):
+        raise UntrustedError("it names a file that is not in its table")
+    return [paths[number] for number in ids]
+
+
+# The bytes of a manifest or node.
+
+
+def _body(data: bytes | None, magic: bytes) -> "_Body":
+    if data is None:
+        raise _DamagedError("is missing, or truncated")
+    checksum = _checksum()
+    stored = int.from_bytes(data[-_CHECKSUM_BYTES:], "little")
+    if checksum is not None and checksum(data[:-_CHECKSUM_BYTES]) != stored:
+        raise _DamagedError("has another checksum")
+    if data[: len(magic)] != magic or int.from_bytes(data[len(magic) : _HEAD_BYTES], "little") != len(data):
+        raise UntrustedError("it is not an index, or has another length")
+    body = _Body(data[_HEAD_BYTES:-_CHECKSUM_BYTES])
+    if list(body.numbers(2)) != [0, 0]:
+        raise UntrustedError("it is compressed, or of another version")
+    return body
+
+
+def _checksum() -> Callable[[bytes], int] | None:
+    # Without the package, tensorstore finds what is damaged when it reads it.
+    try:
+        import google_crc32c
+    except ImportError:
+        return None
+    value: Callable[[bytes], int] = google_crc32c.value
+    return value
+
+
+class _Body:
+    """The body of a manifest or node, from which values are taken one after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._bytes = np.frombuffer(data, np.uint8)
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        begin = self._at
+        self._at += count
+        if self._at > len(self._data):
+            raise UntrustedError("it is shorter than it says")
+        return self._data[begin : self._at]
+
+    def number(self) -> int:
+        (number,) = self.numbers(1)
+        return number
+
+    def numbers(self, count: int) -> Sequence[int]:
+        """Take varints: seven bits a byte, the lowest first, and the eighth says that another byte follows."""
+        if count > len(self._data) - self._at:  # before memory for them is allocated
+            raise UntrustedError("it is shorter than it says")
+        if count == 0:
+            return ()
+        part = self._bytes[self._at : self._at + _MAX_NUMBER_BYTES * count]
+        stops = np.flatnonzero(part < 128)[:count] + 1
+        if len(stops) < count:
+            raise UntrustedError("it is shorter than it says")
+        starts = np.concatenate([[0], stops[:-1]])
+        lengths = stops - starts
+        if lengths.max() > _MAX_NUMBER_BYTES:
+            raise UntrustedError("a number has too many bytes")
+        values = np.zeros(count, np.uint64)
+        for place in range(int(lengths.max())):
+            longer = lengths > place
+            values[longer] |= (part[starts[longer] + place] & np.uint64(127)) << np.uint64(7 * place)
+        self._at += int(stops[-1])
+        found: Sequence[int] = values.tolist()
+        return found
+
+    def paths(self) -> list[str]:
+        """Take the table of files: their paths, each with the beginning that it shares with the one before."""
+        count = self.number()
+        shared = [0, *self.numbers(max(0, count - 1))]
+        rest = self.numbers(count)
+        self.numbers(count)  # how much of each path is that of a database which was merged into this one
+        if sum(shared) + sum(rest) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
+            raise UntrustedError("the paths of its files are longer than it is")
+        return [path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], rest)]
+
+    def extents(self, paths: Sequence[str], count: int) -> list[Extent]:
+        ids = self.numbers(count)
+        starts = self.numbers(count)
+        lengths = self.numbers(count)
+        return [Extent(*parts) for parts in zip(_chosen(paths, ids), starts, lengths, strict=True)]
+
+    def require_end(self) -> None:
+        if self._at != len(self._data):
+            raise UntrustedError("it is longer than it says")
