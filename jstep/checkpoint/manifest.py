@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import describe_type, format_list, format_value
+from jstep.stores.tagged_json import TAGS_FORMAT
 from jstep.stores.untrusted import decode_json, is_seconds, is_step, is_utf8, is_word
 
 MANIFEST_FILE = "manifest.json"
@@ -260,6 +261,7 @@ def encode(manifest: Manifest) -> bytes:
     head: dict[str, Any] = {
         "format": FORMAT,
         "database": DATABASE,
+        "tagged_values": TAGS_FORMAT,
         "jstep": manifest.jstep,
         "step": manifest.step,
         "saved_at": manifest.saved_at,
@@ -319,10 +321,14 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
             "orbax.checkpoint.PyTreeCheckpointer().restore(path), with names such as 'params/w'; or restore it with "
             "the version that wrote it, and write its arrays with jstep.save_weights"
         )
-    newer = "" if number == FORMAT else f"format {format_value(number, 50)}"
-    if not newer and loaded["database"] != DATABASE:
+    newer = ""
+    if number != FORMAT:
+        newer = f"format {format_value(number, 50)}"
+    elif loaded["database"] != DATABASE:
         newer = f"a database of format {format_value(loaded['database'], 50)}"
-    if not newer:
+    elif loaded["tagged_values"] != TAGS_FORMAT:
+        newer = f"tagged values of format {format_value(loaded['tagged_values'], 50)}"
+    else:
         newer = _unknown_keys(loaded)
     if newer:
         raise UnsupportedFormatError(
@@ -333,7 +339,19 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
 
 _HEAD = frozenset(
     {
-        *("format", "database", "jstep", "step", "saved_at", "processes", "extra", "retention", "finite", "temporary"),
+        *(
+            "format",
+            "database",
+            "tagged_values",
+            "jstep",
+            "step",
+            "saved_at",
+            "processes",
+            "extra",
+            "retention",
+            "finite",
+            "temporary",
+        ),
         *("data", "parts", "leaves", "files", "left_out", "notes"),
     }
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jstep.checkpoint import attempts, claims, listing
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, UnsupportedFormatError, decode, encode
 from jstep.checkpoint.store import Store
 from jstep.core.logs import logger
 from jstep.core.threads import SerialTasks
@@ -21,6 +21,7 @@ from jstep.stores.objects import (
     Bucket,
     PendingOperation,
     ReadResult,
+    UnknownMarkError,
     in_flight,
     spec,
 )
@@ -28,6 +29,14 @@ from jstep.stores.urls import parts_of_url
 
 _TRIES = 3
 """Lists until one has a checkpoint: during a list, a writer may replace the only one."""
+
+
+@contextlib.contextmanager
+def _known_marks() -> Iterator[None]:
+    try:
+        yield
+    except UnknownMarkError as error:
+        raise UnsupportedFormatError(str(error)) from None
 
 
 class ObjectStore(Store):
@@ -48,8 +57,9 @@ class ObjectStore(Store):
         return path.removeprefix(self.directory + "/")
 
     def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
-        index = self.objects.index("" if prefix is None else f"{prefix}-")
-        return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
+        with _known_marks():
+            index = self.objects.index("" if prefix is None else f"{prefix}-")
+            return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore."""
@@ -86,7 +96,7 @@ class ObjectStore(Store):
 
     def lock(self) -> claims.ObjectClaim:
         """Take the claim, and check within `START_TIMEOUT_SECS` that the store can be read, listed and written."""
-        with self.objects.within(START_TIMEOUT_SECS):
+        with self.objects.within(START_TIMEOUT_SECS), _known_marks():
             claim = claims.ObjectClaim(self.objects, self._prefix)
             try:
                 if self.objects.index() is None:

@@ -64,6 +64,11 @@ class Log(NamedTuple):
             entry = parse_line(raw)
             if entry is not None:
                 self.entries[entry.step] = entry
+            elif _is_later(raw):
+                raise ValueError(
+                    f"line {number}{where} has a version, which fingerprints of this jstep have not: a later one "
+                    "wrote it; install that one, or give another path"
+                )
             elif raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):  # the last line may be an interrupted write
                 text = format_value(raw.decode(errors="replace").strip(), 60)
                 self.corrupted.append(f"line {number}{where} is not a fingerprint: {text}")
@@ -90,9 +95,22 @@ def parse_lines(data: bytes) -> dict[int, Entry]:
     return log.entries
 
 
+def _is_later(raw: bytes) -> bool:
+    """Return whether a later jstep wrote a line; those of this one, whose version is 1, do not have it."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(raw)
+        return isinstance(record, dict) and "version" in record
+    return False
+
+
+_KEYS = frozenset({"step", "state", "leaves", "notes"})
+
+
 def parse_line(raw: bytes) -> Entry | None:
     try:
         record = json.loads(raw)
+        if not record.keys() <= _KEYS:
+            return None
         step = record["step"]
         state = record["state"]
         leaves = record.get("leaves")

@@ -1,5 +1,6 @@
 """The file of a `History`: rows as lines of JSON."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -44,6 +45,12 @@ def read_rows(path: str) -> Rows:
     lines, last = split_lines(files.read_small(path, _MAX_BYTES))
     is_torn = last.startswith(BEGINNING) or BEGINNING.startswith(last)
     for number, line in enumerate(lines if is_torn else [*lines, last], 1):
+        version = _version(line)
+        if version is not None:
+            raise ValueError(
+                f"path={path!r}: must have rows of version 1, got version {version:.20} in line {number}, which a "
+                "later jstep wrote; install that one, or give another path"
+            )
         step, row = _parse(line)
         if step <= next(reversed(rows), -1):
             raise ValueError(
@@ -52,6 +59,19 @@ def read_rows(path: str) -> Rows:
             )
         rows[step] = row
     return rows
+
+
+def _version(line: bytes) -> str | None:
+    """Return the version of a row that a later jstep wrote; None for rows of this one, which have no version.
+
+    It is text, and not a number, because a metric may have the name `version`.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        version = row.get("version") if isinstance(row, dict) else None
+        if isinstance(version, str) and version.isdecimal():
+            return version
+    return None
 
 
 def _parse(line: bytes) -> tuple[int, Row]:

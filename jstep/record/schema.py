@@ -159,6 +159,7 @@ class CardFields(TypedDict):
 class Card(TypedDict):
     """The constant values of a start, with its config if that is large."""
 
+    version: int
     card: CardFields
     config: dict[str, Any]
 

@@ -105,6 +105,8 @@ def _names(folder: str) -> Iterable[str]:
 
 
 def _checked_stall(stall: Any) -> dict[str, Any]:
+    if isinstance(stall, dict) and type(stall.get("version")) is int and stall["version"] > STALLS_VERSION:
+        raise ValueError(f"it has version={stall['version']}, and this jstep reads {STALLS_VERSION}: update jstep")
     try:
         fields: dict[str, Any] = checked(stall, StallFile)
     except ValueError as error:

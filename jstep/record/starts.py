@@ -26,7 +26,9 @@ from jstep.stores.owners import remove_temporary
 from jstep.stores.untrusted import MAX_START_BYTES, decode_json
 from jstep.stores.urls import is_url, join_path, split_path
 
-FOLDER, VERSION = "starts", 1
+FOLDER = "starts"
+VERSION, CARD_VERSION = 2, 1
+"""The numbers of the formats of a start and of its card; starts of version 1 are older than the first release."""
 KILLED, FINISHED = "killed", "finished"
 MAX_STARTS = 1000
 """The number of the newest starts that are read."""
@@ -168,7 +170,7 @@ class StartFile:
             directory.check()
             self._replace(_as_bytes(self.fields), flush, is_end=is_end)
         if self._card is not None:
-            card = encoded({"card": self._card, "config": self._config})
+            card = encoded({"version": CARD_VERSION, "card": self._card, "config": self._config})
             self._replace_beside(_card_path(self.where, self.fields), card)
             self._card = None
 
@@ -285,8 +287,11 @@ def _read_start(where: str, prefix: str, number: int) -> Start | None:
 def _problem(start: Any, prefix: str, number: int) -> str:
     if not isinstance(start, dict):
         return NOT_WRITTEN if start is None else "holds no start"
-    if (version := start.get("version")) != VERSION:
-        return f"has version={format_value(version)}, and this jstep reads {VERSION}: update jstep"
+    version = start.get("version")
+    if version != VERSION:
+        is_older = type(version) is int and version < VERSION
+        why = "it is older than the first release" if is_older else "update jstep"
+        return f"has version={format_value(version)}, and this jstep reads {VERSION}: {why}"
     is_own = (start.get("prefix"), start.get("number")) == (prefix, number)
     return "" if is_own else "has another prefix or number than its name"
 
@@ -306,8 +311,13 @@ def with_card(where: str, start: Start) -> Start:
 
 
 def _load_card(where: str, start: Start) -> dict[str, Any]:
+    path = _card_path(where, start)
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        whole = _load(_card_path(where, start))
+        whole = _load(path)
+        if isinstance(whole, dict) and whole.get("version") != CARD_VERSION:
+            version = format_value(whole.get("version"))
+            logger.warning("%s has version=%s, and this jstep reads %d: update jstep", path, version, CARD_VERSION)
+            return {}
         checked(whole, Card)
         return dict(whole)
     return {}

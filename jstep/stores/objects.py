@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -222,11 +223,22 @@ class Objects:
         return PendingOperation(self, ts.KvStore.open(spec(self.url)), "open", "").result()
 
 
-MARK = "~jstep.2"
-"""Sorts after all letters, digits and punctuation of ASCII, and after the index."""
+INDEX_FORMAT = 2
+MARK = f"~jstep.{INDEX_FORMAT}"
+"""The mark of a bucket, whose number is that of the format of the index; it has the version of jstep that wrote it.
+
+Sorts after all letters, digits and punctuation of ASCII, and after the index.
+"""
+_MARK_NAME = re.compile(r"~jstep\.(?P<number>[0-9]+)")
+_MARKS_END = "~jstep/"
+"""Follows the marks of all formats."""
 INDEX = "~attempts/"
 """The empty object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
 list of the index passes through none of them. (tensorstore lists all of an S3 prefix, whatever the range.)"""
+
+
+class UnknownMarkError(Exception):
+    """A later version of jstep has written the index of a bucket."""
 
 
 class Bucket(Objects):
@@ -235,7 +247,7 @@ class Bucket(Objects):
     def mark(self) -> None:
         """Write the mark, if it does not exist yet."""
         if self.read(MARK).data is None:
-            self.write_if(MARK, b"", ABSENT)
+            self.write_if(MARK, str(sys.modules["jstep"].__version__).encode(), ABSENT)
 
     def exists(self) -> bool:
         return self.read(MARK).data is not None or bool(self.listing())
@@ -243,7 +255,8 @@ class Bucket(Objects):
     def index(self, start: str = "") -> list[str] | None:
         """Return what the index has with this beginning; None without a mark: nothing, or a copy, was written there."""
         for _ in range(2):  # the mark may be written meanwhile
-            keys = self.list(f"{INDEX}{start}", f"{MARK}\0")
+            keys = self.list(f"{INDEX}{start}", _MARKS_END)
+            self._refuse_later(keys)
             if MARK in keys:
                 return [key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")]
             if self.read(MARK).data is None:
@@ -253,6 +266,7 @@ class Bucket(Objects):
     def listing(self) -> list[str]:
         """Return all keys in order, without the mark; if there is none, a second list must be the same."""
         keys = self.list()
+        self._refuse_later(keys)
         if MARK not in keys:
             is_marked = self.read(MARK).data is not None
             again = self.list() if is_marked or keys else keys
@@ -260,6 +274,18 @@ class Bucket(Objects):
                 raise self._truncated()
             keys = again
         return [key for key in keys if key != MARK]
+
+    def _refuse_later(self, keys: Iterable[str]) -> None:
+        """Refuse a bucket with the mark of a later jstep: it is not one without a mark, which may be a copy."""
+        for key in keys:
+            match = _MARK_NAME.fullmatch(key)
+            if match is not None and int(match["number"]) > INDEX_FORMAT:
+                by = (self.read(key).data or b"").decode(errors="replace")
+                raise UnknownMarkError(
+                    f"{self.at(key)}: the index of this bucket has format {match['number']}, which this version of "
+                    f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
+                    f"written by jstep {by:.50}: install that or a later one"
+                )
 
     def _truncated(self) -> PermissionError:
         return PermissionError(

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,18 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 
+_ARRAY_PARTS = ("dtype", "shape", "axes", "data")
+
+
+def refuse_unknown(parts: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a part that this version does not know, because it may change the meaning of the others."""
+    unknown = sorted(parts.keys() - known)
+    if unknown:
+        raise ValueError(f"the part {unknown[0]!r:.50} is not known; a later version of jstep may have written it")
+
+
 def decode_array(parts: Any) -> np.ndarray[Any, Any]:
+    refuse_unknown(parts, _ARRAY_PARTS)
     dtype = npy.descr_to_dtype(parts["dtype"])
     shape = _shape(parts["shape"])
     data = parts["data"]
@@ -106,6 +117,7 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
 
 
 def decode_tensor(parts: Any) -> Any:
+    refuse_unknown(parts, _ARRAY_PARTS)
     torch = importlib.import_module("torch")
     dtype = getattr(torch, parts["dtype"])
     shape = _shape(parts["shape"])
@@ -146,6 +158,7 @@ def on_host(array: jax.Array) -> dict[str, Any]:
 
 
 def decode_jax_array(parts: Any) -> jax.Array:
+    refuse_unknown(parts, ("data", "impl", "weak"))
     data = parts["data"]
     impl = parts["impl"]
     weak = parts["weak"]

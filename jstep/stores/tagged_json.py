@@ -20,6 +20,8 @@ from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 from jstep.stores.untrusted import UntrustedError, check_keys
 
+TAGS_FORMAT = 1
+"""The number of the format of tagged values. See docs/how/compatibility.md."""
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_SEED_BITS = 2**16
 _MAX_BITS = 4096  # bits of an integer: Python does not write much longer ones in decimal
@@ -236,6 +238,7 @@ def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
 
 
 def _bits(parts: Any) -> np.random.BitGenerator:
+    tagged_arrays.refuse_unknown(parts, ("state", "seed"))
     state = parts["state"]
     # NumPy does not check the position of a generator in its buffer of random numbers, and would read past its end.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
@@ -255,6 +258,7 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 
 def _seed(parts: Any) -> np.random.SeedSequence:
+    tagged_arrays.refuse_unknown(parts, ("entropy", "spawn_key", "pool_size", "n_children_spawned"))
     # Mixing takes time in proportion to the pool times the words of the seed, and to make words of an integer in
     # proportion to the square of its bits.
     if parts["pool_size"] > 1024:

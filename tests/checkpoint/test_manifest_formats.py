@@ -26,12 +26,13 @@ def path_of(saver, step=2):
 
 def older(data):
     data.update(format=3, jstep="0.4.0")
-    del data["database"], data["processes"]
+    del data["database"], data["tagged_values"], data["processes"]
 
 
 NEWER = {
     "format": lambda data: data.update(format=5),
     "database": lambda data: data.update(database=2),
+    "tagged values": lambda data: data.update(tagged_values=2),
     "a key": lambda data: data.update(axes=[1, 0]),
     "a key of a leaf": lambda data: data["leaves"][0].update(axes=[1, 0]),
     "a key of a leaf that was left out": lambda data: data["left_out"][0].update(axes=[1, 0]),

@@ -115,6 +115,18 @@ def test_a_corrupted_line_is_skipped(tmp_path, caplog):
     assert "different result" not in caplog.text
 
 
+def test_lines_of_a_later_version_are_refused_as_what_they_are(tmp_path, capsys):
+    path = tmp_path / "log"
+    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second.replace("{", '{"version": 2, ', 1))
+    said = r"line 2 has a version.*a later one wrote it; install that one, or give another path"
+    with pytest.raises(ValueError, match=said):
+        run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
+    assert main(["diff", str(path), str(path)]) == 2
+    assert "line 2 has a version" in capsys.readouterr().err
+
+
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     path, seen = tmp_path / "log", {}
 

@@ -46,6 +46,20 @@ FOREIGN = {
 }
 
 
+def test_rows_of_a_later_version_are_refused_as_what_they_are(tmp_path):
+    path = tmp_path / "log.jsonl"
+    data = ROW + b'{"step": 6, "version": "2", "loss": [0.5]}\n'
+    path.write_bytes(data)
+    said = r"got version 2 in line 2, which a later jstep wrote; install that one, or give another path"
+    with pytest.raises(ValueError, match=said):
+        run(3, jstep.History(path))
+    with pytest.raises(ValueError, match=said):
+        jstep.History.read(path)
+    assert path.read_bytes() == data
+    path.write_bytes(b'{"step": 6, "version": 2.0}\n')  # a metric may have this name
+    assert jstep.History.read(path).names == ["version"]
+
+
 @pytest.mark.thorough(except_for=["prose", "logger", "back"])
 @pytest.mark.parametrize(("data", "line"), FOREIGN.values(), ids=FOREIGN)
 def test_a_file_that_is_not_its_own_is_refused(data, line, tmp_path):

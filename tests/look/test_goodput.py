@@ -170,10 +170,10 @@ def test_directories_without_a_run(tmp_path, capsys):
     for where in (tmp_path, tmp_path / "nope"):
         with pytest.raises(FileNotFoundError, match=r"no run is there; give the checkpoint_dir"):
             jstep.goodput(where)
-    with pytest.raises(TypeError, match="path=3: must be a path or a URL"):
+    with pytest.raises(TypeError, match="directory=3: must be a path or a URL"):
         jstep.goodput(3)
     assert main(["goodput", str(tmp_path)]) == 2
     assert "no run is there" in capsys.readouterr().err
-    write_start(tmp_path, start(tmp_path, version=2))
+    write_start(tmp_path, start(tmp_path, version=3))
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path)

@@ -39,6 +39,25 @@ def test_round_trip(store):
     assert not store.keys("run/~claims/"), "the claim is released"
 
 
+def test_an_index_of_a_later_version_is_refused_and_is_not_taken_for_a_copy(store):
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(7))
+    (mark,) = store.keys("run/~jstep")
+    assert store.data(mark).decode() == jstep.__version__
+    said = r"the index of this bucket has format 3, which .*\) does not know.*intact.*written by jstep 7\.8\.9: install"
+    for is_beside in (True, False):  # the later version may also leave the mark of this one
+        store.put("bkt", "run/~jstep.3", b"7.8.9")
+        if not is_beside:
+            with store.lock:
+                del store.objects["bkt"][mark]
+        with pytest.raises(jstep.UnsupportedFormatError, match=said):
+            jstep.Saver(store.run).restore(state_at(0))
+        with jstep.Saver(store.run) as saver, pytest.raises(jstep.UnsupportedFormatError, match=said):
+            saver.save(state_at(8))
+        with pytest.raises(jstep.UnsupportedFormatError, match=said):
+            jstep.latest_checkpoint(store.run)
+
+
 @pytest.fixture
 def interrupted(gcs):
     """A Saver whose second save is in progress until `released` is set, after Ctrl-C in `wait`."""

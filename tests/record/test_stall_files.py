@@ -148,7 +148,7 @@ def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
         ("", "incomplete"),
         ("[]", "not the file of a stall"),
         ('{"version": 1}', "not the file of a stall"),
-        ('{"version": 2, "process": 0}', "that this version writes"),
+        ('{"version": 2, "process": 0}', "it has version=2, and this jstep reads 1: update jstep"),
         ("[" * 100_000, "is skipped"),
     ],
     ids=["truncated", "empty", "list", "fields", "newer", "deep"],

@@ -155,7 +155,8 @@ def test_twenty_sigkills_tear_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 2}, "has version=2, and this jstep reads 1"),
+        ({"version": 3}, "has version=3, and this jstep reads 2: update jstep"),
+        ({"version": 1}, "has version=1, and this jstep reads 2: it is older than the first release"),
         ({"version": "1"}, "has version='1', and this"),
         ({"number": 2}, "another prefix or number"),
         ({"prefix": "best"}, "another prefix or number"),

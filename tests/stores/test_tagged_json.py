@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 from jstep.stores.tagged_json import (
     AttachedFiles,
@@ -332,3 +333,17 @@ def test_large_bytes_that_were_written_are_compared_by_their_hash():
         one.read()
     one.load = lambda: b"a" * 9
     assert one.read() == two.read()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ones((2, 3)).T, jnp.ones(2), np.float32(1), np.random.default_rng(0), np.random.SeedSequence(1)],
+    ids=["array", "jax", "scalar", "generator", "seed"],
+)
+def test_a_part_that_is_not_known_is_refused(value):
+    """It may change the meaning of the others, as `axes` did."""
+    ((tag, parts),) = tagged_json.as_json(tagged_json.copy_encodable(value)).items()
+    inner = parts if "$" not in next(iter(parts)) else next(iter(parts.values()))
+    inner["order"] = [0]
+    with pytest.raises(ValueError, match="order"):
+        tagged_json.decode({tag: parts})
