@@ -68,7 +68,9 @@ def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypat
     """If each of n processes did, there would be n² reads; the others only list the names."""
     reads = []
     read_small = module.read_small
-    monkeypatch.setattr(module, "read_small", lambda path, most: reads.append(path) or read_small(path, most))
+    monkeypatch.setattr(
+        module, "read_small", lambda path, most, **options: reads.append(path) or read_small(path, most, **options)
+    )
     everyone = [StallFiles(str(tmp_path), process, warn_secs=60.0) for process in range(2, 34)]
     for rounds in (1, 2):
         for process, files in enumerate(everyone, 2):
