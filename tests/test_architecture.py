@@ -196,6 +196,7 @@ SHARED_TESTS = {
     "golden",
     "names",
     "optimizer_contract",
+    "formats",
     "public_names",
     "averages",
     "scripts",
