@@ -16,15 +16,18 @@ from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_stor
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
 from jstep.core import processes, trees
+from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.data.positions import with_own_position
 from jstep.loop.arguments import Options
-from jstep.metering.numbers import read_values
+from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.record.schema import Parent
 from jstep.record.starts import original_of, read_starts, valid
+from jstep.slots.roles import roles_in
+from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import require_alive, state_step
 from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
@@ -92,7 +95,7 @@ class Opening:
 
     Attributes:
         given_step: The step of the state passed; None if it is abstract or was donated.
-        given_values: The values of its held hyperparameters.
+        given_values: The values of its hyperparameters that are in the state.
         first: The step at which the run begins; None if unknown.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
         is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
@@ -113,7 +116,7 @@ class Fresh:
     """A run begins with the state passed, at this step.
 
     Attributes:
-        held_values: Name → initial value of the held hyperparameters.
+        held_values: Name → value of the hyperparameters in the state, when the run began.
     """
 
     step: int = 0
@@ -240,7 +243,10 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
 
 
 def _initial_values(state: TrainState) -> dict[str, float]:
-    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    """Return the hyperparameters in the state: held ones by their names, those of Optax by their slots."""
+    values: dict[str, Any] = held_values(state.slots)
+    values |= {slot: state.slots[slot] for slot in roles_in(state).injected if trees.is_array(state.slots.get(slot))}
+    values = {name: value for name, value in values.items() if np.ndim(value) == 0}
     return {name: float(value) for name, value in read_values(values).items()}
 
 
@@ -412,7 +418,7 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}
         step, path = opening.parent.step, opening.parent.reference["path"]
-        return Branched(step, _held_values(opening, step, extra, path), extra), state
+        return Branched(step, _held_values(opening, state, extra, path), extra), state
     restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
         # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
@@ -428,15 +434,39 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
     name, parent = checkpoint_name(saver.prefix, step), opening.lineage.parent
     logger.info("restored %s", name)
     is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
-    return Resumed(step, _held_values(opening, step, extra, name), extra, is_at_branch_point), restored
+    _warn_of_given(opening, state, restored, name)
+    return Resumed(step, _held_values(opening, restored, extra, name), extra, is_at_branch_point), restored
 
 
-def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """The initial values of held hyperparameters; warn if the given state's differ."""
-    before = extra.get(HELD_VALUES)
-    _warn_if_different(opening, restored, before, name)
-    # Shapes, or a trained state, hold no initial values.
-    return opening.given_values if opening.given_step == 0 else (before or {})
+def _held_values(opening: Opening, restored: TrainState, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    """Return the values of the hyperparameters in the state when the run began; warn if the program has others now."""
+    saved = extra.get(HELD_VALUES)
+    first = saved if isinstance(saved, dict) else {}
+    if opening.given_step != 0:
+        return first  # shapes, or a trained state, hold no initial values
+    current = _initial_values(restored)
+    for hyperparameter, value in opening.given_values.items():
+        # Not those of the previous start, or only the first start with a new number would be told that it is not used.
+        if _is_same(value, first.get(hyperparameter, value)) or _is_same(value, current.get(hyperparameter, value)):
+            continue
+        setting = "call jstep.set_hyperparameter"
+        if hyperparameter in roles_in(restored).injected:
+            setting = f"return state.replace(slots={{**state.slots, {hyperparameter!r}: …}})"
+        logger.warning(
+            "state: the hyperparameter %r is created as %g, but was %g when this run began. The value in %s is used, "
+            "%g; to change it, %s in a hook.",
+            hyperparameter,
+            value,
+            first[hyperparameter],
+            name,
+            current[hyperparameter],
+            setting,
+        )
+    return {**opening.given_values, **first}
+
+
+def _is_same(a: float, b: float) -> bool:
+    return bool(np.float32(a) == np.float32(b))  # one of them may be from a run with 64-bit types
 
 
 def _step_of_given(state: TrainState) -> int:
@@ -450,24 +480,35 @@ def _step_of_given(state: TrainState) -> int:
     return state_step(state)
 
 
-def _warn_if_different(opening: Opening, restored: int, before: object, name: str) -> None:
-    step, parent = opening.given_step, opening.lineage.parent
-    if step and step not in (restored, None if parent is None else parent["step"]):  # the run may have begun with it
+def _warn_of_given(opening: Opening, state: TrainState, restored: TrainState, name: str) -> None:
+    """Warn if the state passed is a trained one, and another one than that of the checkpoint."""
+    given, step, parent = opening.given_step, state_step(restored), opening.lineage.parent
+    if not given:
+        return
+    if given == step:
+        different = _different_leaves(state, restored)
+        if different:
+            logger.warning(
+                "state: the state passed (step %d) is ignored in favor of %s, which has other values at %s. To "
+                "continue from the state passed, give another checkpoint_dir, and this checkpoint as start_from.",
+                given,
+                name,
+                format_list(list(map(repr, different))),
+            )
+    elif parent is None or given != parent["step"]:  # the run may have begun with it
         logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
-            step,
+            given,
             name,
         )
-    if step or not isinstance(before, dict):
-        return
-    for hyperparameter, value in opening.given_values.items():
-        if before.get(hyperparameter, value) != value:
-            logger.warning(
-                "state: the held hyperparameter %r is created as %g, but was %g at the previous start. The value in %s "
-                "is used; to change it, call jstep.set_hyperparameter in a hook.",
-                hyperparameter,
-                value,
-                before[hyperparameter],
-                name,
-            )
+
+
+def _different_leaves(state: TrainState, restored: TrainState) -> list[str]:
+    with internal_transfers():
+        try:
+            before = fingerprint(state, per_leaf=True)
+            after = fingerprint(restored, per_leaf=True)
+        except (TypeError, ValueError):  # a leaf is a number, or two have one path
+            return []
+        return [path for path in before if not np.array_equal(read_value(before[path]), read_value(after[path]))]

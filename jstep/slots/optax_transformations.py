@@ -73,7 +73,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
-        return inferred.joined(Roles(computing=computing, counted=skeleton(params).counted())).ordered()
+        declared = Roles(computing=computing, counted=skeleton(params).counted(), injected=skeleton(params).injected())
+        return inferred.joined(declared).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
         """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""
@@ -186,6 +187,17 @@ class _StateSlots:
                 if parts is not None and self._keys[slot][:-1] == self._keys[count][:-1]:
                     counted.add(CountedSlot(count, slot))
         return counted
+
+    def injected(self) -> set[str]:
+        """Return the slots of the numbers of `optax.inject_hyperparams`, which has a state for each schedule."""
+        injected = set[str]()
+        for slot, keys in self._keys.items():
+            if len(keys) < 2 or keys[-2] != jax.tree_util.GetAttrKey("hyperparams"):
+                continue
+            of_schedule = (*keys[:-2], jax.tree_util.GetAttrKey("hyperparams_states"), keys[-1])
+            if not any(other[: len(of_schedule)] == of_schedule for other in self._keys.values()):
+                injected.add(slot)
+        return injected
 
     def state_from(self, slots: Slots) -> Any:
         def value(slot: str, parts: list[Any] | None) -> Any:

@@ -87,6 +87,7 @@ class Roles(Mapping[str, Role | None]):
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
         counted: What each age counts the updates of.
+        injected: Slots with the numbers that `optax.inject_hyperparams` was given; not those of its schedules.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
 
@@ -101,6 +102,7 @@ class Roles(Mapping[str, Role | None]):
     in_order: Set[str] = frozenset()
     per_step: Set[str] = frozenset()
     counted: Set[CountedSlot] = frozenset()
+    injected: Set[str] = frozenset()
     frozen: Set[int] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
@@ -122,6 +124,7 @@ class Roles(Mapping[str, Role | None]):
     def prefixed(self, prefix: str) -> "Roles":
         return dataclasses.replace(
             self,
+            injected={f"{prefix}/{name}" for name in self.injected},
             roles={f"{prefix}/{name}": role for name, role in self.items()},
             holds={f"{prefix}/{name}": kind for name, kind in self.holds.items()},
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
@@ -156,7 +159,12 @@ class Roles(Mapping[str, Role | None]):
     def for_state(self) -> "Roles":
         roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
         return Roles(
-            roles, halves=self.halves, arguments=self.arguments, computing=self.computing, counted=self.counted
+            roles,
+            halves=self.halves,
+            arguments=self.arguments,
+            computing=self.computing,
+            counted=self.counted,
+            injected=self.injected,
         )
 
     def of(self, *roles: Role) -> list[str]:
@@ -231,7 +239,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     ages = [name for name, role in declared.items() if role is Role.AGE]
     values = [name for name in slots if inferred[name] not in (*COUNTS, Role.HELD)]
     counted = {CountedSlot(age, name) for age in ages for name in values}
-    return inferred.joined(Roles(counted=counted | inherited.counted))
+    return inferred.joined(Roles(counted=counted | inherited.counted, injected=inherited.injected))
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
@@ -329,7 +337,8 @@ def _renamed(roles: Roles, names: Mapping[str, str | None]) -> Roles:
         new_slot = names.get(slot)
         if new_age is not None and new_slot is not None:
             counted.add(CountedSlot(new_age, new_slot, keys))
-    return Roles(renamed, counted=counted)
+    injected = {new for old, new in names.items() if new is not None and old in roles.injected}
+    return Roles(renamed, counted=counted, injected=injected)
 
 
 def _shape(leaf: object) -> Any:

@@ -92,7 +92,7 @@ def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
     assert messages(caplog) == []
     run(0.01, 8)
     (line,) = messages(caplog)
-    assert "'learning_rate' is created as 0.01, but was 0.1 at the previous start" in line
+    assert "'learning_rate' is created as 0.01, but was 0.1 when this run began" in line
     assert "0.1" in line
 
 
