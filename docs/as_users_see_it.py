@@ -29,12 +29,6 @@ class AsUsersSeeIt(griffe.Extension):
             for member in module.members.values():
                 if not member.is_alias:
                     _examples_and_links(member)
-        # `Run` and `train` have the arguments of `Options` by decorators.
-        loop = pkg["loop"]
-        init, train = loop["run"]["Run"]["__init__"], loop["train"]["train"]
-        arguments = [_as_parameter(argument) for argument in loop["arguments"]["Options"].parameters]
-        train.parameters = griffe.Parameters(*(argument for argument in arguments if argument.name != "self"))
-        init.parameters = griffe.Parameters(init.parameters["self"], *train.parameters)
         for name, member in list(pkg.members.items()):
             if member.is_alias:
                 target = _meant(member.final_target, name)
@@ -42,14 +36,6 @@ class AsUsersSeeIt(griffe.Extension):
                 if target.docstring is not None:
                     head, gap, rest = target.docstring.value.partition("\n\n")
                     target.docstring.value = head + FORMULAS["shown"](name) + gap + rest
-
-
-def _as_parameter(argument: griffe.Parameter) -> griffe.Parameter:
-    """Return the parameter of `__init__` for a field of a dataclass: `InitVar[T]` is shown as `T`."""
-    annotation = argument.annotation
-    if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left).endswith("InitVar"):
-        argument.annotation = annotation.slice
-    return argument
 
 
 def _modules(module: griffe.Module) -> list[griffe.Module]:

@@ -232,7 +232,8 @@ def mixture(
             weight 0 gives no rows.
         seed: Determines all orders; must not be negative.
         shuffle: Whether to shuffle the rows of each source.
-        process_index, process_count: As in `batches`.
+        process_index: As in `batches`.
+        process_count: As in `batches`.
 
     Returns:
         A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by `from_step(N)`.

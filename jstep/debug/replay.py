@@ -80,7 +80,8 @@ def replay(
         checkpoint_dir: As given to `train`.
         step: The number of updates before the one to replay, ≥ 0.
         prefix: The prefix of the checkpoints.
-        steps_per_call, batch_sharding: As given to `train`.
+        steps_per_call: As given to `train`.
+        batch_sharding: As given to `train`.
         start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint is skipped with a
             warning.
 

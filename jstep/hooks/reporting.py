@@ -122,7 +122,11 @@ class LoggingHook(ReportingHook):
 
     Args:
         level: The level of the log lines.
-        every_n_steps, every_n_secs, mean, leave_out, clock: As in `ReportingHook`.
+        every_n_steps: As in `ReportingHook`.
+        every_n_secs: As in `ReportingHook`.
+        mean: As in `ReportingHook`.
+        leave_out: As in `ReportingHook`.
+        clock: As in `ReportingHook`.
 
     Source: `tf.train.LoggingTensorHook`.
     """
@@ -245,7 +249,9 @@ class SummarySaverHook(ReportingHook):
         save_secs: Interval in seconds; whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
             (`"slots/m/*"`); a string or several.
-        leave_out, mean, clock: As in `ReportingHook`. Summaries among the metrics always describe the step.
+        leave_out: As in `ReportingHook`. Summaries among the metrics always describe the step.
+        mean: As in `ReportingHook`.
+        clock: As in `ReportingHook`.
 
     Raises:
         ValueError: A glob matches nothing (at the first step).

@@ -461,7 +461,13 @@ def muon(
         scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
         weight_decay: Decoupled weight decay ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
-        ns_steps, ns_coefficients, epsilon, axes, ns_dtype, normalization, distribute: See `orthogonalize`.
+        ns_steps: See `orthogonalize`.
+        ns_coefficients: See `orthogonalize`.
+        epsilon: See `orthogonalize`.
+        axes: See `orthogonalize`.
+        ns_dtype: See `orthogonalize`.
+        normalization: See `orthogonalize`.
+        distribute: See `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).

@@ -228,7 +228,10 @@ def schedule_free_sgd(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The weight of x in y, in (0, 1), a constant.
-        weight_lr_power, r, weight_decay, weight_decay_mask: As in `schedule_free_adamw`.
+        weight_lr_power: As in `schedule_free_adamw`.
+        r: As in `schedule_free_adamw`.
+        weight_decay: As in `schedule_free_adamw`.
+        weight_decay_mask: As in `schedule_free_adamw`.
 
     Returns:
         An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,

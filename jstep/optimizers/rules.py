@@ -209,7 +209,9 @@ def from_update(
         slots: Name → initial value, `Slot` or `Scalar`; or a function from params to these. List a slot after the slots
             that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
-        name, prepare, by_rows: As in `from_direction`.
+        name: As in `from_direction`.
+        prepare: As in `from_direction`.
+        by_rows: As in `from_direction`.
         **sums: `measure` and `conclude`, as in `leafwise`.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)

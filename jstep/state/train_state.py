@@ -196,7 +196,9 @@ class TrainState(Generic[P]):
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state. If False, the first compiled step deletes the caller's arrays.
             mesh: A `jax.sharding.Mesh` to shard the state over.
-            param_specs, slot_axis, slots_memory: As in `shard_state`.
+            param_specs: As in `shard_state`.
+            slot_axis: As in `shard_state`.
+            slots_memory: As in `shard_state`.
 
         Raises:
             TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.

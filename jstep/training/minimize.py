@@ -91,7 +91,10 @@ def minimize(
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
             the number of devices that the rows are sharded over, and is logged. Rows of unknown sharding count as being
             on one device.
-        weight_fn, gate_gradients, aggregation_method, adaptive: As in `compute_gradients`.
+        weight_fn: As in `compute_gradients`.
+        gate_gradients: As in `compute_gradients`.
+        aggregation_method: As in `compute_gradients`.
+        adaptive: As in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They are
             updated once per microbatch, and keep their dtypes.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn; they
