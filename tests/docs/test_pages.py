@@ -142,3 +142,43 @@ def test_anchors_that_messages_name_are_on_the_page_of_errors() -> None:
     named = {anchor for path in MODULES.values() for anchor in re.findall(r"help/errors#([\w-]+)", text_of(path))}
     assert len(named) >= 3
     assert named <= anchors_of(DOCS / "help" / "errors.md")
+
+
+def members_of(cls: type) -> set[str]:
+    """The public methods and properties that jstep defines, in a class or one that it inherits from."""
+    defining = [one for one in cls.__mro__ if one.__module__.startswith("jstep")]
+    return {name for one in defining for name in vars(one) if not name.startswith("_")}
+
+
+# What other rooms call, and no user: that they are seen at all is a matter of their rooms.
+INTERNAL = {
+    "check_run",
+    "set_listener",
+    "settle",
+    "write_secs",
+    "next_change",
+    "weights",
+    "parts",
+    "replaces_log_lines",
+    "is_due",
+    "speed",
+    "starts_at_zeros",
+    "waits",
+}
+
+
+def test_every_public_member_is_in_the_reference() -> None:
+    missing: dict[str, list[str]] = {}
+    for page in (DOCS / "reference").glob("*.md"):
+        for entry in re.finditer(r"^::: jstep\.(\w+)\n((?:    .*\n)*)", text_of(page), re.MULTILINE):
+            cls = getattr(jstep, entry[1], None)
+            listed = re.search(r"members: \[(.*?)\]", entry[2])
+            if not isinstance(cls, type) or listed is None or not listed[1]:
+                continue
+            shown = set(listed[1].split(", ")) | set(re.findall(r"\w+", cls.__doc__ or ""))
+            lacking = members_of(cls) - shown - INTERNAL
+            if issubclass(cls, jstep.Hook):  # the others are those of `jstep.Hook`, and are shown there
+                lacking -= {name for base in cls.__mro__[1:] for name in vars(base)}
+            if lacking:
+                missing[entry[1]] = sorted(lacking)
+    assert not missing
