@@ -50,7 +50,8 @@ Optimizers, others
     optimizers.sign: rprop signum
 Wrappers of optimizers
     optimizers.chains: chain partition scope
-    optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale cautious with_projection
+    optimizers.guards: skip_nonfinite dynamic_loss_scale loss_scale update_every with_noise_scale
+    optimizers.guards: cautious with_projection
     optimizers.low_precision: master_weights stochastic_rounding
     optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage
     optimizers.averages: averaged_params averaged_model_state

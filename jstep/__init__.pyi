@@ -122,6 +122,7 @@ from jstep.optimizers.gradient_transformations import scale_by_learning_rate as 
 from jstep.optimizers.gradient_transformations import scale_updates as scale_updates
 from jstep.optimizers.guards import cautious as cautious
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
+from jstep.optimizers.guards import loss_scale as loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.guards import update_every as update_every
 from jstep.optimizers.guards import with_noise_scale as with_noise_scale

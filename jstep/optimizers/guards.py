@@ -25,7 +25,8 @@ from jstep.optimizers.updates import Replacement, apply_updates, map_updates, wi
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, rows_in_order
 from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import require_first, require_optimizer
-from jstep.slots.roles import AGES, Role, Roles, roles_of
+from jstep.slots.roles import AGES, Role, Roles, roles_in, roles_of
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 # Skipped updates for nonfinite gradients, and other conditional updates.
 
@@ -155,7 +156,7 @@ def dynamic_loss_scale(
     """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at a nonfinite one.
 
     `minimize` multiplies the loss by the slot `loss_scale` before differentiation; its metrics show the unscaled loss
-    and norms. Before `apply_gradients`, multiply the loss by `state.slots["loss_scale"]`.
+    and norms. For `apply_gradients`, differentiate `loss * jstep.loss_scale(state)`, and pass `scaled=True`.
 
     Args:
         optimizer: The inner optimizer, which sees unscaled gradients. An update whose gradients are not finite is
@@ -177,8 +178,8 @@ def dynamic_loss_scale(
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=8.0)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(4.0)}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(jnp.inf)}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(4.0)}, optimizer, scaled=True)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(jnp.inf)}, optimizer, scaled=True)
         >>> print(state.params["w"], state.slots["loss_scale"], state.slots["scale_since"])
         0.5 4.0 2
 
@@ -202,6 +203,35 @@ def dynamic_loss_scale(
     fresh = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _fresh_step}
     outer = WrapperSlots(fresh, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=_inner_roles)
+
+
+def loss_scale(state: TrainState) -> Array:
+    """Return the factor by which `dynamic_loss_scale` wants the loss multiplied, a float32 scalar; 1 without one.
+
+    Args:
+        state: A `TrainState`, of which the result is an array in a trace, too.
+
+    Raises:
+        ValueError: The state was made by hand, so that which of its slots is a loss scale is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.5), initial=8.0)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> loss_fn = lambda params: params["w"] ** 2
+        >>> grads = jax.grad(lambda params: loss_fn(params) * jstep.loss_scale(state))(state.params)
+        >>> print(grads["w"], jstep.apply_gradients(state, grads, optimizer, scaled=True).params["w"])
+        16.0 0.0
+
+    Source: `torch.amp.GradScaler.scale`.
+    """
+    roles = roles_in(require_state(state))
+    if not roles and state.slots.keys() - {MODEL_STATE}:
+        raise ValueError(
+            "loss_scale: the state must be made by TrainState.create, got one by hand, whose slots have no roles"
+        )
+    names = roles.of(Role.LOSS_SCALE)
+    return next((state.slots[name] for name in names if name in state.slots), jnp.ones((), jnp.float32))
 
 
 def _inner_roles(roles: Roles) -> Roles:

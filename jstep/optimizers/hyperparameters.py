@@ -113,10 +113,11 @@ def get_hyperparameter(state: Tree, name: str) -> Any:
         >>> jstep.get_hyperparameter(state, "learning_rate")
         0.5
     """
-    slot = state.slots[_slot_of(state, name)]
-    if trees.is_traced(slot):
-        return slot
-    value = np.asarray(jax.device_get(slot))  # explicit, so that a transfer guard allows it
+    slot = _slot_of(state, name)
+    held_value = state.slots[slot]
+    if trees.is_traced(held_value):
+        return held_value
+    value = np.asarray(jax.device_get(held_value))  # explicit, so that a transfer guard allows it
     return value if value.ndim else float(value)
 
 

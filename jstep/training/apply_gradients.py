@@ -43,6 +43,7 @@ def apply_gradients(
     *,
     context: Context | None = None,
     increment_global_step: bool = True,
+    scaled: bool = False,
 ) -> TrainState:
     """Return the state with params + updates, new slots and global_step + 1, without compiling or donating.
 
@@ -54,11 +55,13 @@ def apply_gradients(
         context: Information about the step, for an optimizer with `takes_context`.
         increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
             either case.
+        scaled: Whether the gradients are those of `loss * jstep.loss_scale(state)`, as an optimizer with
+            `dynamic_loss_scale` requires; that factor is 1 for any other.
 
     Raises:
         TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
-        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match, or the slots of
-            the state do not match the optimizer.
+        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match, the slots of
+            the state do not match the optimizer, or it has `dynamic_loss_scale` and scaled is False.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -71,11 +74,25 @@ def apply_gradients(
     Source: `tf.train.Optimizer.apply_gradients`.
     """
     as_bool(increment_global_step, "increment_global_step")
+    as_bool(scaled, "scaled")
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
+    if not scaled:
+        _refuse_unscaled(state, optimizer)
     with meshes.internal_transfers():
         result = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
         return move_model_state(result.state, result.roles)
+
+
+def _refuse_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
+    # Dividing by the scale what nobody multiplied by it makes updates 32768 times too small, which Adam hides.
+    roles = roles_of(require_optimizer("optimizer", optimizer), require_state(state).params)
+    if guards.current_loss_scale(roles, state.slots) is not None:
+        raise ValueError(
+            "scaled=False: must be True for an optimizer with dynamic_loss_scale, which divides the gradients by the "
+            "scale; differentiate loss * jstep.loss_scale(state), and call apply_gradients(…, scaled=True), or use "
+            "jstep.minimize, which does both"
+        )
 
 
 class UpdateResult(NamedTuple):

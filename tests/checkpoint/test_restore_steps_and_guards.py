@@ -94,7 +94,7 @@ def test_a_guard_added_later(tmp_path, caplog, name, abstract):
     assert fresh
     for slot in fresh:
         assert restored.slots[slot] == (8.0 if slot.endswith("loss_scale") else 6)
-    updated = jstep.apply_gradients(restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name])
+    updated = jstep.apply_gradients(restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name], scaled=True)
     assert updated.params["a"].tolist() == [1, 1, 1]
 
 

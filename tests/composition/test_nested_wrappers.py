@@ -161,7 +161,7 @@ def test_slot_names_are_known_and_structure_is_preserved(plan, params, guarded):
     grads = jax.tree.map(gradient, params)
     with raises(error):
         state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params)
-        new = jax.eval_shape(lambda s, g: jstep.apply_gradients(s, g, optimizer), state, grads)
+        new = jax.eval_shape(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), state, grads)
     if error is not None:
         return
     roles = roles_of(optimizer, state.params)
@@ -195,7 +195,7 @@ def check_alone(plan, other, params, tmp_path_factory):
     alone = jstep.partition({"x": parts["x"]}, lambda path, leaf: "x" if path == "a" else None)
     found = []
     for optimizer in (both, alone):
-        step = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer))
+        step = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer, scaled=True))
         state = jstep.TrainState.create(params, optimizer)
         for n in range(2):
             state = step(state, jax.tree.map(lambda p: jnp.cos(p + n), params))  # noqa: B023

@@ -91,4 +91,4 @@ def compiled_step(name):
 
 
 def compile_step(optimizer):
-    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True))

@@ -148,11 +148,11 @@ def test_apply_gradients_passes_the_context():
     optimizer = jstep.skip_nonfinite(jstep.scope(recording(seen), "s"))
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"w": jnp.ones(2), "v": jnp.float32(1.0), "n": None}
-    jstep.apply_gradients(state, grads, optimizer)
+    jstep.apply_gradients(state, grads, optimizer, scaled=True)
     assert seen["context"] == jstep.Context() == jstep.Context(None, None, None)
     optimizer.update(grads, state.slots, state.params, state.global_step)
     assert seen["context"] == jstep.Context()
-    jstep.apply_gradients(state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)))
+    jstep.apply_gradients(state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)), scaled=True)
     assert float(seen["context"].loss) == 3
     with pytest.raises(TypeError, match=r"context: must be a jstep.Context or None, got a float"):
         jstep.apply_gradients(state, grads, optimizer, context=3.0)

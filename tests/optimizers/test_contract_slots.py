@@ -86,7 +86,7 @@ def test_update_is_pure_and_the_same_under_jit(name):
     optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
     copy = jax.tree.map(lambda x: x.copy(), before)
-    eager = jstep.apply_gradients(before, mixed_gradients(), optimizer)
+    eager = jstep.apply_gradients(before, mixed_gradients(), optimizer, scaled=True)
     compiled = compiled_step(name)(before, mixed_gradients())
     assert jax.tree.all(jax.tree.map(bitwise_equal, before, copy))
     eager, compiled = (s.replace(params=s.params | {"key": None}) for s in (eager, compiled))

@@ -54,7 +54,7 @@ def test_vmap_over_learning_rates(name):
         optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create(params, optimizer)
         for _ in range(2):
-            state = jstep.apply_gradients(state, grads, optimizer)
+            state = jstep.apply_gradients(state, grads, optimizer, scaled=True)
         return state
 
     rates = jnp.array([0.01, 0.1, 0.5])
@@ -72,7 +72,7 @@ def test_learning_rate_can_be_differentiated(name):
         optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create({"a": jnp.array([1.0, 2.0])}, optimizer)
         for g in (0.5, 0.25):
-            state = jstep.apply_gradients(state, {"a": jnp.array([g, -g])}, optimizer)
+            state = jstep.apply_gradients(state, {"a": jnp.array([g, -g])}, optimizer, scaled=True)
         return state.params["a"][0]
 
     rate, h = 0.1, 1e-2
@@ -109,7 +109,7 @@ def test_donated_update_has_no_temporary_of_the_size_of_params(name):
     """Gradients are passed in, so that only the temporaries of the update itself remain."""
     optimizer = make_optimizer(name)
     state, params = abstract(optimizer)
-    update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
+    update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), donate_argnums=0)
     memory = update.lower(state, params).compile().memory_analysis()
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= 0.999 * state_bytes

@@ -19,7 +19,7 @@ IN_PLACE = ("adam", "momentum", "held", "decay_weights")
 def barriers(optimizer, platform):
     """Return the shapes of the results of optimization barriers in an update."""
     state = jax.eval_shape(lambda: jstep.TrainState.create({"a": jnp.ones((4, 3))}, optimizer))
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True))
     text = step.trace(state, state.params).lower(lowering_platforms=(platform,)).as_text()
     found = re.findall(r"stablehlo\.optimization_barrier .* : (.*)", text)
     return [shape for line in found for shape in re.findall(r"tensor<\d+x[^>]*>", line)]

@@ -30,7 +30,7 @@ def unit_norms(params):
 def stepped(optimizer, gradients=GRADIENTS, steps=1, params=PARAMS):
     state = jstep.TrainState.create(params, optimizer)
     for _ in range(steps):
-        state = jstep.apply_gradients(state, gradients, optimizer)
+        state = jstep.apply_gradients(state, gradients, optimizer, scaled=True)
     return state
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
     params = {"w": jnp.array([0.5, 3.0]), "v": jnp.array([0.5, 3.0])}
 
     def stepped(optimizer, gradients=bad):
-        step = lambda s, g: jstep.apply_gradients(s, g, optimizer)  # noqa: E731
+        step = lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True)  # noqa: E731
         state = jstep.TrainState.create(params, optimizer)
         return (jax.jit(step) if compiled else step)(state, gradients).params
 

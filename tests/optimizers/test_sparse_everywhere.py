@@ -91,7 +91,7 @@ def tables(state):
 def run_sparse(optimizer, ids, *, compiled):
     def step(state, rows, indices, w):
         table = jstep.IndexedSlices(rows, indices, (ROWS, COLUMNS))
-        return jstep.apply_gradients(state, {"table": table, "w": w}, optimizer)
+        return jstep.apply_gradients(state, {"table": table, "w": w}, optimizer, scaled=True)
 
     step = jax.jit(step) if compiled else step
     states = [jstep.TrainState.create(params(jnp.float32), optimizer)]
@@ -106,7 +106,7 @@ def run_dense(make, ids, *, by_rows):
     with jax.enable_x64(True):
         optimizer = make()
         state = jstep.TrainState.create(params(jnp.float64), optimizer)
-        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True))
         found = []
         for n, named in enumerate(ids):
             _, dense = gradients(n, named)

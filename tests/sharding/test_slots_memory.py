@@ -83,9 +83,9 @@ def test_eager_updates_keep_shardings(kind, memory, request):
         init, optimizer, mesh=mesh_of(kind), param_specs=COLUMNS_AND_ROWS, slot_axis="data", slots_memory=memory
     )
     single = jstep.TrainState.create(init(), optimizer)
-    new = jstep.apply_gradients(state, state.params, optimizer)
+    new = jstep.apply_gradients(state, state.params, optimizer, scaled=True)
     assert shardings(new) == shardings(state)
-    assert_close(new.params, jstep.apply_gradients(single, single.params, optimizer).params)
+    assert_close(new.params, jstep.apply_gradients(single, single.params, optimizer, scaled=True).params)
 
 
 # Slots in host memory, updated leaf by leaf as on TPUs, tested on CPUs.

@@ -47,7 +47,9 @@ def functions_of(optimizer):
         "fingerprint": lambda state: jstep.fingerprint(state, per_leaf=True),
         "shard_state": lambda state: jstep.shard_state(state, mesh),
         "repack": lambda state: jstep.repack(state, optimizer, jstep.compact(optimizer, min_size=0)),
-        "apply_gradients": lambda state: jstep.apply_gradients(state, grads, optimizer, increment_global_step=False),
+        "apply_gradients": lambda state: jstep.apply_gradients(
+            state, grads, optimizer, increment_global_step=False, scaled=True
+        ),
         "step": step,
         "scan_steps": jstep.scan_steps(step, 2),
     }

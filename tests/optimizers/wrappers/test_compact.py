@@ -31,7 +31,7 @@ def gradients(like, seed=0):
 
 @functools.lru_cache(maxsize=2)
 def step_of(optimizer):
-    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True))
 
 
 def after(optimizer, state, count=3, first=0):
@@ -140,7 +140,7 @@ def test_codes_keep_their_bits_without_a_gradient():
     optimizer = jstep.compact(jstep.adamw(LR, weight_decay=0.0))
     state = after(optimizer, create(optimizer))
     grads = {**gradients(state.params), "w": None}
-    new = jax.jit(lambda state: jstep.apply_gradients(state, grads, optimizer))(state)
+    new = jax.jit(lambda state: jstep.apply_gradients(state, grads, optimizer, scaled=True))(state)
     for name in kinds(state):
         assert np.array_equal(new.slots[name]["w"], state.slots[name]["w"]), name
     assert np.array_equal(new.params["w"], state.params["w"])
@@ -161,7 +161,7 @@ def test_a_guard_leaves_every_code_as_it_was(guard):
     state = after(optimizer, create(optimizer))
     bad = gradients(state.params)
     bad["w"] = bad["w"].at[3, 7].set(jnp.nan)
-    new = jax.jit(lambda state: jstep.apply_gradients(state, bad, optimizer))(state)
+    new = jax.jit(lambda state: jstep.apply_gradients(state, bad, optimizer, scaled=True))(state)
     for name in kinds(state):
         assert jax.tree.all(jax.tree.map(np.array_equal, new.slots[name], state.slots[name])), name
     assert jax.tree.all(jax.tree.map(np.array_equal, new.params, state.params))

@@ -265,7 +265,9 @@ class Transformation(NamedTuple):
 def apply(transformation: Any, params: Any, grads: Any, context: Any = None) -> Any:
     optimizer = jstep.from_optax(transformation)
     state = jstep.TrainState.create(params, optimizer)
-    return jstep.apply_gradients(state, grads, optimizer, **({} if context is None else {"context": context}))
+    return jstep.apply_gradients(
+        state, grads, optimizer, **({} if context is None else {"context": context}), scaled=True
+    )
 
 
 NEEDS = "needy() missing 2 required keyword-only arguments: 'value' and 'grad'"

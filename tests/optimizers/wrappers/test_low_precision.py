@@ -95,7 +95,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)
     optimizer = jstep.stochastic_rounding(jstep.gradient_descent(2.0**-10), KEY)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True))
 
     def run(params, grads, steps=1):
         state = jstep.TrainState.create(params, optimizer)
@@ -142,7 +142,7 @@ LOSS_SCALES = {
 def test_loss_scale_changes_like_torch_grad_scaler(case):
     optimizer = LOSS_SCALES[case]()
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer, 100)
-    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True))
     scales, since = [], []
     for grad in (1.0, 1.0, np.inf, np.nan, 1.0, 1.0, 1.0):
         state = step(state, scaled(grad, state))
