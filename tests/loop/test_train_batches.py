@@ -207,6 +207,20 @@ def test_a_step_makes_no_more_calls_than_it_did(on_device, bound, request):
     assert 0 < calls.count / 20 <= 10
 
 
+@pytest.mark.parametrize("makes_batches", [False, True])
+def test_an_iteration_with_a_body_makes_no_more_calls_than_it_did(makes_batches, request):
+    request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
+    batch = jax.device_put((np.ones((8, 4), np.float32), np.arange(8)))
+    step_fn = jstep.minimize(lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER)
+    calls = PythonCalls()
+    batches = None if makes_batches else lambda step: batch
+    with jstep.Run(step_fn, make_state(), batches, 50, hooks=[calls], log_steps=None, progress=False) as run:
+        for _ in run:
+            if makes_batches:
+                run.train_step(*batch)
+    assert 0 < calls.count / 20 <= (55 if makes_batches else 36)
+
+
 def test_a_start_from_a_checkpoint_makes_no_more_calls_than_it_did(request, tmp_path):
     """For 100 leaves, with the read of the checkpoint and the trace of the step."""
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
