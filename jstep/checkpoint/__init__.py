@@ -13,6 +13,7 @@
 - `match`: the leaves of a target and of a checkpoint.
 - `names`: names of checkpoints, and their stores.
 - `object_store`: a store below a URL.
+- `opening`: what a run finds when it opens its checkpoints.
 - `reading`: finding, verifying and restoring.
 - `retention`: which checkpoints are deleted.
 - `saver`: `Saver`.

@@ -10,7 +10,7 @@
 | `before_end` | true in the boundary before the `end`s, until the end is whole | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
-| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_opening` |
+| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.plan_start` |
 | others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
 
@@ -74,8 +74,8 @@ class RunContents:
         values |= contents.hooks.values
         if run.origin.held_values:
             values[HELD_VALUES] = dict(run.origin.held_values)
-        if run.opening.lineage.parent is not None:
-            values[PARENT] = run.opening.lineage.parent
+        if run.plan.lineage.parent is not None:
+            values[PARENT] = run.plan.lineage.parent
         values[RUN_KEY] = run.name
         if is_before_end:
             values[BEFORE_END] = True

@@ -13,6 +13,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.opening import Claimed, open_for_run
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
 from jstep.core import processes, trees
@@ -21,6 +22,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.data.positions import with_own_position
+from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
@@ -29,7 +31,6 @@ from jstep.record.starts import original_of, read_starts, valid
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import require_alive, state_step
-from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
@@ -90,7 +91,7 @@ _NEW = Lineage()
 
 
 @dataclasses.dataclass(frozen=True)
-class Opening:
+class ResumePlan:
     """What is known before the state is restored.
 
     Attributes:
@@ -156,52 +157,60 @@ Origin: TypeAlias = Fresh | Resumed | Branched
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    extra = saver.extra(step)
+    return _loaded(saver, step, saver.extra(step))
+
+
+def _loaded(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the state, with this process's position, and files that are read later."""
     if not isinstance(extra, dict):
         return {}
-    own = with_own_position(extra, lambda name: saver.read_file(name, step))
-    files = tagged_json.FilesOnce(lambda name: saver.read_file(name, step))
-    loaded: dict[str, Any] = tagged_json.with_files(own, files)
+
+    def read(name: str) -> bytes:
+        return saver.read_file(name, step)
+
+    loaded: dict[str, Any] = tagged_json.with_files(with_own_position(extra, read), tagged_json.FilesOnce(read))
     return loaded
 
 
-def open_saver(options: Options) -> tuple[Saver | None, int | None]:
+def open_saver(options: Options) -> Saver | None:
     directory = options.checkpoint_dir
-    if directory is None:
-        return None, None
+    if directory is None or isinstance(directory, Saver):
+        return directory
 
-    def opened() -> tuple[Saver, int | None]:
-        saver = directory if isinstance(directory, Saver) else Saver(directory, prefix=options.checkpoint_prefix)
-        return saver, saver.latest_step()
+    def opened() -> Saver:
+        return Saver(directory, prefix=options.checkpoint_prefix)
 
     return processes.on_all_processes(opened, "the checkpoints cannot be read")
 
 
-def find_opening(
-    options: Options, state: TrainState, saver: Saver | None, latest: int | None, new_name: str
-) -> Opening:
-    step = step_of_values(state)
-    values = {} if step is None or saver is None else _initial_values(state)
-    parent = _find_parent(options, saver, latest, step)
-    is_claimed = saver is not None and (latest is None or latest < options.stop_step)
-    if saver is not None and is_claimed:
-        saver.claim(state)  # fails now, not at the first save
-    elif saver is not None:
-        StateLeaves(state).left_out(saver.leave_out)  # raises if it selects nothing of this state, as a save would
+def plan_start(options: Options, state: TrainState, saver: Saver | None, new_name: str) -> ResumePlan:
+    """Decide what the run begins from: its newest checkpoint, another run's, or the state that was passed."""
+    given_step = step_of_values(state)
+    claimed = Claimed() if saver is None else open_for_run(saver, state, options.stop_step, check_latest)
+    parent = _find_parent(options, saver, claimed.step, given_step)
+    first, latest, extra = given_step, claimed.step, dict[str, Any]()
     if parent is not None:
-        return Opening(step, values, parent.step, parent.step, parent=parent, is_claimed=is_claimed)
-    first, extra = step, dict[str, Any]()
-    if saver is not None and latest is not None:
+        first = latest = parent.step
+    elif saver is not None and latest is not None:
         first = None
         with contextlib.suppress(Exception):  # `restore` reports the error
-            first, extra = latest, extra_at(saver, latest)
-    lineage = _find_lineage(options, latest, extra, new_name)
-    return Opening(step, values, first, latest, extra, lineage, is_claimed=is_claimed)
+            extra = _loaded(saver, latest, claimed.extra)
+            first = latest if claimed.extra is not None else None
+    return ResumePlan(
+        given_step=given_step,
+        given_values={} if given_step is None or saver is None else _initial_values(state),
+        first=first,
+        latest=latest,
+        extra=extra,
+        lineage=_NEW if parent is not None else _find_lineage(options, latest, extra, new_name),
+        parent=parent,
+        is_claimed=claimed.is_claimed,
+    )
 
 
-def read_parent(options: Options, opening: Opening, state: TrainState) -> tuple[Opening, TrainState]:
+def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[ResumePlan, TrainState]:
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
-    parent = opening.parent
+    parent = plan.parent
     assert parent is not None
     read = _read_once(parent, state)
     if read is None and not parent.is_named:  # a temporary one, which its run has replaced
@@ -215,7 +224,7 @@ def read_parent(options: Options, opening: Opening, state: TrainState) -> tuple[
         logger.info("this run begins from %s%s", parent.reference["path"], edited)
     lineage = Lineage(None, parent.reference, _run_of(parent, extra))
     step = parent.step
-    return dataclasses.replace(opening, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
+    return dataclasses.replace(plan, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
 
 
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
@@ -413,12 +422,12 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 # Restore the newest checkpoint, or use the given state.
 
 
-def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[Origin, TrainState]:
-    if opening.parent is not None:
+def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[Origin, TrainState]:
+    if plan.parent is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
-        extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}
-        step, path = opening.parent.step, opening.parent.reference["path"]
-        return Branched(step, _held_values(opening, state, extra, path), extra), state
+        extra = {key: value for key, value in plan.extra.items() if key not in (STOPPED, RUN_KEY)}
+        step, path = plan.parent.step, plan.parent.reference["path"]
+        return Branched(step, _held_values(plan, state, extra, path), extra), state
     restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
         # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
@@ -428,24 +437,24 @@ def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[O
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
-        return Fresh(step, opening.given_values), state
+        return Fresh(step, plan.given_values), state
     step = state_step(restored)
-    extra = dict(opening.extra) if step == opening.first else extra_at(saver, step)
-    name, parent = checkpoint_name(saver.prefix, step), opening.lineage.parent
+    extra = dict(plan.extra) if step == plan.first else extra_at(saver, step)
+    name, parent = checkpoint_name(saver.prefix, step), plan.lineage.parent
     logger.info("restored %s", name)
     is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
-    _warn_of_given(opening, state, restored, name)
-    return Resumed(step, _held_values(opening, restored, extra, name), extra, is_at_branch_point), restored
+    _warn_of_given(plan, state, restored, name)
+    return Resumed(step, _held_values(plan, restored, extra, name), extra, is_at_branch_point), restored
 
 
-def _held_values(opening: Opening, restored: TrainState, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
+def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
     """Return the values of the hyperparameters in the state when the run began; warn if the program has others now."""
     saved = extra.get(HELD_VALUES)
     first = saved if isinstance(saved, dict) else {}
-    if opening.given_step != 0:
+    if plan.given_step != 0:
         return first  # shapes, or a trained state, hold no initial values
     current = _initial_values(restored)
-    for hyperparameter, value in opening.given_values.items():
+    for hyperparameter, value in plan.given_values.items():
         # Not those of the previous start, or only the first start with a new number would be told that it is not used.
         if _is_same(value, first.get(hyperparameter, value)) or _is_same(value, current.get(hyperparameter, value)):
             continue
@@ -462,7 +471,7 @@ def _held_values(opening: Opening, restored: TrainState, extra: Mapping[str, Any
             current[hyperparameter],
             setting,
         )
-    return {**opening.given_values, **first}
+    return {**plan.given_values, **first}
 
 
 def _is_same(a: float, b: float) -> bool:
@@ -480,9 +489,9 @@ def _step_of_given(state: TrainState) -> int:
     return state_step(state)
 
 
-def _warn_of_given(opening: Opening, state: TrainState, restored: TrainState, name: str) -> None:
+def _warn_of_given(plan: ResumePlan, state: TrainState, restored: TrainState, name: str) -> None:
     """Warn if the state passed is a trained one, and another one than that of the checkpoint."""
-    given, step, parent = opening.given_step, state_step(restored), opening.lineage.parent
+    given, step, parent = plan.given_step, state_step(restored), plan.lineage.parent
     if not given:
         return
     if given == step:

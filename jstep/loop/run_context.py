@@ -23,7 +23,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import Branched, Fresh, Opening, Origin
+from jstep.loop.origin import Branched, Fresh, Origin, ResumePlan
 from jstep.loop.programs import Chunk, TrainSteps
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import StartTimes
@@ -120,7 +120,7 @@ class RunContext(RunInfo):
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
         self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
         self.observers: tuple[Observer, ...] = ()
-        self.opening = Opening()
+        self.plan = ResumePlan()
         self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
         self.file: StartFile | None = None
@@ -130,7 +130,7 @@ class RunContext(RunInfo):
 
     @property
     def name(self) -> str:
-        return self.opening.lineage.name or self.new_name
+        return self.plan.lineage.name or self.new_name
 
     @property
     def is_open(self) -> bool:

@@ -25,7 +25,7 @@ from jstep.hooks.history import check_paths
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.speed import StepCounterHook
-from jstep.loop.agreement import check_latest, check_processes
+from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.contents import restore_hooks
 from jstep.loop.course import Activity
@@ -33,7 +33,7 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import ENDED, STOPPED, find_opening, open_saver, read_parent, restore, step_of_values
+from jstep.loop.origin import ENDED, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.saving import RunSaverHook
@@ -105,17 +105,17 @@ def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies
 def _open_checkpoints(run: RunContext) -> None:
     options, course, state = run.options, run.course, run.state
     check_processes(options, state, step_of_values(state))
-    run.saver, latest = open_saver(options)
-    check_latest(latest)
+    run.saver = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
-    run.opening = opening = find_opening(options, state, run.saver, latest, run.new_name)
-    if opening.parent is None:
+    run.plan = plan_start(options, state, run.saver, run.new_name)
+    parent = run.plan.parent
+    if parent is None:
         return
-    course.expect(opening.parent.step, opening.parent.step)
+    course.expect(parent.step, parent.step)
     with run.times.timing("restore"), course.doing(Activity.RESTORING):
-        run.opening, state = read_parent(options, opening, state)
-    course.begin_at(run.opening.latest or 0, state)
+        run.plan, state = read_parent(options, run.plan, state)
+    course.begin_at(run.plan.latest or 0, state)
 
 
 def _close(run: RunContext, saver: Saver) -> None:
@@ -129,19 +129,19 @@ def _close(run: RunContext, saver: Saver) -> None:
 
 def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     saver, course = run.saver, run.course
-    latest, assumed_first = run.opening.latest, run.opening.first
+    latest, assumed_first = run.plan.latest, run.plan.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
-    is_restoring = latest is not None and run.opening.parent is None
+    is_restoring = latest is not None and run.plan.parent is None
     with (
         contextlib.nullcontext() if latest is None else run.times.timing("restore"),
         course.doing(Activity.RESTORING if is_restoring else Activity.STARTING),
     ):
-        if run.opening.parent is None:
+        if run.plan.parent is None:
             course.expect(assumed_first or 0, latest)
-        run.origin, state = restore(saver, run.state, run.opening)
+        run.origin, state = restore(saver, run.state, run.plan)
         course.begin_at(run.origin.step, state, run.origin.extra.get(ENDED), is_restored=run.restored is not None)
     if started is not None and started.source.is_seekable and course.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
@@ -234,13 +234,13 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 
 def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Start the first batch and compilation before the state is restored, if possible."""
-    start, sequence = run.opening.first, batches if isinstance(batches, BatchSequence) else None
+    start, sequence = run.plan.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or are_made_one_by_one(batches):
         return None
     is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
-    if is_past_end or (sequence is None and run.opening.latest is None):
+    if is_past_end or (sequence is None and run.plan.latest is None):
         return None
-    extra = run.opening.extra
+    extra = run.plan.extra
     copies = _open_batches(run, batches, start, extra)
     open_again: Callable[[], BatchSource] | None = None
     if copies.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook

@@ -83,25 +83,25 @@ class Recorder(Observer):
             self._tasks.add(self._add_code)
 
     def _open(self, where: str) -> None:
-        opening = self.run.opening
+        plan = self.run.plan
         prefix = self.run.options.prefix
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
             logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        newest = None if opening.lineage.is_copy else next(reversed(valid(earlier)), None)
+        newest = None if plan.lineage.is_copy else next(reversed(valid(earlier)), None)
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
         file = StartFile(where, prefix, earlier, self._initial_fields(where, newest) | self._current_fields())
-        _end_earlier(file, claimed=opening.is_claimed)
+        _end_earlier(file, claimed=plan.is_claimed)
         self.run.file = file
 
     def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
         options = self.run.options
         state = self.run.state
-        lineage = self.run.opening.lineage
+        lineage = self.run.plan.lineage
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
