@@ -61,7 +61,7 @@ class FakeRun:
     def meter(self, *_):
         pass
 
-    def to_stop(self):
+    def poll_stop_signal(self):
         return False
 
     def before_save(self, step):
@@ -70,5 +70,5 @@ class FakeRun:
     def require_finite(self, step, saver):
         return True
 
-    def before_off_cadence(self):
+    def freeze_batch_position(self):
         pass

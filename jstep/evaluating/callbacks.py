@@ -486,7 +486,7 @@ class KeepBest(MetricReader):
         if run is None or (run.restored is not None and not run.is_new_branch):
             self._warn_of_config(saver)
         elif best is not None and jax.process_index() == 0:
-            is_own = run.has_kept(absolute(self._complete.paths[best]))
+            is_own = run.was_best_checkpoint(absolute(self._complete.paths[best]))
             logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
                 "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",

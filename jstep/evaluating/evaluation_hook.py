@@ -233,7 +233,7 @@ class EvaluationHook(RunHook):
         with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self.run.transfers.deliver_all()  # rows of earlier steps precede these results
-        with setting(STOP_REQUESTED, self.run.to_stop):
+        with setting(STOP_REQUESTED, self.run.poll_stop_signal):
             results = self._evaluate(state)
         if not isinstance(results, Mapping):
             raise TypeError(f"evaluate returned {type(results).__name__}; it must return a mapping of names to numbers")
@@ -268,7 +268,7 @@ class EvaluationHook(RunHook):
 
     def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
         if not on_cadence:
-            self.run.before_off_cadence()
+            self.run.freeze_batch_position()
         new_state, stopped_by = state, None
         for function in self._callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):

@@ -118,7 +118,7 @@ class RunInfo(abc.ABC):
         """The step that the run resumes from, or None."""
 
     @abc.abstractmethod
-    def has_kept(self, path: str) -> bool:
+    def was_best_checkpoint(self, path: str) -> bool:
         """Whether an earlier start of this run has kept a checkpoint as the best."""
 
     # Where the run is.
@@ -177,7 +177,7 @@ class RunInfo(abc.ABC):
         self.failures.append((error, HookCall(log, method)))
 
     @abc.abstractmethod
-    def to_stop(self) -> bool:
+    def poll_stop_signal(self) -> bool:
         """Whether a signal stops the run; to be called equally often on all processes."""
 
     @abc.abstractmethod
@@ -189,7 +189,7 @@ class RunInfo(abc.ABC):
         """Return whether the parameters are finite; raise if not, unless the `Saver` allows it."""
 
     @abc.abstractmethod
-    def before_off_cadence(self) -> None:
+    def freeze_batch_position(self) -> None:
         """Called before work done only because the run ends here: its feedback to the data source is not saved."""
 
 

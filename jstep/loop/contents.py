@@ -11,7 +11,7 @@
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.plan_start` |
-| others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
+| others | data of an observer, such as the past of a card | `Observer.on_save` | the observer |
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
-from jstep.loop.run_context import Opened, RunContext
+from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 
 HOOK_STATES, SKIPPED_IN_A_ROW, BEFORE_END = "hooks", "skipped", "before_end"
@@ -57,7 +57,7 @@ class RunContents:
         Positions are asked only where they may differ at one step: it may take long, and with several processes it is a
         collective, which all must call alike. The objects of `from_loop` change only in an iteration.
         """
-        run, source = self._run, self._run.opened.batches.source
+        run, source = self._run, self._run.components.batches.source
         are_same = run.course.iterations == saved.iterations
         if source.moves_between_steps and run.course.has_begun:
             has_moved = not self._positions().is_same(saved.positions)
@@ -70,7 +70,7 @@ class RunContents:
         self._drain_writer()
         values = dict(contents.positions.values)
         for observer in run.observers:
-            values |= observer.about_to_save(run.step)
+            values |= observer.on_save(run.step)
         values |= contents.hooks.values
         if run.origin.held_values:
             values[HELD_VALUES] = dict(run.origin.held_values)
@@ -94,7 +94,7 @@ class RunContents:
     def _hooks(self) -> CheckpointExtra:
         run, course = self._run, self._run.course
         entries = {
-            HOOK_STATES: get_states(run.opened.hooks),
+            HOOK_STATES: get_states(run.components.hooks),
             STOPPED: course.stopped_by,
             ENDED: run.step if course.has_ended else None,
         }
@@ -113,7 +113,7 @@ class RunContents:
         if not run.course.has_begun:  # the positions have not changed
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        position = run.opened.batches.source.position_after(run.step - run.course.first)
+        position = run.components.batches.source.position_after(run.step - run.course.first)
         return CheckpointExtra(*gather_positions(position, self._progress))
 
     def _progress(self) -> str:
@@ -130,10 +130,10 @@ class RunContents:
         return ", ".join(parts)
 
 
-def restore_hooks(run: RunContext, opened: Opened) -> bool:
+def restore_hooks(run: RunContext) -> bool:
     """Set the states of the hooks; return whether one of them keeps the run stopped."""
     extra = run.origin.extra
-    is_stopped = set_states(opened.hooks, extra.get(HOOK_STATES))
+    is_stopped = set_states(run.components.hooks, extra.get(HOOK_STATES))
     if SKIPPED_IN_A_ROW in extra:
         run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
     return is_stopped and not run.origin.is_at_branch_point

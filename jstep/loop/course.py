@@ -97,12 +97,12 @@ class Course:
         return self.status not in (BEGINNING, READY, BETWEEN, WITHIN)
 
     @property
-    def is_whole(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the state is one between two iterations, which a restart may resume from."""
         return self.status not in (WITHIN, BROKEN)
 
     @property
-    def is_at_last(self) -> bool:
+    def is_last_step(self) -> bool:
         """Whether the run ends at this step, as far as is known: the batches may end earlier."""
         return self.position.step >= self.stop_step or self.stopped_by is not None
 
@@ -112,14 +112,14 @@ class Course:
 
         If this is true when the loop has ended, the batches were what ended it.
         """
-        return self.status in (READY, BETWEEN) and not self.is_at_last
+        return self.status in (READY, BETWEEN) and not self.is_last_step
 
     @property
     def is_leaving(self) -> bool:
         return self.status == LEAVING
 
     @property
-    def has_stepped(self) -> bool:
+    def has_trained(self) -> bool:
         return self.position.step > self.first
 
     @property
@@ -134,7 +134,7 @@ class Course:
         A start without a step makes those that an earlier one was killed in, and nothing else: not in a fresh run,
         which has not trained, and not after the mark.
         """
-        return not self.has_ended and (self.has_stepped or self.is_restored)
+        return not self.has_ended and (self.has_trained or self.is_restored)
 
     # The start.
 
@@ -170,7 +170,7 @@ class Course:
     def has_due_body(self) -> bool:
         """Whether the body follows the call that has just ended, in a run that has one."""
         step = self.position.step
-        if self.body_interval is not None and step % self.body_interval and not self.is_at_last:
+        if self.body_interval is not None and step % self.body_interval and not self.is_last_step:
             return False
         self.body_ended_at = step
         return True
@@ -237,7 +237,7 @@ class Course:
 
     def fail(self) -> None:
         """→ `ENDING` or `BROKEN`, by an error: which one decides what is saved."""
-        self.status = ENDING if self.is_whole else BROKEN
+        self.status = ENDING if self.is_resumable else BROKEN
 
     def close(self) -> None:
         """→ `CLOSING`. The state is dropped here, so that nothing of jstep holds its memory."""

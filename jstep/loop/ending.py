@@ -32,10 +32,10 @@ def make_end(run: RunContext) -> bool:
 
     Then, and after an error, the run is where it was before the `end`s, and has no mark.
     """
-    course, runner = run.course, run.opened.runner
+    course, runner = run.course, run.components.runner
     runner.make_last_rows()
     boundary = course.position.state
-    own_saver = next((hook for hook in run.opened.finiteness.savers if isinstance(hook, RunSaverHook)), None)
+    own_saver = next((hook for hook in run.components.finiteness.savers if isinstance(hook, RunSaverHook)), None)
     _raise_log_errors(run)
     if own_saver is not None and runner.acts_at_end():
         own_saver.save_boundary(run.step, boundary)
@@ -59,12 +59,12 @@ def _raise_log_errors(run: RunContext) -> None:
     All processes save, though only those that write a log know that it has failed: a save needs all of them.
     """
     if processes.any_process(bool(run.failures)):
-        _save_by_all(run, [*run.opened.finiteness.savers])
-    run.opened.runner.raise_log_errors()
+        _save_by_all(run, [*run.components.finiteness.savers])
+    run.components.runner.raise_log_errors()
 
 
 def _save_end(run: RunContext, own_saver: RunSaverHook | None) -> None:
-    _save_by_all(run, [hook for hook in run.opened.finiteness.savers if hook is not own_saver])
+    _save_by_all(run, [hook for hook in run.components.finiteness.savers if hook is not own_saver])
     run.course.ended_at = run.step
     if own_saver is not None:
         run.course.call_hook(HookCall(own_saver, "end"), own_saver.save_end, run.step, run.state)

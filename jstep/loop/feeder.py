@@ -132,7 +132,7 @@ class BatchFeeder(Iterator[Chunk]):
     Attributes:
         waiting: Whether the loop waits for a batch.
         may_leave: Whether a signal may end that wait now: no batch is lost.
-        got: When the loop received the latest chunk, by the stopwatch.
+        received_at: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
     """
 
@@ -150,7 +150,7 @@ class BatchFeeder(Iterator[Chunk]):
         self.waiting = False
         self.may_leave = False
         self.is_exhausted = False
-        self.got = 0.0
+        self.received_at = 0.0
         self.steps = 1
 
     def interrupted(self) -> BaseException | None:
@@ -184,22 +184,22 @@ class BatchFeeder(Iterator[Chunk]):
             raise
         finally:
             self.may_leave = False
-            self.got = watch.switch(before)
+            self.received_at = watch.switch(before)
         self.waiting = False
         self.steps = chunk.steps
-        if self.got - self._checked[0] >= _SECOND:
-            self._check_waits(self.got)
+        if self.received_at - self._checked[0] >= _SECOND:
+            self._check_waits(self.received_at)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
         return chunk
 
-    def _check_waits(self, got: float) -> None:
+    def _check_waits(self, received_at: float) -> None:
         checked, before, requests = self._checked
         waited = self._watch.seconds()[WAITING]
-        if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):
+        if waited - before > max(_SHARE * (received_at - checked), _HAND_OVER * (self._requests - requests)):
             self._read_ahead()
-            got = math.inf  # no other check
-        self._checked = got, waited, self._requests
+            received_at = math.inf  # no other check
+        self._checked = received_at, waited, self._requests
 
     def _read_ahead(self) -> None:
         before, self._ahead = self._ahead, _CALLS_AHEAD * self.steps

@@ -74,7 +74,7 @@ class Finiteness:
             step,
         )
 
-    def savers_allowed(self, error: BaseException | None = None) -> tuple[list[SaverHook], str]:
+    def hooks_that_may_save(self, error: BaseException | None = None) -> tuple[list[SaverHook], str]:
         """Return the hooks that may save after a signal, this error or a stall, and why the others must not."""
         if not self.savers:
             return [], ""

@@ -216,7 +216,7 @@ class HookRunner:
                 to whoever saves the boundary.
         """
         run, course, errors = self._run, self._course, HookErrors(self._course)
-        if not course.has_stepped or self._was_last:
+        if not course.has_trained or self._was_last:
             return
         self._was_last = True
         schedules = (*self._non_savers.schedules, *self.savers.schedules)
@@ -272,7 +272,7 @@ class HookRunner:
             # All processes call the same `end`s, and so agree here equally often. What is built in and changes nothing
             # is called in any case: it only closes what it has opened.
             is_owed = self._acts_at_end(hook)
-            if is_owed and self._run.to_stop():
+            if is_owed and self._run.poll_stop_signal():
                 return False
             step, state, _, _ = course.position
             course.apply(HookCall(hook, "end"), self._call(hook, "end", step, state))

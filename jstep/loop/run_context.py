@@ -43,46 +43,46 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return None
 
-    def opened(self) -> None:
+    def on_open(self) -> None:
         """Called once the run may write to its directory, before the state is restored."""
 
     def progress_hook(self) -> Any:
         """Return a hook that replaces log lines, or None."""
         return None
 
-    def before_begin(self) -> None:
+    def on_restored(self) -> None:
         """Called once the run is open, and its state is restored."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Return a meter of the utilization, or None."""
         return None
 
-    def idle(self) -> None:
+    def on_no_steps(self) -> None:
         """Called if the run takes no step."""
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which the loop waits for a program."""
         return contextlib.nullcontext()
 
-    def after_first(self, chunk: Chunk, state: Tree) -> None:
+    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""
 
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
-    def about_to_save(self, step: int) -> dict[str, Any]:
+    def on_save(self, step: int) -> dict[str, Any]:
         """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
 
         An entry may be a function that returns it.
         """
         return {}
 
-    def before_close(self) -> None:
+    def on_close(self) -> None:
         """Called when the run is over, while its last state and metrics still exist."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Opened:
+class RunComponents:
     """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks."""
 
     dispatch: Dispatch
@@ -106,7 +106,7 @@ class RunContext(RunInfo):
     """
 
     background: BackgroundHooks
-    opened: Opened
+    components: RunComponents
 
     def __init__(
         self, options: Options, train_steps: TrainSteps, state: Any, times: StartTimes, *, has_body: bool
@@ -134,7 +134,7 @@ class RunContext(RunInfo):
 
     @property
     def is_open(self) -> bool:
-        return hasattr(self, "opened")
+        return hasattr(self, "components")
 
     def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
         """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved."""
@@ -180,7 +180,7 @@ class RunContext(RunInfo):
     def is_new_branch(self) -> bool:
         return isinstance(self.origin, Branched)
 
-    def has_kept(self, path: str) -> bool:
+    def was_best_checkpoint(self, path: str) -> bool:
         earlier = [] if self.file is None else valid(self.file.earlier)
         return any(kept == path for start in earlier for _, _, kept in start["best"].values())
 
@@ -193,7 +193,7 @@ class RunContext(RunInfo):
         return self.course.is_over
 
     def constant_metrics(self) -> Mapping[str, Any]:
-        return self.opened.dispatch.constants.values
+        return self.components.dispatch.constants.values
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
@@ -203,27 +203,27 @@ class RunContext(RunInfo):
         if not self.is_over:
             self.course.stop(by)
 
-    def to_stop(self) -> bool:
+    def poll_stop_signal(self) -> bool:
         # An evaluation that something of its iteration follows is finished: the next start would make it again with
         # the state that a later hook or the body has made of this one.
         if self.course.status == WITHIN and self._is_followed():
             return False
-        return self.signals.to_stop()
+        return self.signals.poll_stop_signal()
 
     def _is_followed(self) -> bool:
         """Whether the body, or a hook that may replace the state, follows the current call of a hook."""
         activity = self.course.activity
         if self.course.has_body or not isinstance(activity, HookCall):
             return True
-        return self.opened.runner.may_change_state_after(activity.hook)
+        return self.components.runner.may_change_state_after(activity.hook)
 
     def before_save(self, step: int) -> bool:
-        return self.opened.runner.before_save(step)
+        return self.components.runner.before_save(step)
 
     def require_finite(self, step: int, saver: Saver) -> bool:
-        return self.opened.finiteness.require(step, saver)
+        return self.components.finiteness.require(step, saver)
 
-    def before_off_cadence(self) -> None:
+    def freeze_batch_position(self) -> None:
         """Freeze the position of batches that are made with the state."""
         if self.course.has_begun:
-            self.opened.batches.source.freeze()
+            self.components.batches.source.freeze()

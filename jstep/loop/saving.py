@@ -140,7 +140,7 @@ class RunSaverHook(SaverHook):
     def _mark_saved(self, step: int, state: TrainState, taken: Contents) -> None:
         self._latest_save = LatestSave.of(step, state)
         self._saved_contents = taken
-        # `save_alone` and a second save of the boundary read these files, once they are no longer in memory.
+        # `save_without_peers` and a second save of the boundary read these files, once they are no longer in memory.
         for name, file in (*taken.hooks.files.items(), *taken.positions.files.items()):
             file.load = functools.partial(self.saver.read_file, name, step)
 
@@ -178,7 +178,7 @@ class RunSaverHook(SaverHook):
             self._boundary = boundary  # which is then what remains of the run
             raise
 
-    def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
+    def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
         if self._latest_save is None or not self._latest_save.holds(step, state):
             taken = self._contents.take(hooks=self._saved_contents.hooks)
@@ -197,7 +197,7 @@ class RunSaverHook(SaverHook):
             self.save(step, state, wait=True)
         else:
             self._mark_saved(step, state, self._contents.take())
-        if not run.opened.finiteness.has_nan_hook and not self.saver.allow_nonfinite:
+        if not run.components.finiteness.has_nan_hook and not self.saver.allow_nonfinite:
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
@@ -209,9 +209,9 @@ class RunSaverHook(SaverHook):
 
 
 def why_not_saved(run: RunContext) -> str:
-    if not run.course.is_whole:
+    if not run.course.is_resumable:
         return "because the iteration has not ended"
-    if run.saver is None or not run.opened.batches.source.is_lost_after(run.step - run.course.first):
+    if run.saver is None or not run.components.batches.source.is_lost_after(run.step - run.course.first):
         return ""
     return (
         "because the data source has advanced, and its position is too large (above 64 kB) to be copied before each "

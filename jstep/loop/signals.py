@@ -78,7 +78,7 @@ class StopSignals:
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
-        self.is_alone = processes.is_single_process()
+        self.is_single_process = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
         self.interrupts: Interrupts = _nothing
         self.received: signal.Signals | None = None
@@ -95,7 +95,7 @@ class StopSignals:
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
         self._ending = threading.Lock()
-        if stop_secs is not None and self.is_alone:
+        if stop_secs is not None and self.is_single_process:
             # threading rejects longer waits than this one of 292 years.
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
@@ -106,8 +106,8 @@ class StopSignals:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
         self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            self._handler_of_jax = None if self.is_alone else _action_outside_python(signal.SIGTERM)
-            handled = [signal.SIGTERM] if self.is_alone or self._handler_of_jax is not None else []
+            self._handler_of_jax = None if self.is_single_process else _action_outside_python(signal.SIGTERM)
+            handled = [signal.SIGTERM] if self.is_single_process or self._handler_of_jax is not None else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
             for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
                 self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
@@ -162,7 +162,7 @@ class StopSignals:
             self.received_twice = True
             raise KeyboardInterrupt
         self.received, self.received_at = signal.Signals(number), time.time()
-        if not self.is_alone:
+        if not self.is_single_process:
             self._restore_handler_of_jax()
             processes.request_stop()
         elif (error := self.interrupts()) is not None:
@@ -170,7 +170,7 @@ class StopSignals:
 
     # Waits that a signal interrupts.
 
-    def only_record(self) -> None:
+    def disable_interrupts(self) -> None:
         """From now on, the first signal raises nothing."""
         self.interrupts = _nothing
 
@@ -184,15 +184,15 @@ class StopSignals:
             self.interrupts = before
 
     def check(self) -> None:
-        if self.is_alone and self.received is not None:
+        if self.is_single_process and self.received is not None:
             raise StopWaiting
 
     def wait_for(self, future: Task[Any], *, may_leave: bool = True) -> None:
         wait_until_done(future, self.check if may_leave else None)
 
-    def to_stop(self) -> bool:
+    def poll_stop_signal(self) -> bool:
         """Whether the run stops; called after each call and between evaluation batches."""
-        if self.is_alone:
+        if self.is_single_process:
             return self.received is not None
         if not self._has_agreed:
             self._polls += 1
@@ -206,7 +206,7 @@ class StopSignals:
 
     def agree_at_end(self) -> None:
         """Let all processes leave, if one received a signal too late for the others."""
-        if not self.is_alone and processes.any_process(self.received is not None):
+        if not self.is_single_process and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:

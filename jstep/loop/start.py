@@ -35,7 +35,7 @@ from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.origin import ENDED, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
-from jstep.loop.run_context import Opened, RunContext
+from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
 from jstep.metering.cadence import Cadence
@@ -50,33 +50,28 @@ from jstep.summary.writer import SummaryWriter
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 
 
-def open_run(run: RunContext, batches: Tree) -> None:
-    """Open all that a run needs, and push on its `closing` what closes it.
+def open_run(run: RunContext, batches: Tree) -> RunComponents:
+    """Open all that a run needs, in this order, and push on its `closing` what closes it.
 
     The checkpoints come first, as the claim of their prefix refuses a second run before anything is written. While the
-    state is read, a thread makes the first batch and another one compiles the step for it (`_restore`).
+    state is read, a thread makes the first batch and another one compiles the step for it (`_restore`). Only then is
+    the step known, at which the event file, the hooks and the batches begin.
     """
     _open_checkpoints(run)
-    (run.start_number,) = processes.first_ints_on_all(lambda: _open_logs(run), 1, _NO_LOGS)
-    dispatch = _dispatch_of(run)
-    run.closing.callback(dispatch.compiler.close)
-    copies = _restore(run, dispatch, batches)
-    # From here on the step is known: the event file, the hooks and the batches begin there.
-    hooks = processes.on_all_processes(lambda: _build_hooks(run), _NO_LOGS)
+    run.start_number = _open_record(run)
+    dispatch = _make_dispatch(run)
+    early_batches = _restore(run, dispatch, batches)
+    hooks = _build_hooks(run)
     runner = HookRunner(run, run.course, hooks, run.options, run.train_steps)
-
-    def open_batches() -> BatchCopies:
-        return copies or _open_batches(run, batches, run.origin.step, run.origin.extra)
-
-    copies = processes.on_all_processes(open_batches, _NO_BATCHES)
+    copies = _open_copies(run, batches, early_batches)
     chunks = _make_chunks(run, dispatch, runner, copies)
     feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
     run.at_start = finiteness.at_start
-    run.opened = Opened(dispatch, copies, feeder, hooks, runner, finiteness)
-    run.closing.callback(_close_batches, run, run.opened)
-    runner.use_run(run.closing)
-    _flush_before_saves(run)
+    run.closing.callback(_close_batches, run, copies, feeder)
+    return RunComponents(
+        dispatch=dispatch, batches=copies, feeder=feeder, hooks=hooks, runner=runner, finiteness=finiteness
+    )
 
 
 def _flush_before_saves(run: RunContext) -> None:
@@ -151,43 +146,53 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
 
 
 def begin_hooks(run: RunContext) -> bool:
-    """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take."""
-    opened = run.opened
+    """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take.
+
+    They are given the run last: they write to what it has opened, and are closed before it.
+    """
+    components = run.components
+    components.runner.use_run(run.closing)
+    _flush_before_saves(run)
     first, last_step = run.course.first, run.options.stop_step
-    check_stateful(opened.hooks)
+    check_stateful(components.hooks)
     for observer in run.observers:
-        observer.before_begin()
-    is_over = opened.runner.begin()
+        observer.on_restored()
+    is_over = components.runner.begin()
     if run.restored is not None:
         is_over = _resume_hooks(run) or is_over
     elif run.saver is not None:
-        get_states(opened.hooks)  # states that cannot be saved fail now, not at the first save
+        get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
-        is_over = opened.runner.evaluate("evaluate_first")
+        is_over = components.runner.evaluate("evaluate_first")
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
-            observer.idle()
+            observer.on_no_steps()
         return False
     if run.origin.extra.get(STOPPED) is not None:
         logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    opened.dispatch.compiler.plan(opened.batches.source, first, last_step, run.options.batch_sharding)
+    components.dispatch.compiler.plan(components.batches.source, first, last_step, run.options.batch_sharding)
     return True
 
 
 def _resume_hooks(run: RunContext) -> bool:
     """Give the hooks their states of the checkpoint; return whether one of them keeps the run stopped."""
-    is_stopped = restore_hooks(run, run.opened)
-    for hook in run.opened.hooks:
+    is_stopped = restore_hooks(run)
+    for hook in run.components.hooks:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
     # A signal interrupted it before the save. Evaluated even if a hook keeps the run stopped: its result is owed.
-    is_done = run.opened.runner.evaluate("evaluate_owed")
+    is_done = run.components.runner.evaluate("evaluate_owed")
     return is_stopped or is_done
 
 
-def _open_logs(run: RunContext) -> tuple[int]:
-    """Open the logs; return the number of the start."""
+def _open_record(run: RunContext) -> int:
+    """Open the record of this start, on process 0; return its number."""
+    (number,) = processes.first_ints_on_all(lambda: _open_on_first(run), 1, _NO_LOGS)
+    return number
+
+
+def _open_on_first(run: RunContext) -> tuple[int]:
     options = run.options
     if jax.process_index() == 0:
         if run.saver is None and options.where is not None and is_url(options.where):
@@ -201,15 +206,15 @@ def _open_logs(run: RunContext) -> tuple[int]:
                 if not os.path.islink(stalls := os.path.join(path, STALLS)):
                     remove_temporary(stalls)
     for observer in run.observers:
-        observer.opened()
+        observer.on_open()
     return (0 if run.file is None else run.file.fields["number"],)
 
 
-def _dispatch_of(run: RunContext) -> Dispatch:
+def _make_dispatch(run: RunContext) -> Dispatch:
     options = run.options
     steps_per_call = options.steps_per_call
     table = ProgramTable(run.train_steps, steps_per_call, state=run.state, sums=run.sums, compiling=run.compiling)
-    return Dispatch(
+    dispatch = Dispatch(
         table,
         signals=run.signals,
         first_call=run.times.compiling,
@@ -217,14 +222,16 @@ def _dispatch_of(run: RunContext) -> Dispatch:
         after_first=[
             lambda chunk, state: interactive.forget(),
             functools.partial(warn_of_ended_rate, run.train_steps, options.last_step),
-            *(observer.after_first for observer in run.observers),
+            *(observer.on_first_call for observer in run.observers),
             functools.partial(_log_start, run),
         ],
     )
+    run.closing.callback(dispatch.compiler.close)
+    return dispatch
 
 
 def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
-    is_logged = any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in run.opened.hooks)
+    is_logged = any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in run.components.hooks)
     if chunk.first == run.course.first and is_logged:
         run.times.log(run.watch.before)
 
@@ -269,10 +276,20 @@ def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str,
     )
 
 
-def _close_batches(run: RunContext, opened: Opened) -> None:
-    copies, trained = opened.batches, run.step - run.course.first
-    is_idle = opened.feeder.close()
-    if copies.fetched > trained or opened.feeder.waiting:  # a batch may have been read in part
+def _open_copies(run: RunContext, batches: Tree, early_batches: BatchCopies | None) -> BatchCopies:
+    """Return the batches whose first one was made early, or open them at the step that is known now."""
+    origin = run.origin
+
+    def open_batches() -> BatchCopies:
+        return early_batches or _open_batches(run, batches, origin.step, origin.extra)
+
+    return processes.on_all_processes(open_batches, _NO_BATCHES)
+
+
+def _close_batches(run: RunContext, copies: BatchCopies, feeder: BatchFeeder) -> None:
+    trained = run.step - run.course.first
+    is_idle = feeder.close()
+    if copies.fetched > trained or feeder.waiting:  # a batch may have been read in part
         copies.source.set_back(trained, copies.fetched, is_idle=is_idle)
 
 
@@ -286,28 +303,45 @@ def _next_save(options: Options, first: int, batches: int) -> int:
 
 
 def _build_hooks(run: RunContext) -> list[Any]:
-    """Return the hooks of a run, the user's and the built-in ones, savers last."""
+    """Return the hooks of a run, on all processes alike."""
+    return processes.on_all_processes(lambda: _own_hooks(run), _NO_LOGS)
+
+
+def _own_hooks(run: RunContext) -> list[Any]:
+    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state."""
     check_paths(run.options.hooks)
-    options = run.options
     run.writer = _open_writer(run)
-    savers = [hook for hook in options.hooks if isinstance(hook, SaverHook)]
-    hooks = [hook for hook in options.hooks if not isinstance(hook, SaverHook)]
-    has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
-    run.counter = next((hook for hook in hooks if isinstance(hook, StepCounterHook)), None)
-    if run.counter is None:
-        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+    savers = [hook for hook in run.options.hooks if isinstance(hook, SaverHook)]
+    hooks = [hook for hook in run.options.hooks if not isinstance(hook, SaverHook)]
+    run.counter = _counter_among(hooks, run.options)
+    if run.counter not in hooks:
         hooks.append(run.counter)
-    progress_hooks = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
-    hooks += progress_hooks
-    is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
-    if is_logged and options.progress is not False and jax.process_index() == 0:
-        hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
-    if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
-        hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
+    hooks += _logs_for(run, hooks)
     if run.saver is not None:
         savers.insert(0, RunSaverHook(run, run.saver))
     run.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
-    return hooks + savers  # a checkpoint includes the other hooks' changes to the state
+    return hooks + savers
+
+
+def _counter_among(hooks: list[Any], options: Options) -> StepCounterHook:
+    """Return the user's counter of steps, or one that is due when something shows its rate."""
+    for hook in hooks:
+        if isinstance(hook, StepCounterHook):
+            return hook
+    return StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+
+
+def _logs_for(run: RunContext, hooks: list[Any]) -> list[Any]:
+    """Return the hooks that show the run: a progress line or log lines, and summaries unless the user has a hook."""
+    options = run.options
+    logs = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
+    is_shown = any(hook.replaces_log_lines for hook in logs)
+    if options.log_steps is not None and options.progress is not False and jax.process_index() == 0 and not is_shown:
+        logs.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
+    has_summaries = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+    if run.writer is not None and options.save_summaries_steps is not None and not has_summaries:
+        logs.append(SummarySaverHook(save_steps=options.save_summaries_steps))
+    return logs
 
 
 _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
@@ -345,7 +379,7 @@ def _remove_if_idle(run: RunContext) -> None:
 
     Whether it has is known only at its end: its batches may be used up.
     """
-    is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_stepped
+    is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_trained
     path = None if run.writer is None else run.writer.path
     if is_idle and path is not None and not is_url(path):
         with contextlib.suppress(OSError):

@@ -93,8 +93,8 @@ def report_done(run: RunContext) -> None:
 
 
 def exit_on_signal(run: RunContext) -> NoReturn:
-    when, finiteness, runner = f"after step {run.step}", run.opened.finiteness, run.opened.runner
-    savers, why = finiteness.savers_allowed()
+    when, finiteness, runner = f"after step {run.step}", run.components.finiteness, run.components.runner
+    savers, why = finiteness.hooks_that_may_save()
     outcomes, errors = list[str](), HookErrors(run.course)
     for hook in savers:
         with errors:
@@ -161,7 +161,7 @@ def rescue(run: RunContext, error: BaseException) -> None:
 
 def _rescued(run: RunContext, error: BaseException) -> str:
     """Save and attach the state; return what its note says of it."""
-    signals, runner = run.signals, run.opened.runner
+    signals, runner = run.signals, run.components.runner
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -174,13 +174,13 @@ def _rescued(run: RunContext, error: BaseException) -> str:
     if attach_last_state(run, error):
         return f". The state was donated to a step: it is lost{where_resumed(run)}"
     saved = ""
-    if not run.course.is_whole:
+    if not run.course.is_resumable:
         why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
-        saved = why if run.opened.finiteness.savers else ""
-    elif not _obeys_signal(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
+        saved = why if run.components.finiteness.savers else ""
+    elif not _obeys_signal(run, error) and run.course.has_trained and run.components.finiteness.savers:
         saved = _save_after_error(run, error)
         runner.raise_log_errors(failed)
-    is_kept = run.course.has_stepped and interactive.keep(run.state)
+    is_kept = run.course.has_trained and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     return f"; the state after step {run.step} is in the exception's `state`{also}{saved}"
 
@@ -222,7 +222,7 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
         save_secs: How long a save may take.
         grace_secs: How long it waits before it ends, so that other processes come here as well.
     """
-    if may_save and run.is_open and run.saver is not None and run.course.has_stepped:
+    if may_save and run.is_open and run.saver is not None and run.course.has_trained:
         if not _done_in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
@@ -243,15 +243,15 @@ def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
 
 
 def save_while_it_hangs(run: RunContext) -> str:
-    step, finiteness = run.step, run.opened.finiteness
+    step, finiteness = run.step, run.components.finiteness
     try:
         if why := why_not_saved(run):
             return f"step {step} is not saved, {why}{where_resumed(run)}"
         hook = next(hook for hook in finiteness.savers if isinstance(hook, RunSaverHook))
-        savers, why = finiteness.savers_allowed()
+        savers, why = finiteness.hooks_that_may_save()
         if hook not in savers:
             return f"step {step} is not saved: {why}"
-        hook.save_alone(step, run.state, is_finite=not finiteness.nonfinite_params())
+        hook.save_without_peers(step, run.state, is_finite=not finiteness.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_error_clause(error)}"
     name = checkpoint_name(hook.saver.prefix, step)
@@ -261,7 +261,7 @@ def save_while_it_hangs(run: RunContext) -> str:
 def _save_after_error(run: RunContext, error: BaseException) -> str:
     if not processes.is_single_process():
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
-    savers, why = run.opened.finiteness.savers_allowed(error)
+    savers, why = run.components.finiteness.hooks_that_may_save(error)
     if not savers:
         return f", and is not saved{why and ': '}{why}{where_resumed(run)}"
     try:
@@ -298,18 +298,18 @@ def _doing(run: RunContext) -> str:
     course = run.course
     activity = course.activity
     at_step = f"at step {run.step}"
-    if course.has_stepped:
+    if course.has_trained:
         at_step += f", after the update with batch {run.step - 1}"
     if isinstance(activity, HookCall):
         return f"{at_step}, in {activity.name}"
     if activity in (Activity.BODY, Activity.AFTER_LOOP):
         return f"{at_step}, in {activity.value}"
-    if activity is Activity.FETCHING and run.opened.feeder.waiting:
+    if activity is Activity.FETCHING and run.components.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {course.first + run.opened.batches.count} was fetched"
+        return f"{at_step}, while batch {course.first + run.components.batches.count} was fetched"
     if activity not in (Activity.COMPILING, Activity.CALLING) or run.signals.received is not None:
         return at_step
     first = run.step
-    steps = run.opened.feeder.steps
+    steps = run.components.feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

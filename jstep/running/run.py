@@ -266,7 +266,7 @@ class Run(Generic[P]):
         self._pause_body()
         self._loop_batches.passed.append(args)
         with _KeepFailure(context.course):
-            self._take(next(context.opened.feeder))
+            self._take(next(context.components.feeder))
         self._resume_body()
         return context.metrics
 
@@ -323,13 +323,13 @@ class Run(Generic[P]):
         context = self._context
         if not context.course.has_next:
             return ()
-        context.signals.interrupts = context.opened.feeder.interrupted
+        context.signals.interrupts = context.components.feeder.interrupted
         context.course.begin()
         context.course.activity = Activity.FETCHING
-        self._run_chunk = context.opened.runner.with_before_step(context.opened.dispatch)
+        self._run_chunk = context.components.runner.with_before_step(context.components.dispatch)
         if self._loop_batches is not None:
             return itertools.repeat(None)
-        return fetch_by_all(context.opened.feeder)
+        return fetch_by_all(context.components.feeder)
 
     def _take(self, chunk: Chunk) -> None:
         """Run a call, and the hooks that are due after it."""
@@ -347,7 +347,7 @@ class Run(Generic[P]):
         # leaves the state of the boundary, which is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
-        context.opened.runner.after(chunk.first)
+        context.components.runner.after(chunk.first)
 
     # The time of a body is that of hooks. A body that makes the batches is waited for, until it calls `train_step`.
 
@@ -370,7 +370,7 @@ class Run(Generic[P]):
             self._switch_to_calls()
 
     def _switch_to_calls(self) -> None:
-        self._context.watch.switch(STEPPING if self._context.course.has_stepped else STARTING)
+        self._context.watch.switch(STEPPING if self._context.course.has_trained else STARTING)
 
     # Between two iterations.
 
@@ -382,9 +382,9 @@ class Run(Generic[P]):
         context = self._context
         course, signals = context.course, context.signals
         step = course.position.step
-        if step >= context.opened.runner.savers.next or step >= course.stop_step:
+        if step >= context.components.runner.savers.next or step >= course.stop_step:
             return True
-        if signals.received is not None or not signals.is_alone:
+        if signals.received is not None or not signals.is_single_process:
             return True
         return course.stopped_by is not None or bool(context.failures)
 
@@ -396,9 +396,9 @@ class Run(Generic[P]):
         """
         context = self._context
         course = context.course
-        if course.has_next and (course.position.step >= context.opened.runner.savers.next or context.failures):
-            context.opened.runner.save()
-        if context.signals.to_stop():
+        if course.has_next and (course.position.step >= context.components.runner.savers.next or context.failures):
+            context.components.runner.save()
+        if context.signals.poll_stop_signal():
             course.leave()
         return course.has_next
 
@@ -407,22 +407,22 @@ class Run(Generic[P]):
     def _finish(self) -> None:
         """Make the end of the run, unless a signal comes first, or there is nothing to end."""
         context = self._context
-        course, runner = context.course, context.opened.runner
+        course, runner = context.course, context.components.runner
         are_batches_used_up = course.has_next
         was_stopped_before_first = course.status == READY
         course.end()
         if are_batches_used_up:
             stopping.report_early_end(context)
-        context.signals.only_record()
+        context.signals.disable_interrupts()
         runner.call_at_last()
         context.check_step()
-        is_cut_short = course.is_leaving or context.signals.to_stop()
+        is_cut_short = course.is_leaving or context.signals.poll_stop_signal()
         if course.owes_end and not was_stopped_before_first and not is_cut_short:
             is_cut_short = not make_end(context)
         elif not is_cut_short:
             course.is_finished = True
         # Asked again, as the `end`s may have taken minutes. If they are whole, they are saved with their mark.
-        if is_cut_short or context.signals.to_stop():
+        if is_cut_short or context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
         self._left = course.position
@@ -463,7 +463,7 @@ class Run(Generic[P]):
             stack.callback(self._release)
             stack.push(self._rescue)
             context.signals.begin()
-            open_run(context, self._batches)
+            context.components = open_run(context, self._batches)
             if begin_hooks(context):
                 context.course.get_ready()
             self._iterator = self._iterate()
@@ -512,7 +512,7 @@ class Run(Generic[P]):
         context = self._context
         if error is None:
             return
-        context.signals.only_record()  # a second exception here would lose the state
+        context.signals.disable_interrupts()  # a second exception here would lose the state
         context.signals.is_obeyed = context.signals.received is not None
         context.course.fail()
         self._switch_to_calls()  # whatever the error has interrupted
@@ -528,7 +528,7 @@ class Run(Generic[P]):
         """Drop the state and all that holds it, while observers may still read it: afterwards only writes are left."""
         context = self._context
         for observer in context.observers:
-            observer.before_close()
+            observer.on_close()
         context.watch.switch(SAVING)
         context.course.close()
         context.in_flight.clear()

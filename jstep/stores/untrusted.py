@@ -25,7 +25,7 @@ class UntrustedError(ValueError):
     """The content of a file is not what jstep writes."""
 
 
-# Opened: regular files.
+# RunComponents: regular files.
 
 
 def require_regular(path: str, *, follow_link: bool) -> None:

@@ -40,23 +40,23 @@ class BatchWatch(Observer):
         self._tasks = SerialTasks("jstep-batch-hash", _not_hashed, daemon=True)
         self._settings_hash = ""
 
-    def before_begin(self) -> None:
+    def on_restored(self) -> None:
         run = self._run
         if run.saver is None:
             return
-        if run.restored is not None and not run.origin.is_at_branch_point and run.opened.batches.source.is_seekable:
+        if run.restored is not None and not run.origin.is_at_branch_point and run.components.batches.source.is_seekable:
             self._tasks.add(self._read_hashes)
             self._watch(run.course.first)
 
-    def about_to_save(self, step: int) -> dict[str, Any]:
+    def on_save(self, step: int) -> dict[str, Any]:
         if self._run.saver is not None and (step > self._run.course.first or self._run.restored is None):
             if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
                 self._tasks.add(functools.partial(self._drop_hashes_from, step))
             self._watch(step)
         return {}
 
-    def before_close(self) -> None:
-        batches, step = self._run.opened.batches.source.given if self._run.is_open else None, self._step
+    def on_close(self) -> None:
+        batches, step = self._run.components.batches.source.given if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 
@@ -66,11 +66,11 @@ class BatchWatch(Observer):
 
     def _watch(self, step: int) -> None:
         if self._step is None:
-            self._run.opened.dispatch.after_each.append(self._after_call)
+            self._run.components.dispatch.after_each.append(self._after_call)
         self._step = step
 
     def _after_call(self, chunk: Chunk, state: Tree) -> None:
-        self._run.opened.dispatch.stop_calling(self._after_call)
+        self._run.components.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
             args, is_stacked = chunk.args, chunk.program.is_stacked
             self._tasks.add(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
@@ -108,7 +108,7 @@ class BatchWatch(Observer):
     def _hash_settings(self) -> str:
         """A hash of the config and of the definition of the batches, whose change is intended."""
         if not self._settings_hash:
-            card = batches_card(self._run.opened.batches.source.given)
+            card = batches_card(self._run.components.batches.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}
             self._settings_hash = hash_strings(repr(self._run.options.config), repr(definition))[:16]
         return self._settings_hash

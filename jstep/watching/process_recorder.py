@@ -20,7 +20,7 @@ class ProcessRecorder(Observer):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-process-record", daemon=True)
 
-    def before_begin(self) -> None:
+    def on_restored(self) -> None:
         run, where, index = self._run, self._run.options.where, jax.process_index()
         if where is None or index == 0 or not run.start_number:
             return

@@ -69,7 +69,7 @@ class Recorder(Observer):
 
     # The start and the end.
 
-    def opened(self) -> None:
+    def on_open(self) -> None:
         where = self.run.options.where
         if where is None or jax.process_index() != 0:
             return
@@ -156,7 +156,7 @@ class Recorder(Observer):
 
     # What changes all the time.
 
-    def before_close(self) -> None:
+    def on_close(self) -> None:
         self._read_latest_numbers()
 
     def flush(self) -> None:
@@ -253,16 +253,16 @@ class Recorder(Observer):
         if (code := code_version()) is not None and (file := self.run.file) is not None:
             file.write(code)
 
-    def before_begin(self) -> None:
+    def on_restored(self) -> None:
         run = self.run
         if not self._is_active():
             return
         if run.restored is not None and isinstance(past := run.origin.extra.get(PAST), dict):
             self._saved_past = past
-        first, shapes = run.course.first, run.opened.dispatch.table.state_shapes
+        first, shapes = run.course.first, run.components.dispatch.table.state_shapes
 
         def record() -> None:
-            self._card = card(run.options, run.train_steps, first, shapes, run.opened.batches.source.given)
+            self._card = card(run.options, run.train_steps, first, shapes, run.components.batches.source.given)
             self._write_card()
 
         self._tasks.add(record)
@@ -271,7 +271,7 @@ class Recorder(Observer):
         if (file := self.run.file) is not None:
             file.write_card(self._card)
 
-    def after_first(self, chunk: Chunk, state: Tree) -> None:
+    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
         if self._is_active():
             with contextlib.suppress(Exception):
                 traced = chunk.trace(state)
@@ -280,7 +280,7 @@ class Recorder(Observer):
                 constants = chunk.program.constants.values
                 self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
 
-    def idle(self) -> None:
+    def on_no_steps(self) -> None:
         self._tasks.add(functools.partial(self._compare, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
@@ -299,7 +299,7 @@ class Recorder(Observer):
 
     # What a restart says.
 
-    def about_to_save(self, step: int) -> dict[str, Any]:
+    def on_save(self, step: int) -> dict[str, Any]:
         extra, file = self.run.origin.extra, self.run.file
         if file is not None:
             self._read_latest_numbers()
@@ -322,7 +322,7 @@ class Recorder(Observer):
         past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.at(max(step - 1, 0)))}
         if (file := self.run.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(batches := self.run.opened.batches.source.given, BatchSequence):
+        if isinstance(batches := self.run.components.batches.source.given, BatchSequence):
             before = batches[:step]
             definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}

@@ -212,12 +212,12 @@ class StallWatch(Observer):
             case Activity.COMPILING:
                 return _compilation(step)
             case Activity.FETCHING:
-                return Wait(_BATCH, f"waiting for batch {course.first + run.opened.batches.count}")
-        feeder = run.opened.feeder
+                return Wait(_BATCH, f"waiting for batch {course.first + run.components.batches.count}")
+        feeder = run.components.feeder
         if activity is Activity.CHECKING:
             return _call(step - feeder.steps, step - 1)
         # Only JAX knows of a compilation within a call of the user's own function.
-        if is_tracing or run.opened.dispatch.compiler.record.unfinished >= feeder.got:
+        if is_tracing or run.components.dispatch.compiler.record.unfinished >= feeder.received_at:
             return _compilation(step)
         return _call(step, step + feeder.steps - 1)
 

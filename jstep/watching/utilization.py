@@ -143,5 +143,5 @@ class Meters(Observer):
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         meter = UtilizationMeter(peak_flops, flops_per_step)
-        self._run.opened.dispatch.after_each.append(meter.count)
+        self._run.components.dispatch.after_each.append(meter.count)
         return meter

@@ -121,7 +121,7 @@ def load_weights(
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Opened weights; `tensors` describes them by name."""
+    """RunComponents weights; `tensors` describes them by name."""
 
     path: str
     tensors: Mapping[str, Tensor]

@@ -121,8 +121,8 @@ def test_all_processes_leave_with_the_signal_of_one(three, monkeypatch):
         if index == 2:
             stop._note(signal.SIGINT, None)
         stop.check()  # waits do not end here: the others would wait for this process
-        first = stop.to_stop()
-        last = [stop.to_stop(), stop.to_stop()]  # the service is asked no more
+        first = stop.poll_stop_signal()
+        last = [stop.poll_stop_signal(), stop.poll_stop_signal()]  # the service is asked no more
         error = stop.stop_error("at step 3")
         return first, last, stop._is_limit, stop.received, str(error), getattr(error, "code", None)
 
@@ -146,7 +146,7 @@ def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
     def stopped(index):
         stop = StopSignals(10.0)
         assert stop._timer is None
-        polls = [stop.to_stop() for _ in range(3)]
+        polls = [stop.poll_stop_signal() for _ in range(3)]
         return polls, stop._is_limit, stop.received, str(stop.stop_error("at step 3"))
 
     expected = ([False, False, True], True, signal.SIGTERM, "stop_secs stopped the run at step 3")

@@ -254,7 +254,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
                 background=None,
                 log_failed=None,
                 is_new_branch=False,
-                has_kept=lambda path: "earlier" in best and path == f"{tmp_path}/best-2",
+                was_best_checkpoint=lambda path: "earlier" in best and path == f"{tmp_path}/best-2",
             )
         )
         one.begin(state_at(start))

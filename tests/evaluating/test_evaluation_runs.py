@@ -191,7 +191,7 @@ def test_results_are_logged_once_in_a_line_of_their_own(caplog):
 def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(monkeypatch):
     """They may replace the state with which the next batch of `from_state` is made."""
     order = []
-    monkeypatch.setattr(RunContext, "before_off_cadence", lambda run: order.append("kept"))
+    monkeypatch.setattr(RunContext, "freeze_batch_position", lambda run: order.append("kept"))
     hook = jstep.EvaluationHook(
         lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda step, *_: order.append(step)]
     )

@@ -46,7 +46,7 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkey
         said = said_in(tmp_path / "d", stopping.save_while_it_hangs)
     assert said.startswith("step 3 is not saved, because the data source has advanced; there is no checkpoint yet")
 
-    monkeypatch.setattr(RunSaverHook, "save_alone", raising(OSError("the disk is full")))
+    monkeypatch.setattr(RunSaverHook, "save_without_peers", raising(OSError("the disk is full")))
     said = said_in(tmp_path / "c", stopping.save_while_it_hangs)
     assert said == "step 3 could not be saved: OSError: the disk is full"
 

@@ -268,7 +268,7 @@ def slow():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.5)
 
-recorder.Recorder.before_close = lambda self: self._tasks.add(slow)
+recorder.Recorder.on_close = lambda self: self._tasks.add(slow)
 optimizer = jstep.gradient_descent(0.1)
 step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
 state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
