@@ -77,7 +77,9 @@ class Hook(ShownAsTyped):
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Called once after the last step if no exception was raised; may return a state, like `after_step`.
 
-        A start that takes no step does not call it again; a run continued to a larger `last_step` does.
+        The `end`s of all hooks are one transaction: if one of them fails, or the process is killed, the next start
+        calls all of them again, with the states that the hooks had before. A start that finds them made does not call
+        them; a run continued to a larger `last_step` does.
         """
 
     def before_save(self, step: int) -> bool | None:

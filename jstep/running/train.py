@@ -14,7 +14,7 @@ from jstep.state.train_state import TrainState
 
 
 class _RunWithoutBody(Run[P]):
-    """A run without a body: after an error of a hook, the state is saved."""
+    """A run that says that no body follows the hooks of a step, so that a signal may abandon an evaluation."""
 
     _has_body = False
 
@@ -46,9 +46,11 @@ def train(
 
     A run that is started again resumes: the state and the positions of the batches are restored.
 
-    After an exception, the last complete state is in its `state` attribute. With a checkpoint_dir, it is also
-    saved, unless its loss or a parameter is not finite, or there are several processes (these save only after a
-    signal). If a step fails on the device, the state that was donated to it is lost.
+    After an exception, the last complete state is in its `state` attribute. With a checkpoint_dir, it is also saved if
+    the exception came between two steps, as of a loader, unless its loss or a parameter is not finite, or there are
+    several processes (these save only after a signal). What leaves a hook saves nothing of that step, which the next
+    start takes again; a note names the checkpoint that it resumes from. If a step fails on the device, the state that
+    was donated to it is lost.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
