@@ -74,7 +74,7 @@ class EvaluationHook(RunHook):
     Source: `ValidationMonitor` of `tf.contrib.learn`.
     """
 
-    state_format = StateFormat(1, {"step": None, "interrupted_step": None, "was_due": False, "callbacks": None})
+    state_format = StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None})
 
     key: str | None = None
 
@@ -169,10 +169,9 @@ class EvaluationHook(RunHook):
         }
 
     def set_state(self, value: Any) -> bool:
-        results = value.get("results")  # absent in checkpoints of jstep 0.4
-        if results is not None:
+        if value["results"] is not None:
             self._restored_step = self.run.step
-            self.results = {self._restored_step: results}
+            self.results = {self._restored_step: value["results"]}
         self._interrupted_step = value["interrupted_step"]
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 

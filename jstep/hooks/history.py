@@ -85,6 +85,7 @@ class History(ReportingHook):
             "sums": {},
             "rows": {"steps": [], "columns": {}},
             "counts": {"steps": [], "columns": {}},
+            "constants": [],
         },
     )
 
@@ -258,7 +259,7 @@ class History(ReportingHook):
                 self.run.sums.has_ratios = True
             for step, row in rows.items():
                 self._put(step, row)
-            self._saved_constants = set(value.get("constants", ()))
+            self._saved_constants = set(value["constants"])
             self._set_interval(self.run.step)
 
     def flush(self) -> None:
