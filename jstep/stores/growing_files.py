@@ -9,15 +9,16 @@ import contextlib
 import functools
 import io
 import itertools
+import logging
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, NamedTuple
 
-from jstep.core.logs import logger
+from jstep.core.logs import log_once, logger
 from jstep.stores.files import (
     foreign_file,
     make_directories,
@@ -177,7 +178,8 @@ TAIL = 2**26
 _HEAD = 2**20
 _MAX_LINE = 2**26
 """The maximum bytes of a line; a file of others may be without line breaks."""
-_NUMBER = re.compile(r"\.([1-9][0-9]*)")
+_PART = re.compile(r"\.([1-9][0-9]*)((?:\..*)?)", re.DOTALL)
+"""What follows the name of a log in the name of a part: its number, and perhaps the suffix of a compressed file."""
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -187,18 +189,58 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _earlier_parts(path: str) -> list[str]:
-    """Return the paths of `PATH.1`, `PATH.2`, … that exist."""
+    """Return the paths of the parts `PATH.1`, `PATH.2`, … that exist, in order; a gap is logged.
+
+    A part that was deleted or compressed must not hide those after it.
+    """
     if is_url(path):
         above, name = split_path(path)
-        return [f"{path}.{n}" for n in _numbers(Objects(above), name)]
-    named = itertools.takewhile(os.path.lexists, (f"{path}.{n}" for n in itertools.count(1)))
-    return list(filter(os.path.isfile, named))
+        names = _names_of_parts(Objects(above), name)
+    else:
+        names = [name for name in _names_beside(path) if os.path.isfile(os.path.join(os.path.dirname(path), name))]
+        name = os.path.basename(path)
+    numbers = _numbers(names, name)
+    parts = sorted(number for number, suffix in numbers if not suffix)
+    absent = _ranges_between(parts)
+    if absent:
+        log_once(
+            logging.WARNING,
+            f"{path}: of its parts, {absent} are not there (deleted, moved or compressed); it is read without them",
+        )
+    return [f"{path}.{number}" for number in parts]
 
 
-def _numbers(objects: Objects, name: str) -> list[int]:
-    keys = objects.list(f"{name}.", f"{name}.:")  # digits sort before a colon
-    matches = (_NUMBER.fullmatch(key.removeprefix(name)) for key in keys)
-    return sorted(int(match[1]) for match in matches if match is not None)
+def _next_number(names: Iterable[str], name: str) -> int:
+    """Return the number of the next part: after all others, also those that were compressed, as `PATH.1.gz`."""
+    return max((number for number, _ in _numbers(names, name)), default=0) + 1
+
+
+def _numbers(names: Iterable[str], name: str) -> list[tuple[int, str]]:
+    """Return the numbers of the names `NAME.1`, `NAME.2.gz`, …, and what comes after each."""
+    matches = (_PART.fullmatch(other.removeprefix(name)) for other in names if other.startswith(name))
+    return [(int(match[1]), match[2]) for match in matches if match is not None]
+
+
+def _names_of_parts(objects: Objects, name: str) -> list[str]:
+    return objects.list(f"{name}.", f"{name}.:")  # digits sort before a colon
+
+
+def _names_beside(path: str) -> list[str]:
+    try:
+        return os.listdir(os.path.dirname(path) or ".")
+    except FileNotFoundError:
+        return []
+
+
+def _ranges_between(parts: list[int]) -> str:
+    """Return the numbers that are absent from 1 to the last part, such as "1, 3 to 5"."""
+    ranges = []
+    for before, after in itertools.pairwise([0, *parts]):
+        if after - before == 2:
+            ranges.append(str(before + 1))
+        elif after - before > 2:
+            ranges.append(f"{before + 1} to {after - 1}")
+    return ", ".join(ranges)
 
 
 def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
@@ -214,7 +256,8 @@ def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
         except FileNotFoundError:
             if not earlier:
                 raise
-            return  # the run was killed when it had renamed the file
+            # The run was killed when it had renamed the file, or the part was deleted a moment ago.
+            continue
         with file:
             yield part, iter(functools.partial(file.readline, _MAX_LINE), b"")
 
@@ -273,7 +316,7 @@ class LineFile(GrowingFile):
 
     def set_aside(self) -> str:
         """Rename the file, and begin another one; return its new path."""
-        moved = next(path for n in itertools.count(1) if not os.path.lexists(path := f"{self.path}.{n}"))
+        moved = f"{self.path}.{_next_number(_names_beside(self.path), os.path.basename(self.path))}"
         self.sync()
         os.rename(self.path, moved)
         self._file.close()
@@ -296,7 +339,7 @@ class LineObject(ObjectAppender):
         with objects.within(START_TIMEOUT_SECS):
             data = objects.read(name).data or b""
             _check_first(url, data, is_line)
-            first = max(_numbers(objects, name), default=0) + 1
+            first = _next_number(_names_of_parts(objects, name), name)
             while objects.read(f"{name}.{first}").data is not None:  # a list may be incomplete
                 first += 1
             keys = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(first)))

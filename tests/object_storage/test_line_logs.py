@@ -10,6 +10,8 @@ from jstep.stores import growing_files
 from jstep.stores.growing_files import append_to, read_log_files, read_tail
 from jstep.stores.objects import Objects
 
+GAP = "of its parts, {} are not there (deleted, moved or compressed); it is read without them"
+
 
 def is_line(raw):
     return raw.startswith(b'{"step": ')
@@ -37,6 +39,12 @@ class Place:
     def contents(self):
         names = Objects(self.above).list() if self.is_url else sorted(os.listdir(self.above))
         return {name: self.read(name) for name in names}
+
+    def remove(self, name):
+        if self.is_url:
+            Objects(self.above).delete(name)
+        else:
+            os.remove(f"{self.above}/{name}")
 
     def read(self, name):
         if self.is_url:
@@ -112,6 +120,39 @@ def test_the_end_of_a_log_is_read(log, monkeypatch):
         tails = read_tail(log.path)
         assert {tail.part.removeprefix(log.path): tail.lines for tail in tails} == expected
         assert [tail.is_whole for tail in tails][1:] == [True] * (len(tails) - 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "gap"), [([1, 2, 3], ""), ([2, 3], "1"), ([1, 5], "2 to 4"), ([2, 4, 11], "1, 3, 5 to 10"), ([], "")]
+)
+def test_parts_of_a_log_are_what_is_there_in_order(log, caplog, parts, gap):
+    """A gap, such as a part that was deleted, hides no part after it, and is one line."""
+    for n in parts:
+        log.put(f"log.jsonl.{n}", line(n))
+    log.put("log.jsonl", line(99))
+    assert steps_in(log) == [*parts, 99]
+    said = [record.getMessage() for record in caplog.records if "of its parts" in record.getMessage()]
+    assert said == ([f"{log.path}: {GAP.format(gap)}"] if gap else [])
+    in_tails = [json.loads(raw)["step"] for tail in read_tail(log.path) for raw in tail.lines]
+    assert in_tails == [*parts, 99]
+
+
+@pytest.mark.parametrize("compressed", [[1], [2], [1, 2], [1, 2, 3]])
+def test_the_next_part_comes_after_those_that_were_compressed(log, monkeypatch, compressed):
+    monkeypatch.setattr(growing_files, "MAX_BYTES", 1)
+    monkeypatch.setattr(growing_files, "LOG_SEGMENT", 1)
+    append(log, *range(4))
+    before = {name for name in log.contents() if name != "log.jsonl"}
+    assert before >= {"log.jsonl.1", "log.jsonl.2", "log.jsonl.3"}
+    for n in compressed:
+        log.put(f"log.jsonl.{n}.gz", b"")
+        log.remove(f"log.jsonl.{n}")
+    kept = steps_in(log)
+    append(log, 4, 5)
+    assert steps_in(log) == [*kept, 4, 5]
+    new = {name for name in log.contents() if not name.endswith(".gz")} - before - {"log.jsonl"}
+    assert new
+    assert all(int(name.rpartition(".")[2]) > 3 for name in new)
 
 
 def test_a_log_whose_file_was_renamed_is_read(log):
