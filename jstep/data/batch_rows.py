@@ -1,9 +1,7 @@
 """The rows of each batch as pure functions of the step: how many, from which sources, and the share of each process."""
 
 import bisect
-import heapq
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -11,6 +9,7 @@ import jax
 import numpy as np
 
 from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_in_epoch
+from jstep.data.proportions import CountChanges, CountStage, RowOrder, Weights
 from jstep.data.steps import Staircase, clamp_range, range_length
 
 # The number of rows of each batch, in closed form over runs of steps, and the share of each process.
@@ -101,121 +100,6 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
             raise ValueError(
                 f"{name}={stage.value}: must be a multiple of {count}, the number of processes that share a batch"
             )
-
-
-# The number of rows that come from each source of a mixture, in exact arithmetic.
-#
-# Consider a stage that begins with counts c and ideals I, and whose weights w sum to 1. A fluid flows into the sources
-# at one row per time unit. It first fills the sources that are furthest behind, measured by c - I, until they are level
-# with the next, and then follows the weights: F_s(t) = max(c_s, I_s + w_s·t + level(t)), where the F_s sum to t plus
-# the sum of the c_s.
-#
-# Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. The level never
-# falls within a stage. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2: a single
-# source is never further than (n - 1)/2 from its ideal.
-
-Weights = tuple[Fraction, ...]
-
-_HALF = Fraction(1, 2)
-_PRECISION = 2**128
-"""Errors are carried from stage to stage in units of 1/_PRECISION row."""
-
-
-class RatePeriod(NamedTuple):
-    """A period of constant rates: each source has floor((offset + rate·t) / unit) rows at time t.
-
-    Attributes:
-        start: In rows since the stage began.
-        rates: The rate of each source; 0 if it is waiting.
-    """
-
-    start: Fraction
-    unit: int
-    offsets: tuple[int, ...]
-    rates: tuple[int, ...]
-
-
-class CountStage(NamedTuple):
-    """A stage with constant weights.
-
-    Attributes:
-        first: The number of rows before the stage.
-        slack: The number of sources with a positive weight.
-    """
-
-    first: int
-    periods: tuple[RatePeriod, ...]
-    slack: int
-
-    def counts(self, rows: int) -> tuple[int, ...]:
-        # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
-        twice = max(2 * (rows - self.first) - self.slack, 0)
-        number = bisect.bisect_right(self.periods, Fraction(twice, 2), key=lambda period: period.start) - 1
-        period = self.periods[number]
-        counts = [
-            (2 * offset + rate * twice) // (2 * period.unit)
-            for offset, rate in zip(period.offsets, period.rates, strict=True)
-        ]
-        missing = rows - sum(counts)  # fewer than there are sources
-        due = [(self._due(source, count, number), source) for source, count in enumerate(counts)] if missing else []
-        heapq.heapify(due)
-        for _ in range(missing):
-            source = due[0][1]  # the first of the sources that are due at the same time
-            counts[source] += 1
-            heapq.heapreplace(due, (self._due(source, counts[source], number), source))
-        return tuple(counts)
-
-    def _due(self, source: int, count: int, number: int) -> Fraction | float:
-        for i, period in enumerate(self.periods[number:], number + 1):
-            if period.rates[source]:
-                time = Fraction((count + 1) * period.unit - period.offsets[source], period.rates[source])
-                if i == len(self.periods) or time <= self.periods[i].start:
-                    return time
-        return math.inf
-
-
-def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
-    stairs: list[CountStage] = []
-    start, before = stages[0]
-    counts = (0,) * len(before)
-    ideals: list[Fraction] = [Fraction(0)] * len(before)
-    for first, weights in stages:
-        if stairs and weights == before:  # its order continues
-            continue
-        if stairs:
-            grown = [i + w * (first - start) for i, w in zip(ideals, before, strict=True)]
-            counts = stairs[-1].counts(first)
-            errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
-            ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
-        stairs.append(CountStage(first, _periods(counts, ideals, weights), sum(w > 0 for w in weights)))
-        start, before = first, weights
-    return Staircase(tuple(stage.first for stage in stairs), tuple(stairs))
-
-
-def _periods(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[RatePeriod, ...]:
-    excess = [c - i for c, i in zip(counts, ideals, strict=True)]
-    waiting = {s for s, weight in enumerate(weights) if weight > 0}
-    level, time = min(excess[s] for s in waiting), Fraction(0)
-    filling: set[int] = set()
-    periods = []
-    while True:
-        filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
-        waiting -= filling
-        rise = (1 - sum(weights[s] for s in filling)) / Fraction(len(filling))
-        at_zero = [
-            (i + level - rise * time if s in filling else c) + _HALF
-            for s, (c, i) in enumerate(zip(counts, ideals, strict=True))
-        ]
-        rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
-        unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
-        periods.append(
-            RatePeriod(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates))
-        )
-        if not waiting:
-            return tuple(periods)
-        # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
-        times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
-        level, time = level + rise * (min(times) - time), min(times)
 
 
 # The rows of each batch.
@@ -309,33 +193,44 @@ class PlanReader:
         self._ahead = [Lookahead(*stream) for stream in plan.streams]
         self._order_seed = derive_seed(plan.seed, _ORDER)
         self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
-        self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
+        # At most one: the order of the rows after the newest batch. A thread takes it out while it advances it.
+        self._orders: list[RowOrder] = []
 
     def __call__(self, step: int) -> list[SourceRows]:
-        if len(self._ahead) == 1:
-            rows = self.single_source_rows(step)
-            return [SourceRows(0, slice(0, rows.stop - rows.start if isinstance(rows, slice) else len(rows)), rows)]
         plan = self._plan
-        before, size = plan.sizes.before(step), plan.sizes.at(step)
-        rows_before, first = self._counts
-        if rows_before != before:
-            first = plan.counts_at(before)
-        after = plan.counts_at(before + size)
-        self._counts = (before + size, after)
+        if plan.counts is None:  # one source
+            rows = self.single_source_rows(step)
+            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            return [SourceRows(0, slice(0, count), rows)]
+        size = plan.sizes.at(step)
+        counts = self._take(plan.counts, plan.sizes.before(step), size)
+        names = np.array(sorted(counts))
         low, high = plan.share.of(size)
         # Before mixing, the batch consists of the rows of the first source, then of the second, and so on.
-        ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
+        ends = np.cumsum([after - before for _, (before, after) in sorted(counts.items())])
         batch_domain = domain(size)
         order = permute(batch_domain, draw_keys(batch_domain, self._order_seed, step), np.arange(size))
-        sources = np.searchsorted(ends, order, side="right")
+        sources = names[np.searchsorted(ends, order, side="right")]
         parts = []
         for source in np.unique(sources[low:high]).tolist():
             indices = np.flatnonzero(sources[low:high] == source)
             # Mixing keeps the rows of a source in stream order, so the rows of a process are consecutive in the stream.
-            start = first[source] + int(np.count_nonzero(sources[:low] == source))
+            start = counts[source][0] + int(np.count_nonzero(sources[:low] == source))
             rows = self._ahead[source].stream(start, len(indices), plan.shuffle)
             parts.append(SourceRows(source, indices, rows))
         return parts
+
+    def _take(self, stages: Staircase[CountStage], first: int, size: int) -> CountChanges:
+        """Return the counts of the sources of `size` rows from row `first`, before and after them."""
+        try:
+            order = self._orders.pop()
+        except IndexError:  # the first batch, or another thread has it
+            order = RowOrder(stages, first)
+        if order.rows != first:
+            order = RowOrder(stages, first)
+        changes = order.take(size)
+        self._orders[:] = [order]
+        return changes
 
     def single_source_rows(self, step: int) -> RowNumbers:
         first, lines = self._known

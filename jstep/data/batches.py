@@ -10,7 +10,8 @@ import numpy as np
 from jstep.core.checks import as_bool, as_int, as_mapping, as_number, as_string, check_choice, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T, structure
-from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, Weights, count_stages, derive_seed
+from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, derive_seed
+from jstep.data.proportions import Weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers
 from jstep.data.sources import Rows, open_rows
 from jstep.data.steps import NO_END, Staircase, Steps, as_staircase, staircase
