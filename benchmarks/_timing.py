@@ -1,5 +1,6 @@
 """Interleaved timing: contenders take turns in shuffled order, so that slow phases of the machine affect all alike."""
 
+import compileall
 import io
 import itertools
 import logging
@@ -12,6 +13,10 @@ from collections.abc import Callable, Mapping
 import jax
 
 import jstep
+
+# With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable jstep again, but none of
+# what it is compared with, which pip compiled when it was installed.
+compileall.compile_dir(os.path.dirname(jstep.__file__), quiet=1)
 
 
 def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, rounds: int = 15) -> dict[str, list]:

@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import Bounds, as_number, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, on_host
+from jstep.core.new_arrays import copy_as, copy_of
 from jstep.core.placement import NO_MESH
 
 
@@ -31,10 +32,10 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
             "jstep trains real parameters: keep its real and imaginary parts as two leaves."
         )
     if trees.is_key(leaf):
-        return jnp.copy(leaf) if copy else leaf  # leaf.copy() fails during tracing
+        return copy_of(leaf) if copy else leaf
     # A weak type would become strong in the first step, and cause a recompilation.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
+    return copy_as(leaf, dtype) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
 def host_leaf(leaf: object, path: str, argument: str) -> Any:

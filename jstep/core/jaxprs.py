@@ -237,6 +237,16 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     return [results.get(var) for var in eqn.outvars]
 
 
+def repeated_number(operation: Operation, values: Sequence[Any], max_bytes: int) -> np.ndarray[Any, Any] | None:
+    """The result of an operation that repeats one number, which the program has as a constant; None of any other."""
+    if operation.name != "broadcast_in_dim" or isinstance(values[0], jax.Array) or np.ndim(values[0]):
+        return None
+    result = operation.eqn.outvars[0].aval
+    if result.size * result.dtype.itemsize > max_bytes:
+        return None
+    return np.full(result.shape, values[0], result.dtype)
+
+
 def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:
     return jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(eqns))
 

@@ -268,9 +268,10 @@ def place(
         return _without_alias(array, parts.values())
 
 
-def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
+def place_anywhere(values: np.ndarray[Any, Any], sharding: Any = None) -> jax.Array:
+    """Place values on one device without sharing their memory: on the default device, uncommitted, or as given."""
     with internal_transfers():
-        return _without_alias(jax.device_put(values), [values])
+        return _without_alias(jax.device_put(values, sharding), [values])
 
 
 def _without_alias(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:

@@ -14,6 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
+from jstep.core.new_arrays import copy_as, full_like
 from jstep.core.placement import on_devices
 from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
@@ -120,7 +121,7 @@ class ExponentialMovingAverage:
             if not trees.is_trainable(p):
                 return None
             dtype = trees.compute_dtype(jnp.result_type(p))
-            return jnp.zeros_like(p, dtype=dtype) if self.starts_at_zeros else jnp.array(p, dtype=dtype, copy=True)
+            return full_like(p, 0.0, dtype) if self.starts_at_zeros else copy_as(p, dtype)
 
         return jax.tree.map(leaf, params)
 

@@ -15,6 +15,7 @@ from jstep.core.checks import as_int, format_value
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, shard_like, without_explicit_axes
+from jstep.core.new_arrays import copy_as, full_like
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -123,7 +124,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
                 raise ValueError(
                     f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
                 )
-        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in trained]
+        lows = [None if p is None or p.dtype != jnp.bfloat16 else full_like(p, 0, jnp.int8) for p in trained]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
             fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
@@ -513,7 +514,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
             if like is not None and roles[name] is Role.REMAINDER:
                 leaves[i], new_leaves[i] = round_to_nearest(masters[i].astype(jnp.float32), None, None)
             elif like is not None:
-                new_leaves[i] = jnp.array(masters[i], like.dtype, copy=True)
+                new_leaves[i] = copy_as(masters[i], like.dtype)
         slots[name] = treedef.unflatten(new_leaves)
     plain = {name for name in old_slots if old.get(name) not in (*HALVES, Role.MASTER)}
     plain -= {name for name in plain if old.get(name) is Role.DRAWN and name not in wanted}

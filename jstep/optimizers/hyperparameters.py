@@ -15,6 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import Bounds, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import exempts_transfers
+from jstep.core.new_arrays import copy_as
 from jstep.core.trees import Array, Held, P, ScalarOrSchedule, Slots, Step, Tree
 from jstep.slots.roles import Role, Roles, abstractly
 from jstep.state.train_state import TrainState
@@ -77,7 +78,7 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
     entries = [value for value in hyper.values() if isinstance(value, Held)]
     dtype = trees.default_float()
-    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=dtype, copy=True) for entry in entries}
+    return {f"{HELD_PART}/{entry.name}": copy_as(entry.value, dtype) for entry in entries}
 
 
 def display_name(slot: str) -> str | None:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.device_values import as_key, floating_dtype
+from jstep.core.new_arrays import copy_as
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
@@ -62,7 +63,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     def widened(leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
             return None
-        return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
+        return copy_as(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide)
 
     def fresh(params: Params, global_step: Step) -> Any:
         return jax.tree.map(widened, trained_params(optimizer, params))

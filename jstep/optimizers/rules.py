@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jstep.core import trees
+from jstep.core import new_arrays, trees
 from jstep.core.checks import as_mapping, describe_type, format_value
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -470,13 +470,12 @@ def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, Leaf
 
 def _scalar(name: str, value: object, global_step: Step) -> Array:
     first = value.value if isinstance(value, Held) else value
-    return jnp.array(value_at(f"the initial value of slot {name!r}", first, global_step), jnp.float32, copy=True)
+    return new_arrays.copy_as(value_at(f"the initial value of slot {name!r}", first, global_step), jnp.float32)
 
 
 def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
-
     firsts: dict[Any, jax.Array] = {}  # copying a slot takes a fifth of the time of creating another of its kind
 
     def full_like(leaf: Any, dtype: DTypeLike) -> Array:
@@ -484,8 +483,8 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
             return jnp.full_like(leaf, value, dtype=dtype)
         like = leaf.shape, jnp.dtype(dtype), leaf.sharding, leaf.committed
         if like in firsts:
-            return jnp.copy(firsts[like])
-        full = jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
+            return new_arrays.copy_of(firsts[like])
+        full = new_arrays.full_like(leaf, value, dtype)
         if not trees.is_traced(full):
             firsts[like] = full
         return full
@@ -495,11 +494,11 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
             return None
         dtype = spec.dtype or trees.compute_dtype(jnp.result_type(leaf))
         if copy:
-            return jnp.array(leaf, dtype=dtype, copy=True)
+            return new_arrays.copy_as(leaf, dtype)
         if spec.shape is None:
             return full_like(leaf, dtype)
         shape = spec.shape(path, like)
-        return None if shape is None else jnp.full(shape, value, dtype)
+        return None if shape is None else new_arrays.full(shape, value, dtype)
 
     pairs = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
@@ -570,7 +569,7 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_start_step(global_step: Step) -> Array:
-    return jnp.array(global_step, dtype=trees.default_int(), copy=True)
+    return new_arrays.copy_as(global_step, trees.default_int())
 
 
 def slot_age(step: Step, start_step: Array) -> Array:

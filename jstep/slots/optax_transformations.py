@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
+from jstep.core.jaxprs import Operation, apply, body_of, evaluate, repeated_number
+from jstep.core.new_arrays import MAX_HOST_BYTES, are_on_one_device, copy_as, copy_of, place_like
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices
@@ -55,10 +57,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with standard_promotion():
-            state = transformation.init(seen(params))
-        _refuse_private(state)
-        slots = _StateSlots(name, state, params).slots
-        return {slot: jax.tree.map(_separate_copy, tree) for slot, tree in slots.items()}
+            state = _initial_state(transformation.init, jax.tree.map(_wide_copy, _trained_only(params)))
+        return _StateSlots(name, state, params).slots
 
     def skeleton(params: Params) -> _StateSlots:
         with standard_promotion():
@@ -222,11 +222,45 @@ def seen(params: Params) -> Params:
     return jax.tree.map(trees.widen, _trained_only(params))
 
 
+def _wide_copy(leaf: Any) -> Any:
+    """The leaf as Optax sees it: as `trees.widen`, without a program for each shape."""
+    dtype = trees.compute_dtype(leaf.dtype)
+    return leaf if leaf.dtype == dtype else copy_as(leaf, dtype)
+
+
+def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
+    """`init(params)`, in memory of its own, and without compiling a program for each shape.
+
+    The operations of `init` are executed one by one, as JAX executes them outside of a trace, except that arrays of one
+    number, such as the zeros of moments, are made on the host.
+    """
+    leaves = jax.tree.leaves(params)
+    traced = None
+    if are_on_one_device(leaves):
+        # An init that needs the values of the parameters raises here, or below for another reason.
+        with contextlib.suppress(Exception):
+            traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    if traced is None:
+        state = init(params)
+        _refuse_private(state)
+        return jax.tree.map(_separate_copy, state)
+    _refuse_private(shapes)
+
+    def execute(operation: Operation, operands: list[Any]) -> Sequence[Any]:
+        array = repeated_number(operation, operands, MAX_HOST_BYTES)
+        return apply(operation, operands) if array is None else [array]
+
+    results = evaluate(body_of(traced), leaves, execute)
+    params_by_shape = {leaf.shape: leaf for leaf in leaves}
+    arrays = [place_like(_separate_copy(result), params_by_shape.get(np.shape(result))) for result in results]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
 def _separate_copy(leaf: Any) -> Any:
     if trees.is_key(leaf):
-        return jnp.copy(leaf)  # leaf.copy() fails during tracing
+        return copy_of(leaf)
     # A weak type would become strong in the first step, which would recompile it.
-    return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
+    return copy_as(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
 
 def _without(treedef: Any, absent: list[bool], tree: Tree) -> Any:

@@ -11,6 +11,7 @@ from jstep.core import interactive, meshes, placement, trees
 from jstep.core.checks import describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import WrongStateError, note
+from jstep.core.new_arrays import copy_as
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Step, Tree
 from jstep.slots.roles import COUNTS, roles_in
@@ -43,7 +44,7 @@ def _as_count(value: Any, argument: str) -> Array:
     as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
     if not trees.is_traced(value) and value > np.iinfo(dtype).max:
         raise ValueError(f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
-    return jnp.array(value, dtype=dtype, copy=True)
+    return copy_as(value, dtype)
 
 
 @shortens_tracebacks

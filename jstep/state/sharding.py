@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_int
+from jstep.core.new_arrays import copy_of
 from jstep.core.trees import Params, Slots, Tree
 from jstep.slots.roles import NO_ROLES, Role, Roles
 
@@ -209,7 +210,7 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a
         # CPU may_alias=False is not honored: the state could alias NumPy's memory.
-        return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
+        return jax.device_put(copy_of(leaf) if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
     if trees.is_key(leaf):
         return jax.random.wrap_key_data(put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Self, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.logs import logger
+from jstep.core.new_arrays import copy_as, copy_of
 from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.tables import html_table
@@ -387,11 +387,11 @@ def _fresh(
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
         for name in roles.of(Role.LAST_WEIGHT):
             slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(_fresh_average, slots[MODEL_STATE])
-    return cls(params, slots, jnp.array(step, copy=True), roles=roles)
+    return cls(params, slots, copy_of(step), roles=roles)
 
 
 def _fresh_average(leaf: Any) -> Any:
-    return jnp.array(leaf, trees.compute_dtype(leaf.dtype), copy=True) if trees.is_trainable(leaf) else None
+    return copy_as(leaf, trees.compute_dtype(leaf.dtype)) if trees.is_trainable(leaf) else None
 
 
 def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -> Slots:
@@ -426,7 +426,7 @@ def _unshared(params: Params, slots: Slots) -> Slots:
 
     def own(leaf: object) -> Any:
         if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and id(leaf) in seen:
-            leaf = leaf.copy()
+            leaf = copy_of(leaf)
         seen.add(id(leaf))
         return leaf
 
