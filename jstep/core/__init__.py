@@ -8,6 +8,7 @@
 - `jaxprs`: traced programs.
 - `logs`: log lines.
 - `meshes`: meshes and other JAX contexts.
+- `new_arrays`: arrays made without compiling a program.
 - `placement`: shardings and memory kinds.
 - `processes`: what processes agree on.
 - `public_names`: public names, and hints for names of others.

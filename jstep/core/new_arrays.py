@@ -77,7 +77,8 @@ def _is_transferable(leaf: Any) -> bool:
         return True
     # Operations move an uncommitted array to the default device; a transfer does not. A default that is the name of a
     # platform is no device, and is left to JAX.
-    default = jax.config.jax_default_device
+    config: Any = jax.config
+    default = config.jax_default_device
     return leaf.devices() == {jax.local_devices()[0] if default is None else default}
 
 
