@@ -14,8 +14,8 @@ import jax
 
 import jstep
 
-# With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable jstep again, but none of
-# what it is compared with, which pip compiled when it was installed.
+# With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable jstep again, but not
+# the packages that it is compared with, which pip compiled.
 compileall.compile_dir(os.path.dirname(jstep.__file__), quiet=1)
 
 
