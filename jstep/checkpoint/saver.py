@@ -182,7 +182,7 @@ class Saver:
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
-    ) -> dict[str, Any]: ...
+    ) -> Any: ...
 
     @overload
     def restore(

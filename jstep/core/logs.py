@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import itertools
 import logging
+import re
 import sys
 import threading
 from collections import defaultdict
@@ -13,6 +14,24 @@ from typing import Any
 from jstep.core.checks import as_int
 
 logger = logging.getLogger("jstep")
+
+
+class _PrintableLines(logging.Filter):
+    """Escapes the control characters of a record, since names in files of somebody else are part of messages."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        with contextlib.suppress(Exception):  # `logging` reports arguments that do not fit
+            text = record.getMessage()
+        if not getattr(record, "is_users", False) and _CONTROL.search(text):
+            record.msg = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            record.args = ()
+        return True
+
+
+# Not line breaks and tabs, which are ours.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+logger.addFilter(_PrintableLines())
 
 
 # The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
@@ -65,7 +84,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
     frame = sys._getframe(1)
     count = next(_counts[frame.f_code.co_filename, frame.f_lineno])
     if count % n == 0:
-        logger.log(number, msg, *args, stacklevel=2)
+        logger.log(number, msg, *args, stacklevel=2, extra={"is_users": True})
 
 
 def as_level(level: object) -> int:

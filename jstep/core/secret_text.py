@@ -14,7 +14,8 @@ _TOKEN = re.compile(
     r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
 """The forms of well-known tokens."""
-_PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
+# The name begins where a word does and gives nothing back: otherwise the time for a text without "=" is quadratic.
+_PAIR = re.compile(r"""(?<![\w.-])([\w.-]++)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
 

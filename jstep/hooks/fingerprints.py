@@ -30,8 +30,9 @@ from jstep.state.fingerprints import (
     stacked_words,
 )
 from jstep.state.train_state import TrainState
-from jstep.stores.files import is_directory
+from jstep.stores.files import is_directory, refuse_links
 from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
+from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 
@@ -117,7 +118,7 @@ def parse_line(raw: bytes) -> Entry | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
-    if type(step) is not int or step < 0 or not isinstance(leaves, dict | None):
+    if not is_step(step) or not isinstance(leaves, dict | None):
         return None
     if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
         return None
@@ -248,6 +249,8 @@ class FingerprintHook(RunHook):
 
     def _open(self) -> None:
         if jax.process_index() == 0:
+            if self.run.saver is not None:
+                refuse_links(self._path, self.run.saver.directory)
             self._claim = None if is_url(self._path) else claim_file(self._path)
             log = read_later(self._path, self.run.step)
             if log.corrupted:

@@ -26,6 +26,7 @@ from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read
 from jstep.metering.metric_sums import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, sort_metrics
 from jstep.state.train_state import TrainState
+from jstep.stores.files import refuse_links
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
 
@@ -162,6 +163,8 @@ class History(ReportingHook):
     def _open(self) -> None:
         if jax.process_index() != 0 or self._path is None:
             return
+        if self.run.saver is not None:
+            refuse_links(self._path, self.run.saver.directory)
         self._file = HistoryFile(
             self._path, self.run.step, resumes=self.run.restored is not None and not self.run.is_new_branch
         )

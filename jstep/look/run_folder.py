@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +27,8 @@ from jstep.record.starts import (
 from jstep.stores.event_files import DataLossError, Series, Writer, event_files, read_series
 from jstep.stores.files import is_directory, seconds_since_write
 from jstep.stores.owners import is_alive
-from jstep.stores.urls import is_url, join_path, resolve_path, split_path
+from jstep.stores.untrusted import RecordedRun
+from jstep.stores.urls import is_url, join_path, split_path
 
 RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
 MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
@@ -177,26 +176,36 @@ class RunFolder:
             problems.append(f"event files of other runs are not shown: {format_list(others, 5)}")
         return [files[name] for name in sorted(files)], problems
 
+    def recorded_run(self, start: Start) -> RecordedRun:
+        """What a start says about where it was made, which decides what may be opened of the paths in it."""
+        directory = start["directory"]
+        hosts = [other["process"].get("host") for other in self.valid_starts if other["directory"] == directory]
+        return RecordedRun(self.path, directory, frozenset(hosts))
+
     def _logdirs(self, problems: list[str]) -> list[str]:
-        """The logdirs of starts; none that somebody else recorded leads out of the directory above the run."""
-        found = list[str]()
-        above = split_path(resolve_path(self.path))[0]
-        places = {(start["logdir"], start["directory"]) for start in self.valid_starts if start["logdir"]}
-        for logdir, directory in places:
-            place, is_readers = logdir, False
-            if not is_url(self.path) and directory and not is_url(directory) and not is_url(logdir):
-                hosts = {start["process"].get("host") for start in self.valid_starts if start["directory"] == directory}
-                is_readers = hosts == {socket.gethostname()} and resolve_path(directory) == resolve_path(self.path)
-                if not is_readers:  # it may have been moved together with the run
-                    place = os.path.normpath(os.path.join(self.path, os.path.relpath(logdir, directory)))
-            if is_readers or join_path(resolve_path(place), "").startswith(join_path(above, "")):
-                found.append(place)
-            else:
-                problems.append(
-                    f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
-                    "nor beside it; move the event files into that directory to see its curves"
-                )
+        found, unread = self.logdirs
+        problems += [
+            f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
+            "nor beside it; move the event files into that directory to see its curves"
+            for logdir in unread
+        ]
         return found
+
+    @functools.cached_property
+    def logdirs(self) -> tuple[list[str], list[str]]:
+        """The logdirs of its starts that may be opened, and those that somebody else recorded and that lead away."""
+        found = dict[str, None]()
+        unread = dict[str, None]()
+        for start in self.valid_starts:
+            logdir = start["logdir"]
+            if logdir is None:
+                continue
+            place = self.recorded_run(start).find(logdir)
+            if place is None:
+                unread[logdir] = None
+            else:
+                found[place] = None
+        return list(found), list(unread)
 
     def series(self, on_corrupted: Callable[[DataLossError], None] = lambda error: None) -> dict[str, Series]:
         """Return the scalars of its event files by tag."""
@@ -232,7 +241,7 @@ def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
     from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # it imports JAX
 
-    logdirs = [start["logdir"] for folder in folders for start in folder.valid_starts if start["logdir"]]
+    logdirs = [logdir for folder in folders for logdir in folder.logdirs[0]]
     for place in dict.fromkeys([path, *logdirs]):
         with contextlib.suppress(OSError, ValueError):
             return {step: entry.state for step, entry in read_log(join_path(place, FINGERPRINTS_FILE)).entries.items()}

@@ -14,7 +14,8 @@ from jstep.look.run_folder import HANGS, RUNNING, UNREADABLE, RunFolder, run_fol
 from jstep.record.differences import changes
 from jstep.record.schema import Start
 from jstep.record.starts import FINISHED, has_trained
-from jstep.stores.urls import is_url, resolve_path, split_path
+from jstep.stores.untrusted import RecordedRun, is_below_or_beside, step_in
+from jstep.stores.urls import split_path
 
 _SHOWN = 100
 """The number of the newest starts that a summary lists."""
@@ -201,8 +202,12 @@ def _newest_checkpoint(folder: RunFolder) -> str | None:
 
 
 def _former_paths(folder: RunFolder) -> list[str]:
-    places = dict.fromkeys(place for start in folder.valid_starts if (place := start["directory"]) is not None)
-    return [place for place in places if resolve_path(place) != resolve_path(folder.path)]
+    former = dict[str, None]()
+    for start in folder.valid_starts:
+        directory = start["directory"]
+        if directory is not None and not folder.recorded_run(start).is_at(directory):
+            former[directory] = None
+    return list(former)
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
@@ -242,17 +247,30 @@ def _examples(starts: Sequence[Start]) -> int | None:
 
 
 def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
-    """The best values with their steps, and their checkpoints, if these exist and are of the run's own steps."""
+    """The best values with their steps, and their checkpoints, if these exist and are of the run's own steps.
+
+    A checkpoint elsewhere that somebody else recorded is not looked for: it is as recorded.
+    """
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
     parent_step = -1 if start["parent"] is None else start["parent"]["step"]
+    recorded_run = folder.recorded_run(start)
     for name, (value, step, recorded) in start["best"].items():
-        path = _moved(recorded, start["directory"], folder.path, is_copy=folder.original is not None)
-        above, checkpoint = split_path(path)
-        with contextlib.suppress(Exception):
-            stored = open_store(above).at(checkpoint.rpartition("-")[0], int(checkpoint.rpartition("-")[2]))
-            if stored is not None and step > parent_step:
-                best[name], paths[name] = (value, step), path
+        if step <= parent_step:
+            continue
+        path = _existing(recorded, recorded_run, is_copy=folder.original is not None)
+        if path is None or _is_checkpoint(path):
+            best[name] = value, step
+            paths[name] = path or recorded
     return best, paths
+
+
+def _is_checkpoint(path: str) -> bool:
+    above, checkpoint = split_path(path)
+    prefix, _, digits = checkpoint.rpartition("-")
+    step = step_in(digits)
+    with contextlib.suppress(Exception):
+        return step is not None and open_store(above).at(prefix, step) is not None
+    return False
 
 
 def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, str]:
@@ -260,7 +278,7 @@ def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, s
     notes = dict[str, str]()
     parent = _parent(folder, ending)
     parent_step = -1 if parent is None else parent[1]
-    values = {} if parent is None else _best_of_parent(*parent)
+    values = {} if parent is None else _best_of_parent(folder, ending, parent_step)
     values |= {name: (value, step) for name, (value, step, _) in ending["best"].items() if step <= parent_step}
     for name in values.keys() & (ending["best"].keys() | ending["kept"].keys()):
         value, step = values[name]
@@ -272,6 +290,9 @@ def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, s
         spans = ((start, start["step"]) for start in reversed(folder.valid_starts))
         made_by = next((start for start, span in spans if span is not None and span[0] < step <= span[1]), trained)
         data = [start["kept"][name]["data"] if name in start["kept"] else None for start in (made_by, trained)]
+        is_elsewhere = _existing(ending["best"][name][2], folder.recorded_run(ending)) is None
+        if name not in notes and step > parent_step and is_elsewhere:
+            notes[name] = "as recorded: its checkpoint is elsewhere, and was not looked for"
         if name not in notes and changes({"config": made_by["config"]}, {"config": trained["config"]}).lines:
             notes[name] = "measured with another config"
         elif name not in notes and None not in data and data[0] != data[1]:
@@ -279,28 +300,43 @@ def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, s
     return notes
 
 
-def _best_of_parent(path: str, parent_step: int) -> dict[str, tuple[float, int]]:
+def _best_of_parent(folder: RunFolder, start: Start, parent_step: int) -> dict[str, tuple[float, int]]:
     """The best values in the record of a parent, of the steps before the branch."""
-    place, checkpoint = split_path(path)
     found = dict[str, tuple[float, int]]()
+    path = None
+    if start["parent"] is not None:
+        path = _existing(start["parent"]["path"], folder.recorded_run(start))
+    if path is None:
+        return found
+    place, checkpoint = split_path(path)
     with contextlib.suppress(OSError):
-        for start in run_folder(place, checkpoint.rpartition("-")[0]).valid_starts:
-            found |= {name: (value, step) for name, (value, step, _) in start["best"].items() if step <= parent_step}
+        for other in run_folder(place, checkpoint.rpartition("-")[0]).valid_starts:
+            found |= {name: (value, step) for name, (value, step, _) in other["best"].items() if step <= parent_step}
     return found
 
 
 def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
     parent = start["parent"]
-    return parent and (_moved(parent["path"], start["directory"], folder.path), parent["step"])
+    if parent is None:
+        return None
+    path = _existing(parent["path"], folder.recorded_run(start))
+    return path or parent["path"], parent["step"]
 
 
-def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:
-    """The path of a checkpoint that may have been moved together with its run."""
-    if before is None or before == where or is_url(where) or is_url(path):
-        return path
-    relative = os.path.relpath(path, before)
-    moved = os.path.normpath(os.path.join(where, relative))
-    if relative.startswith(os.pardir):
-        return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
-    # At `before` there may be another run by now; but a copy may lack what the original has.
-    return path if is_copy and not os.path.isdir(moved) else moved
+def _existing(path: str, run: RecordedRun, *, is_copy: bool = False) -> str | None:
+    """The path of a checkpoint that may have been moved together with its run; None if it may not be looked for."""
+    moved = run.moved(path)
+    if moved == path or run.directory is None:
+        return run.find(path)
+    if not os.path.relpath(path, run.directory).startswith(os.pardir):
+        # At `directory` there may be another run by now; but a copy may lack what the original has.
+        if is_copy and not os.path.isdir(moved):
+            return path
+        return moved if is_below_or_beside(moved, run.where) else None
+    # It was not in the run, which may have been moved as part of a larger directory.
+    as_recorded = path if is_below_or_beside(path, run.where) else None
+    if as_recorded is not None and os.path.isdir(os.path.dirname(as_recorded)):
+        return as_recorded
+    if is_below_or_beside(moved, run.where) and os.path.isdir(os.path.dirname(moved)):
+        return moved
+    return as_recorded

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unread
 from jstep.record.differences import is_setting, values_of
 from jstep.record.starts import FOLDER
 from jstep.stores.files import is_absent, is_directory, walk
+from jstep.stores.untrusted import is_below_or_beside
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 
 
@@ -225,13 +227,25 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
     def parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
             return None
-        place = resolve_path(split_path(run.parent[0])[0])
+        place = _resolved(split_path(run.parent[0])[0], run)
         copies = by_id.get(run.parent_run or "", [])
         above = [copy for copy in copies if join_path(place, "").startswith(join_path(resolve_path(copy.path), ""))]
         found = above or copies
         return found[0] if len(found) == 1 else None
 
     return parent
+
+
+def _may_be_opened(path: str, run: RunSummary) -> bool:
+    """Return whether a path that the record of a run names may be opened: the rule of `RecordedRun`."""
+    is_readers = run.host == socket.gethostname() and not run.former_paths
+    return is_readers or is_below_or_beside(path, run.path)
+
+
+def _resolved(path: str, run: RunSummary) -> str:
+    if _may_be_opened(path, run):
+        return resolve_path(path)
+    return absolute(path)
 
 
 def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
@@ -249,11 +263,13 @@ def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
         if run.parent is not None:
             path, step = run.parent
             folder, checkpoint = split_path(path)
-            is_own = resolve_path(folder) == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
+            resolved = _resolved(folder, run)
+            is_own = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
             above = find_parent(run)
-            if above is not None and above is not run and (is_own or not is_directory(folder)):
+            is_there = not is_own and _may_be_opened(folder, run) and is_directory(folder)
+            if above is not None and above is not run and not is_there:
                 inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
-                is_inner = is_directory(inner) or resolve_path(inner) == resolve_path(folder)  # that were deleted
+                is_inner = is_directory(inner) or resolve_path(inner) == resolved  # that were deleted
                 path = join_path(inner if is_inner else above.path, checkpoint)
             elif is_own:
                 path = f"{path} of the run {run.parent_run}, which was there before"

@@ -12,6 +12,7 @@ from jstep.core.checks import describe_type, format_value
 from jstep.core.logs import logger
 from jstep.stores import files
 from jstep.stores.growing_files import BEGINNING, LineFile, split_lines
+from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, location
 
 Row = dict[str, float]
@@ -81,7 +82,7 @@ def _parse(line: bytes) -> tuple[int, Row]:
         row = {name: float(value) for name, value in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return -1, {}
-    return (step, row) if type(step) is int and _line(step, row) == line + b"\n" else (-1, {})
+    return (step, row) if is_step(step) and _line(step, row) == line + b"\n" else (-1, {})
 
 
 def _line(step: int, row: Row) -> bytes:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,11 @@ GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+_DIFF += ("--ignore-submodules=all",)  # each of them has a config of its own
+_NO_PROGRAMS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.untrackedCache=false")
+"""Settings that keep git from running what the repository's own config names."""
+_CONFIG = ("config", "--list", "--show-scope", "--name-only", "-z")
+_FILTERS = re.compile(r"(?:local|worktree)\0filter\.", re.IGNORECASE)
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
 _PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 """Variables that git sets for its hooks."""
@@ -48,12 +54,15 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
         raise FileNotFoundError("git")
     environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index
+    # Nor fetch objects that a partial clone lacks: the program for that is one of the repository's config.
+    environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
+    settings = [word for setting in _NO_PROGRAMS for word in ("-c", setting)]
     # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it would wait for their
     # end. So there is none: the output is in files, and a program with a path and open descriptors is spawned, not
     # forked.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
-            [git, "-C", place, *words],
+            [git, "-C", place, *settings, *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
@@ -69,6 +78,10 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
 
 
 def _edits(place: str, deadline: float) -> str | None:
+    if _FILTERS.search(_git(place, deadline, *_CONFIG).decode(errors="replace")):
+        # A filter is a program through which git passes each changed file. With the filters of the repository's own
+        # config switched off, each file would look edited. Those of the user's config are the user's.
+        return UNKNOWN
     root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
     digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
     digest.update(diff)

@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import re
+import socket
 import threading
 import time
 import zlib
@@ -23,7 +24,7 @@ from jstep.record.schema import IN_CARD, Card, Start, checked, valid_fields
 from jstep.stores.files import foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
-from jstep.stores.untrusted import MAX_START_BYTES, decode_json
+from jstep.stores.untrusted import MAX_START_BYTES, decode_json, is_below_or_beside
 from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER = "starts"
@@ -355,6 +356,10 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     if start is None or start["directory"] in (None, where) or is_url(where) or is_url(start["directory"]):
         return None
     source = start["directory"]
+    # Somebody else's record may name any directory, and to look at some of them mounts a file system.
+    is_of_host = start["process"].get("host") == socket.gethostname()
+    if not is_of_host and not is_below_or_beside(source, where):
+        return None
     with contextlib.suppress(OSError, ValueError):
         if not os.path.samefile(source, where):
             others = valid(read_starts(source).get(start["prefix"], ()))

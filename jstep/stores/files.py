@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
-from jstep.stores.untrusted import require_regular
+from jstep.stores.untrusted import link_below, require_regular
 from jstep.stores.urls import is_url, join_path, split_path
 
 
@@ -107,6 +107,16 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
 
 class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
+
+
+def refuse_links(path: str, run_directory: str) -> None:
+    """Raise a ForeignFileError if a path leads through a link below the directory of a run: see `link_below`."""
+    link = link_below(path, run_directory)
+    if link is not None:
+        raise ForeignFileError(
+            f"{link}: is a link below {run_directory}, and nothing is written through it; give the directory that it "
+            "leads to, or remove it"
+        )
 
 
 def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:

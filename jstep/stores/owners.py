@@ -1,7 +1,6 @@
 """The process that a claim, a stall file or a temporary file names; removal of temporary files of dead processes."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -10,6 +9,8 @@ import stat
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 
 
 def this_process() -> dict[str, Any]:
@@ -50,10 +51,10 @@ def space() -> str:
 
 
 def owner_in(data: bytes | None) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(who := json.loads(data or b"{}"), dict):
-            return who
-    return {}
+    if data is None or len(data) > MAX_CLAIM_BYTES:
+        return {}
+    who = decode_json(data)
+    return who if isinstance(who, dict) else {}
 
 
 # Temporary files, which become other files when they are complete. Their names tell the process that writes them.

@@ -11,14 +11,18 @@ records name, and each size, number and name. Every reader asks this module what
     named       names and keys that this package gives
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
+import socket
 import stat
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
 class UntrustedError(ValueError):
@@ -37,9 +41,119 @@ def require_regular(path: str, *, follow_link: bool) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if stat.S_ISLNK(mode):
-        raise OSError(errno.EINVAL, "is a link, which is not followed", path)
+        raise OSError(errno.EINVAL, "is a link, not a regular file", path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "is not a regular file", path)
+
+
+# Followed: links, and paths that records name.
+
+
+def link_below(path: str, run_directory: str) -> str | None:
+    """Return the first link on the way from the directory of a run to a path below it; None if there is none.
+
+    The directory of a run may itself be a link, and so may those above it: its user has made them. Who made the run
+    has made those below it, and what is written or deleted through them is not in the run.
+    """
+    if is_url(path) or is_url(run_directory):
+        return None
+    above = os.path.abspath(path)
+    names: list[str] = []
+    while not _is_same_directory(above, run_directory):
+        above, name = os.path.split(above)
+        if not name:
+            return None  # it is not below the directory of the run
+        names.append(name)
+    for name in reversed(names):
+        above = os.path.join(above, name)
+        if os.path.islink(above):
+            return above
+    return None
+
+
+def _is_same_directory(path: str, directory: str) -> bool:
+    if path == os.path.abspath(directory):
+        return True
+    # Not by the names alone: one of them may lead through a link above the directory. But not if the last name is a
+    # link, as it may be one in the run that leads to the run.
+    with contextlib.suppress(OSError):
+        return not os.path.islink(path) and os.path.samefile(path, directory)
+    return False
+
+
+class RecordedRun(NamedTuple):
+    """A run as its record describes it, which decides what may be opened of the paths that the record names.
+
+    Attributes:
+        where: The directory or URL of the run as it is read.
+        directory: The directory or URL that the record names; None if it names none.
+        hosts: The hosts that have recorded that directory.
+    """
+
+    where: str
+    directory: str | None
+    hosts: Collection[str | None]
+
+    @property
+    def is_readers(self) -> bool:
+        """Whether the reader has made the record: on this host, in this directory."""
+        return self.is_of_host and self.directory is not None and self.is_at(self.directory)
+
+    @property
+    def is_of_host(self) -> bool:
+        return set(self.hosts) == {socket.gethostname()}
+
+    def is_at(self, path: str) -> bool:
+        """Return whether a recorded path is that of the run, as it is read."""
+        if is_url(path) or is_url(self.where):
+            return path == self.where
+        if os.path.abspath(path) == os.path.abspath(self.where):
+            return True
+        # To follow the links of any path may mount another file system.
+        may_follow = self.is_of_host or is_below_or_beside(path, self.where)
+        return may_follow and resolve_path(path) == resolve_path(self.where)
+
+    def find(self, path: str) -> str | None:
+        """Return where a recorded path may be opened; None if somebody else recorded it and it leads elsewhere.
+
+        What was moved together with the run is found below or beside the directory in which the run is now.
+        """
+        if self.is_readers:
+            return path
+        now = self.moved(path)
+        return now if is_below_or_beside(now, self.where) else None
+
+    def moved(self, path: str) -> str:
+        is_moved = self.directory is not None and not any(map(is_url, (self.directory, self.where, path)))
+        if not is_moved:
+            return path
+        return os.path.normpath(os.path.join(self.where, os.path.relpath(path, self.directory)))
+
+
+def is_below_or_beside(path: str, where: str) -> bool:
+    """Return whether a path is in the directory above that of a run, also if links on the way are followed.
+
+    Nothing is beside a run in the root directory.
+    """
+    if is_url(path) != is_url(where):
+        return False
+    if is_url(where):
+        return join_path(path, "").startswith(join_path(split_path(where)[0], ""))
+    # The names alone are compared first: to follow the links of any path may mount another file system.
+    named = os.path.abspath(path)
+    is_named = any(_is_below(named, _above(place)) for place in (os.path.abspath(where), os.path.realpath(where)))
+    return is_named and _is_below(os.path.realpath(path), _above(os.path.realpath(where)))
+
+
+def _above(where: str) -> str:
+    above = os.path.dirname(where)
+    is_root = os.path.dirname(above) == above
+    return where if is_root else above
+
+
+def _is_below(path: str, directory: str) -> bool:
+    # With the slash: /runs/ab is not below /runs/a.
+    return os.path.join(path, "").startswith(os.path.join(directory, ""))
 
 
 # Counted: the bytes of files, each once, and numbers that something can have.

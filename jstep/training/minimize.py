@@ -17,6 +17,7 @@ from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
+from jstep.core.recorded_calls import record_calls
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
@@ -36,7 +37,7 @@ from jstep.training import metrics as step_metrics
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.explain import explain_arguments
 from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
-from jstep.training.step import Body, PureStep, TrainStep, makes_step
+from jstep.training.step import Body, PureStep, TrainStep, remember_call
 
 CONTEXT_KEY_SALT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
@@ -46,7 +47,7 @@ Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 _LOSS_FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
 
 
-@makes_step()
+@record_calls(remember_call)
 def minimize(
     loss_fn: Callable[..., Any] | Losses,
     optimizer: OptimizerLike,

@@ -159,3 +159,28 @@ def test_a_run_that_ends_before_git(repository, fake_git, tmp_path):
     train(1, checkpoint_dir=tmp_path / "run")
     assert time.monotonic() - began < 10
     assert recorded(tmp_path / "run") == (head, "unknown")
+
+
+@pytest.mark.parametrize(
+    "key", ["core.fsmonitor", "filter.x.clean", "filter.x.process", "diff.x.textconv", "diff.external"]
+)
+def test_no_program_of_the_config_of_a_repository_is_run(repository, tmp_path, key):
+    mark = tmp_path / "was-run"
+    (repository / ".gitattributes").write_text("*.txt filter=x diff=x\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "attributes")
+    git(repository, "config", key, f"touch {mark}; cat")
+    (repository / "data.txt").write_text("2")
+    found = code.code_version()
+    assert not mark.exists()
+    assert found["commit"] == git(repository, "-c", "core.fsmonitor=false", "rev-parse", "HEAD")
+    # With a filter off, each file would look edited.
+    assert (found["edits"] == "unknown") == key.startswith("filter")
+    git(repository, "config", "--unset", key)
+    assert code.code_version()["edits"] not in ("unknown", None)
+
+
+def test_a_filter_of_the_user_is_no_reason_not_to_know_the_edits(repository, tmp_path, monkeypatch):
+    (tmp_path / "config").write_text('[filter "x"]\n\tclean = cat\n')
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+    assert code.code_version()["edits"] is None
