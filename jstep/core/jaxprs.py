@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -449,6 +450,70 @@ def _array_text(x: Any) -> str:
 
 
 # The arithmetic of one operation, and its number format.
+
+UNCOUNTED = frozenset(["pure_callback", "io_callback", "debug_callback", "debug_print", "ffi_call"])
+"""Operations whose work is unknown: functions of the host, and of other libraries."""
+
+
+def uncounted_work(eqn: Any) -> set[str]:
+    """Return the names of the operations in an operation whose work is unknown."""
+    name = _name(eqn)
+    if name in UNCOUNTED:
+        return {name}
+    if name == "pallas_call":
+        return {name} if eqn.params.get("cost_estimate") is None else set()
+    # The programs of other opaque operations, such as a linear solve.
+    return set().union(*(uncounted_work(inner) for program in programs_in(eqn) for inner in program.eqns))
+
+
+# fmt: off
+FACTORIZATIONS = frozenset([
+    "triangular_solve", "tridiagonal_solve", "cholesky", "lu", "qr", "householder_product", "eigh", "eig", "schur",
+    "svd", "hessenberg", "tridiagonal",
+])
+# fmt: on
+"""Operations that a library computes: XLA sees calls, whose work it does not know."""
+
+
+def factorization_flops(eqn: Any) -> dict[str, float]:
+    """Return the operations of the factorizations and solves in an operation, by name.
+
+    Leading terms of the usual algorithms (Golub and Van Loan, "Matrix Computations", 4th edition), m ≥ n, for k right
+    sides. Those of iterative ones (eigh, eig, schur, svd) depend on the values.
+    """
+    name = _name(eqn)
+    if name not in FACTORIZATIONS:
+        flops: Counter[str] = Counter()
+        for inner in (inner for program in programs_in(eqn) for inner in program.eqns):
+            flops.update(factorization_flops(inner))
+        return flops
+    aval = eqn.invars[0].aval
+    m, n = sorted(aval.shape[-2:], reverse=True) if aval.ndim > 1 else (*aval.shape, 1)
+    batch = math.prod(aval.shape[:-2])
+    if name == "tridiagonal_solve":
+        return {name: 8.0 * math.prod(eqn.invars[-1].aval.shape)}
+    qr = 2 * m * n**2 - 2 / 3 * n**3
+    counts = {
+        "triangular_solve": math.prod(eqn.invars[-1].aval.shape[-2:]) * n,
+        "cholesky": n**3 / 3,
+        "lu": m * n**2 - n**3 / 3,
+        "qr": 2 * qr,  # R, and then Q
+        "householder_product": qr,
+        "eigh": 9 * n**3,
+        "eig": 25 * n**3,
+        "schur": 25 * n**3,
+        "svd": 6 * m * n**2 + 20 * n**3 if eqn.params.get("compute_uv", True) else 2 * m * n**2 + 2 * n**3,
+        "hessenberg": 10 / 3 * n**3,
+        "tridiagonal": 4 / 3 * n**3,
+    }
+    is_complex = np.issubdtype(aval.dtype, np.complexfloating)
+    return {name: float(batch * counts[name] * (4 if is_complex else 1))}
+
+
+def loops_in(eqn: Any) -> int:
+    """Return the number of loops of unknown length in the programs of an opaque operation."""
+    return sum(_name(inner[-1]) == "while" for program in programs_in(eqn) for inner in all_equations(program))
+
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 

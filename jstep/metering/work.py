@@ -2,16 +2,26 @@
 
 import functools
 import math
-import operator
 from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jstep.core.jaxprs import Operation, Product, Subprogram, count_flops, matrix_product, shard_counts
+from jstep.core.jaxprs import (
+    Operation,
+    Product,
+    Subprogram,
+    count_flops,
+    factorization_flops,
+    loops_in,
+    matrix_product,
+    shard_counts,
+    uncounted_work,
+)
 
 _NO_PRODUCTS = Counter[Product]()
+_NO_FACTORIZATIONS = Counter[str]()
 
 
 class Work(NamedTuple):
@@ -21,6 +31,8 @@ class Work(NamedTuple):
         once: The operations if each loop body counts once, as in XLA.
         all: The operations if each loop body counts once per iteration.
         unknown: The number of loops, counted once, whose length depends on values.
+        factorizations: The operations of factorizations and solves on one device, by name; XLA does not know them.
+        uncounted: The names of the operations whose work is unknown.
     """
 
     once: float = 0.0
@@ -29,14 +41,32 @@ class Work(NamedTuple):
     all_bytes: float = 0.0
     unknown: int = 0
     products: Counter[Product] = _NO_PRODUCTS
+    factorizations: Counter[str] = _NO_FACTORIZATIONS
+    uncounted: frozenset[str] = frozenset()
 
     def plus(self, other: "Work") -> "Work":
-        return Work._make(map(operator.add, self, other))
+        return Work(
+            once=self.once + other.once,
+            all=self.all + other.all,
+            once_bytes=self.once_bytes + other.once_bytes,
+            all_bytes=self.all_bytes + other.all_bytes,
+            unknown=self.unknown + other.unknown,
+            products=self.products + other.products,
+            factorizations=self.factorizations + other.factorizations,
+            uncounted=self.uncounted | other.uncounted,
+        )
 
     def times(self, once: int, total: int) -> "Work":
         products = Counter({product: total * flops for product, flops in self.products.items()})
         return Work(
-            once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
+            once=once * self.once,
+            all=total * self.all,
+            once_bytes=once * self.once_bytes,
+            all_bytes=total * self.all_bytes,
+            unknown=self.unknown,
+            products=products,
+            factorizations=Counter({name: total * flops for name, flops in self.factorizations.items()}),
+            uncounted=self.uncounted,
         )
 
 
@@ -50,9 +80,11 @@ def _work_of_operation(operation: Operation) -> Work:
         return inner[0]
     if operation.kind == "shard_map":
         shards = math.prod(shard_counts(operation).values())
-        return inner[0].times(shards, shards)
+        # Not of factorizations: each device computes those of its own shard, or else of whole matrices.
+        return inner[0].times(shards, shards)._replace(factorizations=inner[0].factorizations)
     if operation.kind == "cond":
-        return max(inner, key=lambda work: work.all)
+        largest = max(inner, key=lambda work: work.all + work.factorizations.total())
+        return largest._replace(uncounted=frozenset().union(*(work.uncounted for work in inner)))
     if operation.kind == "while":
         both = inner[0].plus(inner[1])
         # A loop that loads arrays from the host is one of an offloaded update, counted once.
@@ -66,7 +98,16 @@ def _work_of_operation(operation: Operation) -> Work:
     flops = count_flops(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = matrix_product(operation.eqn)
-    return Work(flops, flops, moved, moved, products=Counter({} if product is None else {product: flops}))
+    return Work(
+        once=flops,
+        all=flops,
+        once_bytes=moved,
+        all_bytes=moved,
+        unknown=loops_in(operation.eqn),
+        products=Counter({} if product is None else {product: flops}),
+        factorizations=Counter(factorization_flops(operation.eqn)),
+        uncounted=frozenset(uncounted_work(operation.eqn)),
+    )
 
 
 def _bytes(aval: Any) -> float:

@@ -38,7 +38,8 @@ class Cost(Tabular):
     Figures that the compiler does not report are None, as are most of those of a program that does not fit.
 
     Attributes:
-        flops: Floating-point operations. Loops count as often as they run, or once if that depends on values.
+        flops: Floating-point operations. Loops count as often as they run, or once if that depends on values. Those of
+            `estimated` operations are those of the usual algorithms, those of `uncounted` ones are not included.
         bytes_accessed: Bytes read and written by all operations, as estimated by XLA.
         params_bytes: Bytes of the parameters.
         slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
@@ -52,6 +53,9 @@ class Cost(Tabular):
         devices: Number of devices that the step runs on.
         memory_bytes: Device memory available to programs; None if unknown. JAX's share of a compile-only GPU is 0.75.
         loops_unknown: Number of loops whose length depends on values.
+        estimated: Names of factorizations and solves (`eigh`, `svd`, `qr`, `cholesky`, `lu`, ...), which libraries
+            compute, so that XLA does not report their operations.
+        uncounted: Names of operations whose work is unknown: callbacks, and kernels without a cost estimate.
         host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
         fits: Whether peak memory is within the available memory; None if either is unknown.
         topology: The topology that the step was compiled for; None for the devices of this machine.
@@ -71,6 +75,8 @@ class Cost(Tabular):
     devices: int = 1
     memory_bytes: int | None = None
     loops_unknown: int = 0
+    estimated: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     host_bytes: int = 0
     fits: bool | None = None
     topology: str | None = None
@@ -83,6 +89,10 @@ class Cost(Tabular):
 
     def _rows(self) -> list[tuple[str, str]]:
         unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
+        if self.estimated:
+            unknown += f", estimated for {', '.join(self.estimated)}"
+        if self.uncounted:
+            unknown += f", not counted: {', '.join(self.uncounted)}"
         verdict = ""
         if self.memory_bytes is not None:
             problem = ": it does not fit" if self.fits is False else ""
@@ -180,6 +190,7 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         if needed is None:
             raise
     host = bytes_per_device((state, args), on_host=True)
+    factorizations = work.factorizations.total()
     figures: dict[str, Any] = {
         "params_bytes": bytes_per_device(state.params, on_host=False),
         "slots_bytes": bytes_per_device(state.slots, on_host=False),
@@ -187,11 +198,17 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         "compile_seconds": time.perf_counter() - start,
         "devices": devices,
         "loops_unknown": work.unknown,
+        "estimated": tuple(sorted(work.factorizations)),
+        "uncounted": tuple(sorted(work.uncounted)),
         "topology": None if name is None else str(name),
     }
     if needed is not None:
         figures |= dict.fromkeys((*_SIZES, "bytes_accessed"))
-        figures |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
+        figures |= {
+            "flops": work.all / devices + factorizations,
+            "peak_bytes": needed[0],
+            "memory_bytes": memory or needed[1],
+        }
         warned = (*_unplaced_batch(state, args), *_unplaced_activations(state, args, traced))
         return Cost(**figures, fits=False, warnings=warned)
     sizes = _memory(compiled, state, args, host, device.platform)
@@ -201,7 +218,7 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     return Cost(
         **figures,
         **sizes,
-        flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
+        flops=_scaled(analysis.get("flops"), work.once, work.all, devices) + factorizations,
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
         bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
         warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state), *_split_blocks(state)),

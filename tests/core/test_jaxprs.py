@@ -62,6 +62,11 @@ EXAMPLES = [
     lambda x: (jax.lax.optimization_barrier(x), jnp.split(x, 2), jnp.copy(x)),
     lambda x: jax.lax.rng_uniform(0.0, 1.0, (2,)),
     resharded,
+    lambda x: jax.pure_callback(lambda x: x, x, x),
+    lambda x: jax.experimental.io_callback(lambda x: None, None, x),
+    lambda x: (jax.debug.callback(print, x), jax.debug.print("{}", x)),
+    lambda x: jax.ffi.ffi_call("none", x)(x),
+    lambda x: (jax.lax.linalg.qr(x), jnp.linalg.svd(x)),
 ]
 """Functions whose programs have the operations of which jstep reads parameters, or names that are public nowhere."""
 
@@ -80,6 +85,7 @@ PARAMETERS = {
     "conv_general_dilated": "dimension_numbers precision",
     "broadcast_in_dim": "shape",
     "pallas_call": "cost_estimate",
+    "svd": "compute_uv",
     "all_gather": "axis_name",
     "psum": "axes",
     "sharding_constraint": "sharding",
@@ -133,7 +139,8 @@ def test_parameters_are_there(operation):
 
 
 NAMES = {
-    jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS",
+    jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS "
+    "UNCOUNTED FACTORIZATIONS",
     merging: "INLINED APART",
     reproducible: "ON_SHARDS",
     microbatches: "_SAME_ELEMENTS",

@@ -79,6 +79,65 @@ def test_custom_step_with_a_loop_of_unknown_length():
     assert "1 loops of unknown length" in str(cost)
 
 
+FACTORIZATIONS = {
+    "eigh": (lambda a: jnp.linalg.eigh(a)[1], 9),
+    "qr": (lambda a: jnp.linalg.qr(a)[1], 8 / 3),
+    "cholesky": (lambda a: jnp.linalg.cholesky(a), 1 / 3),
+    "lu": (lambda a: jnp.linalg.solve(a, a), 2 / 3 + 2),  # with two triangular solves
+    "svd": (lambda a: jnp.linalg.svd(a)[0], 26),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIZATIONS)
+def test_factorizations_are_counted(name):
+    factorize, cubes = FACTORIZATIONS[name]
+
+    def step(state, x):
+        products = jnp.stack([x.T @ x] * 3)
+        factors = jax.lax.map(factorize, products) if name == "eigh" else factorize(products)
+        return state.replace(params={"w": state.params["w"] + factors}), {"loss": x.sum()}
+
+    without = jstep.cost(step_without, state(), BATCH)
+    found = jstep.cost(step, state(), BATCH)
+    expected = 3 * cubes * SIDE**3
+    assert expected <= found.flops - without.flops <= 3 * expected  # with pivots, masks and signs
+    assert name in found.estimated
+    assert f"estimated for {', '.join(found.estimated)}" in str(found)
+
+
+def step_without(state, x):
+    products = jnp.stack([x.T @ x] * 3)
+    return state.replace(params={"w": state.params["w"] + products}), {"loss": x.sum()}
+
+
+def test_callbacks_are_named():
+    def step(state, x):
+        y = jax.pure_callback(lambda x: x, x, x)
+        jax.debug.print("{}", y.sum())
+        return state, {"loss": y.sum()}
+
+    found = jstep.cost(step, state(), BATCH)
+    assert "pure_callback" in found.uncounted
+    assert f"not counted: {', '.join(found.uncounted)}" in str(found)
+    assert jstep.cost(step_without, state(), BATCH).uncounted == ()
+
+
+def test_a_solver_with_a_loop_has_a_loop_of_unknown_length():
+    def step(state, x):
+        a = x.T @ x
+        y, _ = jax.scipy.sparse.linalg.cg(lambda v: a @ v, x[0])
+        return state, {"loss": y.sum()}
+
+    assert jstep.cost(step, state(), BATCH).loops_unknown >= 1
+
+
+def test_soap_is_not_free():
+    optimizer = jstep.soap(1e-2)
+    step = jstep.minimize(lambda params, x: jnp.sum(jnp.square(x @ params["w"])), optimizer)
+    made = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.ones((64, 64))}, optimizer))
+    assert jstep.cost(step, made, jnp.ones((8, 64))).estimated
+
+
 def test_cost_on_a_mesh(single_device):
     mesh = jax.make_mesh((8,), ("data",))
     rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)
