@@ -84,6 +84,7 @@ class TestManifest:
         text = """{
  "format": 4,
  "database": 1,
+ "tagged_values": 1,
  "jstep": "1.0",
  "step": 7,
  "saved_at": 1.5,
@@ -108,7 +109,7 @@ class TestManifest:
   {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", \
 "fingerprint": "0123456789abcdef"}
  ],
- "crc32": "0a3bc723"
+ "crc32": "e63a336e"
 }
 """
         assert encode(whole).decode() == text
