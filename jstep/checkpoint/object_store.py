@@ -90,6 +90,13 @@ class ObjectStore(Store):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
+    def complete_manifest(self, prefix: str, step: int) -> Manifest | None:
+        """See `Store.complete_manifest`: in one request."""
+        try:
+            return self.manifest(self.path(listing.format_name(prefix, step)))
+        except FileNotFoundError:
+            return None
+
     def storage(self, path: str, manifest: Manifest) -> "ObjectStorage":
         name = self._name(path)
         return ObjectStorage(self.objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")

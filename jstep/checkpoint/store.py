@@ -67,6 +67,14 @@ class Store(abc.ABC):
     def manifest(self, path: str) -> Manifest:
         """Read the manifest of a checkpoint; raise FileNotFoundError if it was deleted meanwhile."""
 
+    def complete_manifest(self, prefix: str, step: int) -> Manifest | None:
+        """Return the manifest of the complete checkpoint of a step, or None."""
+        path = self.at(prefix, step)
+        try:
+            return None if path is None else self.manifest(path)
+        except FileNotFoundError:
+            return None
+
     @abc.abstractmethod
     def storage(self, path: str, manifest: Manifest) -> Storage:
         """Return the storage of the arrays of a checkpoint."""
