@@ -73,8 +73,12 @@ class Storage(Protocol):
         """See `array_writer.Wait`."""
         return future.result()
 
-    def finish(self, key: str = "") -> Files:
-        """Flush the names of the files below a key, and return those that the manifest lists, with their sizes."""
+    def finish(self, key: str = "", flushed: Collection[str] = ()) -> Files:
+        """Flush the names of the files below a key, and return those that the manifest lists, with their sizes.
+
+        Args:
+            flushed: Keys below which others have flushed them.
+        """
         return {}
 
 
@@ -105,13 +109,16 @@ class LocalStorage(Storage):
     def publish(self, key: str, data: bytes) -> None:
         replace_file(self.path(key), data, make_parents=False)
 
-    def finish(self, key: str = "") -> Files:
+    def finish(self, key: str = "", flushed: Collection[str] = ()) -> Files:
         sizes = {}
+        others = {self.path(other).rstrip("/") for other in flushed}
         for directory, _, names in os.walk(self.path(key)):
             for name in names:
                 path = os.path.join(directory, name)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
-            sync_directory(directory)
+            # The name of such a directory itself is in the one above it.
+            if directory not in others and os.path.dirname(directory) not in others:
+                sync_directory(directory)
         return dict(sorted(sizes.items()))
 
 
@@ -190,7 +197,7 @@ class Attempt(abc.ABC):
                 self._merge()
                 for name, data in array_writer().orbax_files(self._names, self.saved_at).items():
                     self.storage.write(name, data)
-                self.commit(self.storage.finish())
+                self.commit(self.storage.finish(flushed=[process_key(other) for other in range(1, self.count)]))
         except BaseException as error:
             explained = _explained(error, self.storage.path(""), self._nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
@@ -216,7 +223,9 @@ class Attempt(abc.ABC):
         """Wait for the parts of all processes, and merge their databases."""
         if self.count == 1:
             return
-        missing, until = {*range(1, self.count)}, time.monotonic() + self._peer_secs
+        missing = {*range(1, self.count)}
+        until = time.monotonic() + self._peer_secs
+        warn_at = time.monotonic() + PEER_SECS
         for pause in _pauses():
             names = set(self.storage.names(PARTS))
             arrived = {process for process in missing if f"{self.name}.{process}" in names}
@@ -224,11 +233,21 @@ class Attempt(abc.ABC):
                 if f"{self.name}.{process}{_FAILED}" in names:
                     text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
                     raise CheckpointError(f"process {process}: {text.decode()}")
-            if not (missing := missing - arrived):
+            missing -= arrived
+            if not missing:
                 break
-            until = time.monotonic() + self._peer_secs if arrived else until
+            if arrived:
+                until = time.monotonic() + self._peer_secs
+                warn_at = time.monotonic() + PEER_SECS
+            who = format_list([f"process {process}" for process in sorted(missing)], 8)
+            if time.monotonic() > warn_at:
+                # A write that hangs and a slow flush look alike from here, and bytes that are flushed do not grow.
+                logger.warning(
+                    "%s: waiting for %s for %.0f s, up to %.0f s more: its storage is slow, or its write hangs",
+                    *(self.storage.path(""), who, PEER_SECS, until - time.monotonic()),
+                )
+                warn_at = math.inf
             if time.monotonic() > until:
-                who = format_list([f"process {process}" for process in sorted(missing)], 8)
                 raise CheckpointError(f"{who}: not written in {self._peer_secs:.0f} s, as the others have")
             time.sleep(pause)
         writer = array_writer()

@@ -6,12 +6,13 @@ import functools
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, UnsupportedFormatError, decode, encode
 from jstep.checkpoint.store import Store
+from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import SerialTasks
 from jstep.stores.objects import (
@@ -27,6 +28,10 @@ from jstep.stores.objects import (
 )
 from jstep.stores.urls import parts_of_url
 
+_ENTRY = b"an attempt to save a checkpoint\n"
+"""The content of an entry of the index. It is not empty, because copies and clean-ups leave out empty objects."""
+_FOLLOWED = b"a checkpoint that was followed by "
+"""The beginning of the content of the entry of a checkpoint that is not the newest."""
 _TRIES = 3
 """Lists until one has a checkpoint: during a list, a writer may replace the only one."""
 
@@ -46,6 +51,12 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
+        self._attempts: dict[str, list[str]] = {}
+        """Name of a checkpoint → its attempts, as the index had them last."""
+        self._lost: dict[str, list[str]] = {}
+        """The same of checkpoints that the index has lost."""
+        self._known_whole: set[str | None] = set()
+        """Prefixes for which a list of all objects had no more than the index."""
         self._own: dict[int, str] = {}
         """Step → path of the checkpoints of this writer, as long as it holds the claim."""
         self._undeleted: Exception | None = None
@@ -59,19 +70,57 @@ class ObjectStore(Store):
     def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
         with _known_marks():
             index = self.objects.index("" if prefix is None else f"{prefix}-")
-            return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
+            listed = listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
+            self._attempts = listed.attempts
+            return listed
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
-        """See `Store.newest_first`. Missing objects are found on restore."""
+        """See `Store.newest_first`. Missing objects are found on restore.
+
+        The index may have lost entries, as a copy or a clean-up leaves out empty objects. A run that believed it would
+        begin again, and overwrite what is there.
+        """
         for _ in range(_TRIES):
             steps = self._listed(prefix).steps
-            names, found = sorted(steps, key=lambda name: (steps[name], name), reverse=True), False
-            for some in (names[:1], names[1:]):  # the others are often not asked for
-                for key in self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in some):
-                    name, found = key.rpartition("/")[0], True
-                    yield steps[name], self.path(name)
+            names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+            newest = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[:1])
+            if not newest or self._is_followed(names[0]):
+                steps = {**steps, **self._listed_whole(prefix)}
+                names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+                newest = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[:1])
+            found = bool(newest)
+            if newest:
+                yield steps[names[0]], self.path(names[0])
+            for key in self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[1:]):
+                name = key.rpartition("/")[0]
+                found = True
+                yield steps[name], self.path(name)
             if found or not names:
                 return
+
+    def _is_followed(self, name: str) -> bool:
+        """Return whether a newer checkpoint than this one was saved, so that it is not the newest."""
+        for attempt in self._attempts.get(name, ()):
+            if (self.objects.read(f"{INDEX}{name}/{attempt}").data or b"").startswith(_FOLLOWED):
+                return True
+        return False
+
+    def _listed_whole(self, prefix: str | None) -> Mapping[str, int]:
+        """Return name → step of the checkpoints in a list of all objects, once for each prefix: it may be long."""
+        if prefix in self._known_whole:
+            return {}
+        whole = listing.ListedCheckpoints(self.objects.listing(), prefix)
+        lost = {name: whole.steps[name] for name in whole.steps.keys() - self._attempts.keys()}
+        if not lost:
+            # Without a checkpoint, others may come, which the index then has.
+            self._known_whole.add(prefix)
+            return {}
+        logger.warning(
+            "%s: the index %s lacks %s, which a list of all objects has; were empty objects deleted, or not copied?",
+            *(self.directory, INDEX, format_list(sorted(lost), 3)),
+        )
+        self._lost = {name: whole.attempts[name] for name in lost}
+        return lost
 
     def own_paths(self) -> dict[int, str]:
         return dict(self._own)
@@ -79,6 +128,10 @@ class ObjectStore(Store):
     def at(self, prefix: str, step: int) -> str | None:
         name = listing.format_name(prefix, step)
         return None if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
+
+    def path_to_read(self, prefix: str, step: int) -> str | None:
+        """See `Store.path_to_read`: without a request, since reading the manifest shows whether it exists."""
+        return self.path(listing.format_name(prefix, step))
 
     def manifest(self, path: str) -> Manifest:
         url = f"{path}/{MANIFEST_FILE}"
@@ -107,16 +160,21 @@ class ObjectStore(Store):
             claim = claims.ObjectClaim(self.objects, self._prefix)
             try:
                 if self.objects.index() is None:
-                    copies = listing.ListedCheckpoints(self.objects.listing(), None)
-                    for name, found in copies.attempts.items():
-                        for attempt in found or [listing.COPIED]:
-                            self.objects.write(f"{INDEX}{name}/{attempt}", b"")
+                    self._index(listing.ListedCheckpoints(self.objects.listing(), None).attempts)
                     self.objects.mark()
                 self._own = dict(self.newest_first(self._prefix))
+                self._index(self._lost)
+                self._lost = {}
             except BaseException:
                 claim.release()
                 raise
             return claim
+
+    def _index(self, found: Mapping[str, Sequence[str]]) -> None:
+        """Add checkpoints to the index: their attempts by name."""
+        for name, attempts_of_name in found.items():
+            for attempt in attempts_of_name or [listing.COPIED]:
+                self.objects.write(f"{INDEX}{name}/{attempt}", _ENTRY)
 
     def save(self, path: str, job: attempts.SaveJob) -> None:
         """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
@@ -149,7 +207,9 @@ class ObjectStore(Store):
     def clean_up(self, new: "ObjectAttempt") -> None:
         """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
         complete = {self._name(path) for path in self._own.values()}
-        for name, found in self._listed(self._prefix).attempts.items():
+        listed = self._listed(self._prefix).attempts
+        self._mark_followed(new, listed)
+        for name, found in listed.items():
             old = [attempt for attempt in found if listing.is_old(attempt, new.saved_at)]
             victims: list[str] = []
             if name == self._name(new.checkpoint):  # a reader may still read the replaced objects
@@ -160,6 +220,16 @@ class ObjectStore(Store):
                 data = self.manifest(self.path(name)).data
                 victims = [attempt for attempt in old if attempt != data]
             self.erase([f"{name}/{attempt}/" for attempt in victims])
+
+    def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
+        """Note in the index, at the checkpoint before a new one, that it is not the newest."""
+        step = next(step for step, path in self._own.items() if path == new.checkpoint)
+        before = max((other for other in self._own if other < step), default=None)
+        if before is None or max(self._own) > step:
+            return
+        name = self._name(self._own[before])
+        for attempt in listed.get(name, ()):
+            self.objects.write(f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.checkpoint).encode())
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -245,7 +315,7 @@ class ObjectAttempt(attempts.Attempt):
 
     def begin(self) -> None:
         self.before = self._store.objects.read(self.manifest_key)
-        self._store.objects.write(f"{INDEX}{self.key}", b"")
+        self._store.objects.write(f"{INDEX}{self.key}", _ENTRY)
         super().begin()
 
     def commit(self, files: attempts.Files) -> None:

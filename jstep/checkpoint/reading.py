@@ -133,8 +133,13 @@ class CheckpointReader:
 
         def found() -> tuple[str, Manifest]:
             step = self._newest() if requested is None else requested
-            if (path := self._store.at(self._prefix, step)) is not None:
-                return path, self._manifest(path, step)
+            path = self._store.path_to_read(self._prefix, step)
+            if path is not None:
+                try:
+                    return path, self._manifest(path, step)
+                except GoneError:
+                    if requested is None:
+                        raise
             name = format_name(self._prefix, step)
             if requested is None:
                 raise _gone(self._store.path(name))

@@ -56,6 +56,10 @@ class Store(abc.ABC):
     def at(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
+    def path_to_read(self, prefix: str, step: int) -> str | None:
+        """Return the path of a step whose manifest is read next; None only if there is no complete checkpoint."""
+        return self.at(prefix, step)
+
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """Return path and problem of incomplete checkpoints above a step, highest step first.
 
