@@ -30,6 +30,7 @@ from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Constants
 from jstep.training.step import step_function
+from jstep.training.watched_updates import known_updates, warn_of_unfrozen
 
 _ROUNDING = 2**-24
 """What rounding leaves of a rate where a schedule ends at 0, as a share of the largest."""
@@ -96,7 +97,8 @@ class Dispatch:
         """Run a chunk whose program is new, whose time counts, or that is being profiled."""
         annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED
         try:
-            with self._first_call() if self._latest is None else _UNMARKED, annotation:
+            watching = _UNMARKED if chunk.program.is_called else chunk.program.stage.watching()
+            with self._first_call() if self._latest is None else _UNMARKED, annotation, watching:
                 if self._auto is None or not chunk.program.is_looped:
                     return chunk.program.run(state, chunk, self.table.sums)
                 result = self._auto.timed(state, chunk)
@@ -116,10 +118,20 @@ class Dispatch:
             chunk.program.mark_called(chunk.rows())
         self._watch.reassign(STARTING, self._watch.clock() - began)
         if is_first:
+            self._warn_of_unfrozen(chunk)
             if self._latest is None:
                 warn_of_redundant_rows(chunk, result[0])
             for after_chunk in self._after_first:
                 after_chunk(chunk, result[0])
+
+    def _warn_of_unfrozen(self, chunk: Chunk) -> None:
+        stage = chunk.program.stage
+        trained = known_updates(stage.step)
+        # A run that resumes within a stage has trained its leaves before.
+        if trained is None or chunk.first != stage.first:
+            return
+        earlier = [known_updates(other.step) for other in self.table.stages if other.first < stage.first]
+        warn_of_unfrozen(stage.name, stage.first, [found for found in earlier if found is not None], trained)
 
     @property
     def constants(self) -> Constants:

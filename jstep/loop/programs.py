@@ -30,11 +30,12 @@ from jstep.metering.cadence import NEVER
 from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
-from jstep.training.explain import call_custom_step, watch_updates
+from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import SKIPPED, Constants, flat_metrics, has_ratios
 from jstep.training.skipped_updates import mark_guards, restore_guards
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
+from jstep.training.watched_updates import remember_updates, watch_updates
 
 # Stages.
 
@@ -92,8 +93,15 @@ class Stage:
             return trace_program(self.single, state, args)
         if not hasattr(self.single, "trace"):
             return None
-        with using_mesh(mesh_of((state, args))), watch_updates():
+        with using_mesh(mesh_of((state, args))), self.watching():
             return self.single.trace(state, *args)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what the step trains, if it is traced in this context."""
+        with watch_updates() as found:
+            yield
+        remember_updates(self.step, found)
 
 
 # Shapes, for which JAX finds the same program as for the arrays.
@@ -208,7 +216,7 @@ class Program:
                 count = jax.ShapeDtypeStruct((), np.int32)
                 args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
             step = jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step
-            with watch_updates():
+            with self.stage.watching():
                 traced = step.trace(state, *args)
             with internal_transfers():
                 return traced.lower()
@@ -296,7 +304,8 @@ class ProgramTable:
 
     def _looped(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
         loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
-        traced = loop.prepare(self.state_shapes, step_args)
+        with stage.watching():
+            traced = loop.prepare(self.state_shapes, step_args)
         return Program(stage, loop, step_args, loop.accumulate(traced)), traced
 
     # Compile programs before they are due.

@@ -330,6 +330,7 @@ def with_moving_average(
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
         age_scope=f"with_moving_average/{ema.name}" if waits else None,
         per_step=ema.per_step,
+        by_step=f"{ema.name} (every={ema.every})" if ema.every > 1 and not ema.per_step else None,
     )
     return wrap_optimizer(optimizer, "with_moving_average", update, outer)
 

@@ -413,7 +413,10 @@ def update_every(optimizer: OptimizerLike, k: int, *, phase: int = 0, accumulate
     def fresh(name: str, spec: Slot, params: Params, step: Step) -> Any:
         return fresh_slot(name, spec, trained_params(optimizer, params), step)
 
-    outer = WrapperSlots({name: functools.partial(fresh, name, spec) for name, spec in sums.items()})
+    outer = WrapperSlots(
+        {name: functools.partial(fresh, name, spec) for name, spec in sums.items()},
+        by_step=f"update_every(…, {every})" if every > 1 else None,
+    )
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=_inner_roles)
 

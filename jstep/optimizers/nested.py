@@ -20,7 +20,17 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, require_slots
-from jstep.slots.roles import CountedSlot, Init, Labels, Role, Roles, init_labels, needs_all_params, roles_of
+from jstep.slots.roles import (
+    ActsByStep,
+    CountedSlot,
+    Init,
+    Labels,
+    Role,
+    Roles,
+    init_labels,
+    needs_all_params,
+    roles_of,
+)
 from jstep.state.train_state import START_STEP
 
 
@@ -65,6 +75,7 @@ class WrapperSlots:
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
         per_step: Whether the slots change once a step.
+        by_step: A description of the wrapper if it acts at some global steps only.
         draws: Whether the update draws random numbers, with the slots of `draws.ROLES`.
     """
 
@@ -76,6 +87,7 @@ class WrapperSlots:
     counted: Callable[[Step], Array] | None = None
     age_scope: str | None = None
     per_step: bool = False
+    by_step: str | None = None
     draws: bool = False
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
@@ -146,6 +158,9 @@ def wrap_optimizer(
         ages = age_slots(params)
         counted = ages.counted(outer.aged_slots(), params)
         roles = outer.declared(Roles(dict.fromkeys(ages.slots, age_role), counted=counted))
+        if outer.by_step is not None:
+            leaves = frozenset(keys for keys, _ in jax.tree_util.tree_leaves_with_path(params))
+            roles = roles.joined(Roles(by_step={ActsByStep(outer.by_step, leaves)}))
         return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(roles)
 
     def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:

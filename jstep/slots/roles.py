@@ -73,6 +73,13 @@ class CountedSlot(NamedTuple):
     keys: tuple[Any, ...] | None = None
 
 
+class ActsByStep(NamedTuple):
+    """A wrapper that acts at some global steps only, and JAX's keys of the parameters that it sees."""
+
+    description: str
+    leaves: frozenset[tuple[Any, ...]]
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable static metadata of a pytree, which JAX's cache compares.
@@ -86,6 +93,7 @@ class Roles(Mapping[str, Role | None]):
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
+        by_step: The wrappers that act at some global steps only.
         counted: What each age counts the updates of.
         injected: Slots with the numbers that `optax.inject_hyperparams` was given; not those of its schedules.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
@@ -101,6 +109,7 @@ class Roles(Mapping[str, Role | None]):
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
     per_step: Set[str] = frozenset()
+    by_step: Set[ActsByStep] = frozenset()
     counted: Set[CountedSlot] = frozenset()
     injected: Set[str] = frozenset()
     frozen: Set[int] = frozenset()

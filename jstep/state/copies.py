@@ -1,5 +1,6 @@
 """Replacing parameters, with the slots that are copies of them, such as averages and masters."""
 
+import contextvars
 import weakref
 from typing import Any
 
@@ -104,23 +105,30 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
     if not names or has_warned or trees.structure(params) != treedef:
         return
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
-    # The update of a traced state is user-defined.
-    if not all(trees.is_array(leaf) and not trees.is_traced(leaf) for pair in pairs for leaf in pair):
+    if not all(trees.is_array(leaf) for pair in pairs for leaf in pair):
+        return
+    is_traced = any(map(trees.is_traced, jax.tree.leaves((params, state.params))))
+    # Elsewhere, such as in an evaluation, other parameters may be meant for this function alone.
+    if is_traced and not IN_STEP.get():
         return
     changed = [i for i, (new, old) in enumerate(pairs) if new is not old]
     pairs_of = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
     left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
-    if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
+    if left and (is_traced or not all(trees.has_same_bits(*pairs[i]) for i in changed)):
         if of_run is None:
             _WARNED[id(roles)] = roles
         else:
             of_run.add(_OLD_VALUES)
-        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)), otherwise)
+        projection = _AFTER_EACH_UPDATE if is_traced else ""
+        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)), projection + otherwise)
 
 
+IN_STEP: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_step", default=False)
+"""Whether a training step is being traced or run."""
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
 """The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"
 )
+_AFTER_EACH_UPDATE = "; a change after each update, such as a clip, belongs in jstep.with_projection(optimizer, fn)"

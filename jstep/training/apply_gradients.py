@@ -31,8 +31,9 @@ from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
 from jstep.state.sharding import is_model_state
 from jstep.state.train_state import TrainState, require_state
-from jstep.training.explain import explain_missing_gradients, note_update
+from jstep.training.explain import explain_missing_gradients
 from jstep.training.metrics import SKIPPED
+from jstep.training.watched_updates import note_update
 
 
 @shortens_tracebacks
@@ -148,7 +149,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     grads, context = trained_only(grads), inner_context(context, lambda params: params, trained_only)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
-    note_update(optimizer, state.params, grads, roles, increments=increment)
+    note_update(optimizer, state.params, grads, roles, state.global_step, increments=increment)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
     not_reached = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
     not_reached |= {name: jnp.zeros_like(old_slots[name]) for name in roles.of(Role.LAST_WEIGHT) if name in old_slots}

@@ -1,27 +1,20 @@
-"""Explanations of errors of a training step, states that cannot be donated, and warnings of the updates of a step."""
+"""Explanations of errors of a training step, and of states that cannot be donated."""
 
-import contextlib
-import contextvars
-import dataclasses
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import describe_type, format_list
-from jstep.core.exceptions import note, setting
-from jstep.core.logs import log_once
+from jstep.core.checks import describe_type
+from jstep.core.exceptions import note
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.trees import Optimizer, Params, Tree, Updates
-from jstep.differentiate.loss_gradients import UNUSED
-from jstep.slots.indexed_slices import is_slices
+from jstep.core.trees import Params, Tree
 from jstep.slots.matching import NoGradientsError
-from jstep.slots.roles import AGES, Labels, Roles, init_labels
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState
+from jstep.training.watched_updates import watch_updates
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
@@ -70,7 +63,7 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
 def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
     """Call a step that jstep did not make; if it fails, say whether it is a loss."""
     try:
-        with watch_updates():
+        with watch_updates(state):
             return step(state, *args)
     except Exception as error:
         frames = error.__traceback__
@@ -172,68 +165,3 @@ def _buffer(leaf: Any) -> Any:
         return next(iter(part.devices())), part.unsafe_buffer_pointer()
     except Exception:  # a backend without buffer pointers
         return id(leaf)
-
-
-# The updates of one step. An age that counts an update without a gradient of its leaf is a warning, as are averages
-# that no update moves.
-
-
-@dataclasses.dataclass
-class _StepUpdates:
-    """Paths of leaves: with a gradient, whose ages only count an update, and on which a loss does not depend.
-
-    Also the averages that move once a step, and whether an update increments the step.
-    """
-
-    updated: set[str] = dataclasses.field(default_factory=set)
-    aged: set[str] = dataclasses.field(default_factory=set)
-    unused: set[str] = dataclasses.field(default_factory=set)
-    per_step: set[str] = dataclasses.field(default_factory=set)
-    increments: bool = False
-
-
-_UPDATES: contextvars.ContextVar[_StepUpdates | None] = contextvars.ContextVar("jstep_updates", default=None)
-
-
-@contextlib.contextmanager
-def watch_updates() -> Iterator[None]:
-    """Collect the updates of a step in this context, and then warn of them."""
-    if _UPDATES.get() is not None:  # a step inside of another one
-        yield
-        return
-    with setting(_UPDATES, _StepUpdates()) as found, setting(UNUSED, found.unused):
-        yield
-    if leaves := sorted(map(repr, found.unused & found.updated & found.aged)):
-        log_once(
-            logging.WARNING,
-            f"one update of the step has no gradient of {format_list(leaves)}, and another one has: the age of its "
-            "slots, which corrects the bias of averages, counts both (in PyTorch a parameter's own updates). "
-            "Otherwise add a term 0 * … of it to the loss that does not use it, or give it a label of its own in a "
-            "jstep.partition",
-        )
-    if found.per_step and not found.increments:
-        log_once(
-            logging.WARNING,
-            f"the averages {format_list(sorted(map(repr, found.per_step)))} move once a step, at the update that "
-            "increments the global step, and no update of this step does: make the last one with "
-            "increment_global_step=True",
-        )
-
-
-def note_update(optimizer: Optimizer, params: Params, gradients: Updates, roles: Roles, *, increments: bool) -> None:
-    if (step := _UPDATES.get()) is None:
-        return
-    leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
-    labels = init_labels(optimizer, params) or [""] * len(leaves)
-    named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))
-    counting = {label for _, label, gradient in named if gradient is not None} & _labels_with_age(labels, roles)
-    step.per_step |= roles.per_step
-    step.increments |= increments
-    step.updated |= {path for path, _, gradient in named if gradient is not None}
-    step.aged |= {path for path, label, gradient in named if gradient is None and label in counting}
-
-
-def _labels_with_age(labels: Labels, roles: Roles) -> set[str | None]:
-    names = {*labels}
-    owners = [{name for name in names if age.startswith(f"{name}/")} for age in roles.of(*AGES)]
-    return names if not all(owners) else set[str | None]().union(*owners)

@@ -1,0 +1,181 @@
+"""The updates that a training step makes, seen while it is traced, and warnings of those that mean something else.
+
+A wrong number is never an error here: each of these programs is sometimes meant.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+from jstep.core.checks import format_list
+from jstep.core.exceptions import setting
+from jstep.core.logs import log_once
+from jstep.core.trees import Optimizer, Params, Tree, Updates
+from jstep.differentiate.loss_gradients import UNUSED
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.roles import AGES, Labels, Roles, init_labels
+from jstep.state.copies import IN_STEP
+
+
+@dataclasses.dataclass
+class StepUpdates:
+    """What the updates of a step train, by the paths of leaves.
+
+    Attributes:
+        updated: Leaves with a gradient in some update.
+        aged: Leaves without a gradient in an update that their age counts.
+        unused: Leaves on which a loss does not depend.
+        per_step: Averages that move once a step.
+        increments: Whether an update increments the step.
+        age_of: Leaf → the label whose age counts its updates, for leaves that have one.
+        repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
+        step: The global step of the state that the training step was given.
+        counts: What is due at some steps only, and the global step of an update → the number of such updates. The
+            global step is kept, so that its id stays unique.
+    """
+
+    updated: set[str] = dataclasses.field(default_factory=set)
+    aged: set[str] = dataclasses.field(default_factory=set)
+    unused: set[str] = dataclasses.field(default_factory=set)
+    per_step: set[str] = dataclasses.field(default_factory=set)
+    increments: bool = False
+    age_of: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    repeated: set[str] = dataclasses.field(default_factory=set)
+    step: Any = None
+    counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
+
+    def note_due(self, name: str, step: object, *, increments: bool) -> None:
+        _, count = self.counts.get((name, id(step)), (step, 0))
+        self.counts[name, id(step)] = step, count + 1
+        # A loop is traced once, with a global step of its own. An update in it that leaves the step as it is makes
+        # sense only if there are several.
+        is_in_loop = step is not self.step and not increments
+        if count or is_in_loop:
+            self.repeated.add(name)
+
+
+_UPDATES: contextvars.ContextVar[StepUpdates | None] = contextvars.ContextVar("jstep_updates", default=None)
+
+
+@contextlib.contextmanager
+def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
+    """Collect the updates of a step in this context, and then warn of them; `state` is that which the step gets."""
+    outer = _UPDATES.get()
+    step = getattr(state, "global_step", None)
+    if outer is not None:  # a step inside of another one, or one whose program is being traced
+        outer.step = step if outer.step is None else outer.step
+        yield outer
+        return
+    with (
+        setting(_UPDATES, StepUpdates(step=step)) as found,
+        setting(UNUSED, found.unused),
+        setting(IN_STEP, True),
+    ):
+        yield found
+    _warn(found)
+    found.step = None
+    found.counts.clear()
+
+
+def _warn(found: StepUpdates) -> None:
+    if leaves := sorted(map(repr, found.unused & found.updated & found.aged)):
+        log_once(
+            logging.WARNING,
+            f"one update of the step has no gradient of {format_list(leaves)}, and another one has: the age of its "
+            "slots, which corrects the bias of averages, counts both (in PyTorch a parameter's own updates). "
+            "Otherwise add a term 0 * … of it to the loss that does not use it, or give it a label of its own in a "
+            "jstep.partition",
+        )
+    if found.per_step and not found.increments:
+        log_once(
+            logging.WARNING,
+            f"the averages {format_list(sorted(map(repr, found.per_step)))} move once a step, at the update that "
+            "increments the global step, and no update of this step does: make the last one with "
+            "increment_global_step=True",
+        )
+    if found.repeated:
+        log_once(
+            logging.WARNING,
+            f"the step makes several updates, and {format_list(sorted(found.repeated))} looks at the global step, "
+            "which they share: in most steps it makes none of them, and in every k-th step all. To accumulate "
+            "gradients within a step, use minimize(num_microbatches=k); keep update_every outside of such steps, where "
+            "a step is one update; an average moves once a step with per_step=True",
+        )
+
+
+def note_update(
+    optimizer: Optimizer, params: Params, gradients: Updates, roles: Roles, step: object, *, increments: bool
+) -> None:
+    found = _UPDATES.get()
+    if found is None:
+        return
+    leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+    labels = init_labels(optimizer, params) or [""] * len(leaves)
+    named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))
+    trained = {label for _, label, gradient in named if gradient is not None}
+    aging = _labels_with_age(roles.of(*AGES), labels)
+    found.per_step |= roles.per_step
+    found.increments |= increments
+    found.age_of |= {path: label for path, label, _ in named if label in aging}
+    found.updated |= {path for path, _, gradient in named if gradient is not None}
+    found.aged |= {path for path, label, gradient in named if gradient is None and label in trained & aging}
+    if not roles.by_step:
+        return
+    keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    with_gradient = {key for key, gradient in zip(keys, leaves, strict=True) if gradient is not None}
+    for wrapper in roles.by_step:
+        if wrapper.leaves & with_gradient:
+            found.note_due(wrapper.description, step, increments=increments)
+
+
+def _labels_with_age(ages: Collection[str], labels: Labels) -> set[str | None]:
+    """The labels to which these ages belong: all, if one of them is above the labels."""
+    aging = set[str | None]()
+    for age in ages:
+        # Of the labels 'a' and 'a/b', the age 'a/b/start_step' is of the second.
+        owners = [label for label in {*labels} if label is not None and age.startswith(f"{label}/")]
+        if not owners:
+            return {*labels}
+        aging.add(max(owners, key=len))
+    return aging
+
+
+# A stage that trains leaves for the first time, with an age that counted the updates of others.
+
+_KNOWN_UPDATES = "_jstep_updates"
+
+
+def remember_updates(step: Any, found: StepUpdates) -> None:
+    """Keep what a step trains with the step: another run may call the same compiled program without tracing it."""
+    if not found.updated:
+        return
+    with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
+        setattr(step, _KNOWN_UPDATES, (step, found))
+
+
+def known_updates(step: Any) -> StepUpdates | None:
+    # A decorator copies the step's attributes, hence the check.
+    owner, found = getattr(step, _KNOWN_UPDATES, (None, None))
+    return found if owner is step else None
+
+
+def warn_of_unfrozen(name: str, first: int, before: Collection[StepUpdates], now: StepUpdates) -> None:
+    """Warn if a stage trains leaves that no stage before it did, with the age of leaves that were trained."""
+    updated = {path for stage in before for path in stage.updated}
+    counted = {stage.age_of[path] for stage in before for path in stage.updated if path in stage.age_of}
+    unfrozen = [path for path in sorted(now.updated - updated) if path in now.age_of and now.age_of[path] in counted]
+    if not unfrozen or jax.process_index() != 0:
+        return
+    log_once(
+        logging.WARNING,
+        f"from step {first} on, {name} trains {format_list(list(map(repr, unfrozen)))} for the first time, with an "
+        "age that has counted the updates of other parameters: an optimizer that corrects a bias by it, as Adam does, "
+        "makes their first updates too large. Give them a label of their own in a jstep.partition, whose age begins "
+        "with its first update",
+    )
