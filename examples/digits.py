@@ -167,9 +167,10 @@ def main(steps=1500, seed=0, directory=None):
     )
 
     with jstep.Saver(directory, prefix="best") as saver:
-        best = saver.restore(state)
+        best_step = saver.best_step()
+        best = saver.restore(state, step=best_step)
         print(f"of {jstep.global_step(state)} updates, the validation loss was best after", end=" ")
-        print(f"{saver.latest_step()}: {saver.extra()['loss']:.4f}")
+        print(f"{best_step}: {saver.extra(best_step)['loss']:.4f}")
     with jstep.summary.SummaryWriter(directory) as writer:
         write_hardest(writer, best, *testing)
     raw = jstep.evaluator(metrics, one_pass(testing))(best)["accuracy"]

@@ -85,7 +85,9 @@ def main(steps=300, more=700, seed=0):
         last_step=steps + more,
         hooks=[
             jstep.EvaluationHook(
-                evaluate, every_n_steps=50, callbacks=[jstep.ReduceOnPlateau("loss", "learning_rate", 0.3, patience=1)]
+                evaluate,
+                every_n_steps=50,
+                callbacks=[jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.3, patience=1)],
             )
         ],
         log_steps=100,

@@ -107,7 +107,8 @@ Training loop and hooks
 Evaluation
     evaluating.evaluator: evaluator
     evaluating.evaluation_hook: EvaluationHook
-    evaluating.callbacks: EarlyStopping KeepBest ReduceOnPlateau
+    evaluating.callbacks: EarlyStopping ReduceOnPlateau
+    evaluating.keep_best: KeepBest
 Checkpoints and weights
     checkpoint.saver: Saver
     checkpoint.names: latest_checkpoint checkpoints_iterator checkpoint_name

@@ -49,10 +49,10 @@ from jstep.differentiate.loss_gradients import GATE_OP as GATE_OP
 from jstep.differentiate.loss_gradients import compute_gradients as compute_gradients
 from jstep.differentiate.microbatches import AggregationMethod as AggregationMethod
 from jstep.evaluating.callbacks import EarlyStopping as EarlyStopping
-from jstep.evaluating.callbacks import KeepBest as KeepBest
 from jstep.evaluating.callbacks import ReduceOnPlateau as ReduceOnPlateau
 from jstep.evaluating.evaluation_hook import EvaluationHook as EvaluationHook
 from jstep.evaluating.evaluator import evaluator as evaluator
+from jstep.evaluating.keep_best import KeepBest as KeepBest
 from jstep.hooks.at_steps import ProfilerHook as ProfilerHook
 from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
 from jstep.hooks.at_steps import every as every

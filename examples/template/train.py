@@ -90,7 +90,7 @@ def run(cfg, directory, callbacks=()):
     state = jstep.TrainState.create(lambda: model.init(jax.random.key(cfg.seed)), optimizer, mesh=mesh)
     if trainer.weights:
         with jstep.Saver(trainer.weights, prefix="best") as other:
-            state = state.with_params(other.restore_params(state.params))
+            state = state.with_params(other.restore_params(state.params, step=other.best_step()))
     steps = make_step(model, optimizer, cfg, per_epoch)
     print(state)
     if trainer.summary:
@@ -132,8 +132,9 @@ def run(cfg, directory, callbacks=()):
     results = {}
     if not fast:  # ckpt_path="best"
         with jstep.Saver(directory, prefix="best") as best:
-            state = best.restore(state)
-            results["val/loss"] = best.extra()["loss"]
+            step = best.best_step()
+            state = best.restore(state, step=step)
+            results["val/loss"] = best.extra(step)["loss"]
     if cfg.test:
         tested = evaluator(data.one_pass("test", limits["test"]))(state)
         results |= {f"test/{name}": value for name, value in tested.items()}

@@ -4,6 +4,7 @@
 - `array_reader`: arrays are read by tensorstore.
 - `array_writer`: arrays are written by tensorstore.
 - `attempts`: one save, in a thread of each process.
+- `best_record`: which checkpoint of a `KeepBest` is the best.
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
 - `hook_states`: the states of hooks and callbacks.

@@ -342,6 +342,9 @@ class BackgroundWrite:
         """Let the interpreter exit without waiting for the write."""
         IN_FLIGHT.pop(self._name, None)
 
+    def has_ended(self) -> bool:
+        return self._done.done()
+
     def join(self) -> None:
         """Wait for the write to end, whether it fails or not; do nothing in a fork, whose parent writes."""
         if self._pid == os.getpid():

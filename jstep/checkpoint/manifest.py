@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jstep.checkpoint.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.stores.tagged_json import TAGS_FORMAT
 from jstep.stores.untrusted import decode_json, is_seconds, is_step, is_utf8, is_word
@@ -69,12 +70,14 @@ class CheckpointExtra(NamedTuple):
             that were not finite when it began count as finite.
         temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is temporary:
             the next save replaces it, and no limit counts it. None if it is permanent.
+        best: The evaluation for which a `KeepBest` saves it.
     """
 
     values: Any
     files: Mapping[str, Any]
     finite: bool | None = None
     temporary_secs: float | None = None
+    best: BestRecord | None = None
 
     @classmethod
     def of(cls, extra: object) -> "CheckpointExtra":
@@ -232,6 +235,7 @@ class Manifest:
         finite: As in `CheckpointExtra`; True if it was not recorded.
         temporary: As in `CheckpointExtra`.
         processes: The number of processes that wrote it, each of them a database if there are several.
+        best: As in `CheckpointExtra`.
     """
 
     step: int
@@ -247,6 +251,7 @@ class Manifest:
     finite: bool = True
     temporary: bool = False
     processes: int = 1
+    best: BestRecord | None = None
 
     @property
     def by_array(self) -> dict[str, Leaf]:
@@ -276,6 +281,8 @@ def encode(manifest: Manifest) -> bytes:
         head["data"] = manifest.data
     if manifest.parts:
         head["parts"] = manifest.parts
+    if manifest.best is not None:
+        head |= manifest.best.to_json()
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
@@ -352,7 +359,7 @@ _HEAD = frozenset(
             "finite",
             "temporary",
         ),
-        *("data", "parts", "leaves", "files", "left_out", "notes"),
+        *("data", "parts", "leaves", "files", "left_out", "best", "notes"),
     }
 )
 """The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses other keys."""
@@ -408,6 +415,7 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
         finite=_checked(loaded.get("finite", True), "true or false"),
         temporary=_checked(loaded.get("temporary", False), "true or false"),
         processes=_checked(loaded["processes"], "a count"),
+        best=BestRecord.from_json(loaded),
     )
 
 

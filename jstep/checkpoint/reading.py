@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import leaf_records, match, targets
+from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import (
     CheckpointError,
@@ -67,6 +68,9 @@ class CheckpointReader:
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
+
+    def best(self, step: int) -> BestRecord | None:
+        return self._retry(step, lambda path, manifest: manifest.best)
 
     def file(self, name: str, step: int) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""

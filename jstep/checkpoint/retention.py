@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jstep.checkpoint.attempts import Files
 from jstep.checkpoint.listing import format_name
@@ -87,6 +87,7 @@ class EndOfSave:
         flushes: Called before the checkpoint exists.
         temporary_secs: As in `CheckpointExtra`.
         listener: Receives a permanent checkpoint, and is waited for before one is deleted.
+        number: The number of the save, among those of the Saver.
     """
 
     manifest: Manifest
@@ -94,7 +95,15 @@ class EndOfSave:
     flushes: Sequence[Callable[[], None]]
     temporary_secs: float | None
     listener: Listener | None
+    number: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Published(NamedTuple):
+    """The newest checkpoint that is on disk: its step, and the number of its save among those of the Saver."""
+
+    step: int
+    number: int
 
 
 class Retention:
@@ -115,6 +124,7 @@ class Retention:
         self._absent: set[int] = set()
         """Steps that have no complete checkpoint, as long as one save decides."""
         self._published_secs: float | None = None
+        self.published: Published | None = None
 
     @property
     def write_secs(self) -> float | None:
@@ -140,7 +150,9 @@ class Retention:
             left_out=end.left_out(),
             temporary=is_temporary,
         )
-        self._store.erase(publish(sealed))
+        remains = publish(sealed)
+        self.published = Published(manifest.step, end.number)
+        self._store.erase(remains)
         self._retained = retained
         self._heads[manifest.step] = _head_of(sealed)
         seconds = time.monotonic() - end.began

@@ -14,12 +14,13 @@ import numpy as np
 
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.attempts import SaveJob, array_writer
+from jstep.checkpoint.best_record import BestRecord, best_step
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
-from jstep.checkpoint.retention import EndOfSave, Listener, Retention
+from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
 from jstep.core import exceptions, meshes, placement, processes, trees
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.public_names import explains_attributes
@@ -110,6 +111,7 @@ class Saver:
         self.leave_out = leave_out
         self.allow_nonfinite = as_bool(allow_nonfinite, "allow_nonfinite")
         self._saving: str | None = None
+        self.saves_begun = 0
         self._failure: Exception | None = None
         self._flushes: list[Callable[[], None]] = []
         self._listener: Listener | None = None
@@ -365,6 +367,15 @@ class Saver:
             # The other processes return when it is deleted.
             processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
 
+    def delete_alone(self, step: int) -> None:
+        """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""
+        with self._exclusive():
+            self._check_open()
+            self.settle()
+            path = self._store.at(self.prefix, step)
+            if path is not None:
+                self._retention.delete(step, path)
+
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order.
 
@@ -378,6 +389,33 @@ class Saver:
         """Return the highest step with a complete checkpoint, or None."""
         with self._between_saves():
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
+
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint that a `KeepBest` has kept, for `restore(state, step=…)`.
+
+        Those with the metric and the mode of the newest one compete; on a tie, the earlier one is the best.
+
+        Returns:
+            The step; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: A manifest is corrupted, or a save failed in the background.
+            ValueError: No checkpoint of this prefix is of a `KeepBest`.
+        """
+        steps = self.all_steps()
+        best = best_step({step: self.best(step) for step in steps})
+        if best is None and steps:
+            raise ValueError(
+                f"best_step: must have checkpoints of a KeepBest, got {format_name(self.prefix, steps[-1])} in "
+                f"{self.directory}, which has no value of a metric; give the directory and the prefix of the KeepBest, "
+                "such as Saver(directory, prefix='best')"
+            )
+        return best
+
+    def best(self, step: int) -> BestRecord | None:
+        """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
+        with self._between_saves():
+            return self._reader.best(step)
 
     @property
     def last_checkpoints(self) -> list[str]:
@@ -397,6 +435,15 @@ class Saver:
             if failure is not None:
                 self._give_up(failure)
             self._saving = None
+
+    def is_saving(self) -> bool:
+        """Return whether a save is in progress, without waiting for anything."""
+        return self._store.is_writing()
+
+    @property
+    def published(self) -> Published | None:
+        """The newest checkpoint of this Saver that is on disk; None before the first one, and on other processes."""
+        return self._retention.published
 
     def settle(self) -> None:
         """Wait until the save in progress has ended; if it failed, the next call raises its error."""
@@ -501,9 +548,11 @@ class Saver:
                 parts={array.name: array.part for array in own_parts if array.part != array.shape},
                 finite=finite,
                 processes=jax.process_count(),
+                best=extra.best,
             )
             records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
-            end = EndOfSave(manifest, records, flushes, extra.temporary_secs, self._listener)
+            self.saves_begun += 1
+            end = EndOfSave(manifest, records, flushes, extra.temporary_secs, self._listener, self.saves_begun)
             job = SaveJob(
                 name=str(number),
                 saved_at=saved_at,

@@ -161,6 +161,10 @@ class Store(abc.ABC):
             write, self._write = self._write, None
             write.wait()
 
+    def is_writing(self) -> bool:
+        write = self._write
+        return write is not None and not write.has_ended()
+
     def abandon(self, path: str) -> None:  # noqa: B027  in a bucket, the next save does it
         """Remove the leftovers of a failed save, as far as possible; never raises."""
 

@@ -1,61 +1,70 @@
-"""Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
+"""Callbacks of evaluations that react to a metric: early stopping, and the reduction of a rate on a plateau.
+
+`MetricReader` finds the metric among the results, `MetricCallback` keeps what a callback remembers in the checkpoints
+of its run. `keep_best.py` has the callback that saves.
+"""
 
 import math
-import os
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, wait
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from jstep.checkpoint.hook_states import StateFormat, hook_key
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
-from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.retention import Listener
-from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.shared_directory import check_shared
-from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_list
+from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
-from jstep.core.threads import Task, in_background
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
-from jstep.record.differences import changes
-from jstep.state.global_step import state_step
-from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import absolute, join_path, location, resolve_path
-
-_EPSILON = 1e-8
-"""Smaller changes are not applied, as in torch."""
-
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """Suffixes of names of metrics whose mode is `"min"` by default."""
+_SMALLEST_CHANGE = 1e-8
+"""A hyperparameter is not changed by less, as in torch."""
 
 
 class MetricReader(ShownAsTyped):
     """Base class of callbacks that read a metric, by its own or its logged name."""
 
+    # Such as `eval/`. Empty until a run has begun, and outside of runs.
     _log_prefix = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, metric: Any, mode: Any) -> None:
         self.metric = as_string(metric, "metric", "the name of a metric that evaluate returns")
-        if mode is None and not metric.endswith(LOWER_IS_BETTER):
+        if mode is not None:
+            self._mode: str = check_choice(mode, "mode", ("min", "max"))
+        elif metric.endswith(LOWER_IS_BETTER):
+            self._mode = "min"
+        else:
             raise ValueError(
                 f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
             )
-        self._mode: str = "min" if mode is None else check_choice(mode, "mode", ("min", "max"))
+
+    @property
+    def mode(self) -> str:
+        return self._mode
 
     def use_names(self, prefix: str, names: Collection[str] | None) -> None:
+        """Note the prefix of logged names; check that the metric is one of `names`, if these are known."""
         self._log_prefix = f"{prefix}/"
-        # The numbers of a metric object are called name/key.
-        if names is not None and not any(f"{self._name_in(names)}/".startswith(f"{name}/") for name in names):
+        if names is None:
+            return
+        # The numbers of a metric object are called name/key, and its keys are not known yet.
+        metric = f"{self._name_in(names)}/"
+        if not any(metric.startswith(f"{name}/") for name in names):
             raise self._missing(names)
 
     def score(self, results: Mapping[str, Any]) -> float:
+        """Return the value of the metric."""
         name = self._name_in(results)
         if name not in results:
             raise self._missing(results)
@@ -74,6 +83,7 @@ class MetricReader(ShownAsTyped):
 
 
 def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
+    """Return whether a value is better than the best one so far by more than a margin; NaN never is."""
     if math.isnan(value):
         return False
     if best is None:
@@ -82,24 +92,34 @@ def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) 
 
 
 class CallbackState(NamedTuple):
-    """The state of a callback between evaluations.
+    """What a callback remembers from one evaluation to the next.
 
     Attributes:
-        stopped_at: The step at which `EarlyStopping` stopped the run.
-        cooling: The evaluations until `ReduceOnPlateau` counts bad ones again.
+        best: The best value so far; None before the first one.
+        wait: The number of consecutive evaluations without an improvement.
+        stopped_at: The step at which `EarlyStopping` stopped the run; None if it did not.
+        cooldown_counter: The number of evaluations that `ReduceOnPlateau` does not count as bad any more.
     """
 
     best: float | None = None
-    bad: int = 0
+    wait: int = 0
     stopped_at: int | None = None
-    cooling: int = 0
+    cooldown_counter: int = 0
+
+
+_SAVED_AS = {"best": "best", "wait": "bad", "stopped_at": "stopped_at", "cooldown_counter": "cooling"}
+"""Field of a `CallbackState` → its name in checkpoints, which belongs to their format."""
+_SAVED_DEFAULTS = {key: CallbackState._field_defaults[name] for name, key in _SAVED_AS.items()}
 
 
 class MetricCallback(MetricReader):
-    """Base class of callbacks that react to a metric, and whose state is saved."""
+    """Base class of callbacks that react to a metric, and whose state is saved.
 
-    state_format = StateFormat(1, {"metric": None, "name": None, "mode": None, **CallbackState()._asdict()})
+    An evaluation that takes place only because its run ends is not passed to them: if the run is continued, k + k steps
+    count as many evaluations as 2k.
+    """
 
+    state_format = StateFormat(1, {"metric": None, "name": None, "mode": None, **_SAVED_DEFAULTS})
     on_cadence_only: bool = True
     key: str | None = None
     _progress = CallbackState()
@@ -108,33 +128,42 @@ class MetricCallback(MetricReader):
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         super().__init__(watched["metric"], watched["mode"])
         self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
+        # With another of these, a saved state means something else.
         self._watched = {**watched, "mode": self._mode}
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
 
     @property
     def identifying_settings(self) -> dict[str, Any]:
-        return {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
+        """What tells this callback from another one of the same key, see `hook_states`."""
+        settings = {name: getattr(self, f"_{name}") for name in self._settings}
+        return {"mode": self._mode, **settings}
 
     @property
     def best(self) -> float | None:
         return self._progress.best
 
     @property
+    def wait(self) -> int:
+        return self._progress.wait
+
+    @property
     def bad(self) -> int:
-        return self._progress.bad
+        """The former name of `wait`."""
+        return self.wait
 
     def begin(self, state: TrainState) -> None:
         self._progress = CallbackState()
 
     def get_state(self) -> Any:
-        return {**self._watched, **self._progress._asdict()}
+        progress = {_SAVED_AS[name]: value for name, value in self._progress._asdict().items()}
+        return {**self._watched, **progress}
 
     def set_state(self, value: Any) -> bool | None:
         saved = {name: value.get(name) for name in self._watched}
-        if saved == self._watched:
-            self._progress = CallbackState(*(value[name] for name in CallbackState._fields))
-        else:
+        if saved != self._watched:
             self._start_fresh(f"is for {saved}, but it has {self._watched}")
+            return None
+        self._progress = CallbackState(**{name: value[key] for name, key in _SAVED_AS.items()})
         return None
 
     def _start_fresh(self, why: str) -> None:
@@ -154,13 +183,14 @@ class EarlyStopping(MetricCallback):
         mode: `"min"` if lower values are better, `"max"` if higher values are; None for `"min"` if the name ends in
             loss, error or perplexity, otherwise an error.
         min_delta: ≥ 0; the change must exceed it.
+        start_after: A step, ≥ 0; evaluations up to it are ignored, such as those of a warmup. 0 ignores none.
         reset: Whether to ignore the state in the checkpoint each time a run is started again.
         key: The name of its state in checkpoints; None for its class and metric.
 
     Attributes:
         best: The best value so far; None before the first one.
-        bad: Number of consecutive evaluations without improvement.
-        why: Why and at which step it stopped the run, and how to continue; None if it did not.
+        wait: Number of consecutive evaluations without improvement.
+        stop_reason: Why and at which step it stopped the run, and how to continue; None if it did not.
         on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
@@ -176,20 +206,22 @@ class EarlyStopping(MetricCallback):
     Source: Keras' `EarlyStopping`.
     """
 
-    _settings = ("patience", "min_delta")
+    _settings = ("patience", "min_delta", "start_after")
 
     def __init__(
         self,
         metric: str,
+        *,
         patience: int = 3,
         mode: str | None = None,
         min_delta: float = 0.0,
-        *,
+        start_after: int = 0,
         reset: bool = False,
         key: str | None = None,
     ) -> None:
         self._patience = as_int(patience, "patience", 1, "a number of evaluations")
         self._min_delta = as_number(min_delta, "min_delta", low=0.0)
+        self._start_after = as_int(start_after, "start_after", 0, "a step")
         self._reset = as_bool(reset, "reset")
         self._is_new_branch = False
         super().__init__({"metric": metric, "mode": mode}, key)
@@ -198,43 +230,54 @@ class EarlyStopping(MetricCallback):
         self._is_new_branch = run.is_new_branch
 
     @property
-    def why(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why and at which step it stopped the run, and how to continue; None if it did not."""
-        step = self._progress.stopped_at
-        if self._progress.bad < self._patience:
+        progress = self._progress
+        if progress.wait < self._patience:
             return None
+        at_step = "" if progress.stopped_at is None else f" at step {progress.stopped_at}"
         return (
-            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self._failure('had')}. To "
-            "continue, give EarlyStopping(…, reset=True)"
+            f"{hook_key(self)} stopped the run{at_step}: {self._failure('had')}. To continue, give "
+            "EarlyStopping(…, reset=True)"
         )
 
+    @property
+    def why(self) -> str | None:
+        """The former name of `stop_reason`."""
+        return self.stop_reason
+
     def _failure(self, has: str) -> str:
-        best, bad = self._progress.best, self._progress.bad
-        return f"{self.metric} {has} {'been NaN' if best is None else f'not improved on {best}'} in {bad} evaluations"
+        progress = self._progress
+        problem = "been NaN" if progress.best is None else f"not improved on {progress.best}"
+        return f"{self.metric} {has} {problem} in {progress.wait} evaluations"
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        value, progress = self.score(results), self._progress
-        if is_better(value, progress.best, self._mode, self._min_delta):
-            self._progress = CallbackState(value)
+        value = self.score(results)
+        if self._start_after and step <= self._start_after:
             return None
-        progress = self._progress = progress._replace(bad=progress.bad + 1)
-        if progress.bad < self._patience:
+        if is_better(value, self._progress.best, self._mode, self._min_delta):
+            self._progress = CallbackState(best=value)
             return None
-        self._progress = progress._replace(stopped_at=step)
+        self._progress = self._progress._replace(wait=self._progress.wait + 1)
+        if self._progress.wait < self._patience:
+            return None
+        self._progress = self._progress._replace(stopped_at=step)
         if jax.process_index() == 0:
             logger.info("step %d: %s; stopping", step, self._failure("has"))
         return True
 
     def set_state(self, value: object) -> bool:
+        """Restore the state; return whether it keeps the run stopped."""
         if self._reset:
             self._start_fresh("is forgotten because of reset=True")
             return False
         super().set_state(value)
-        if self._is_new_branch and self._progress.stopped_at is not None:  # not stopped by what stopped the trunk
-            self._progress = CallbackState(self._progress.best)
-        if self.why is None:  # with more patience than before
+        if self._is_new_branch and self._progress.stopped_at is not None:
+            # What stopped the parent run does not stop its branch, which may have been made for that reason.
+            self._progress = CallbackState(best=self._progress.best)
+        if self.stop_reason is None:  # with more patience than before
             self._progress = self._progress._replace(stopped_at=None)
-        return self.why is not None
+        return self.stop_reason is not None
 
 
 class ReduceOnPlateau(MetricCallback):
@@ -257,7 +300,7 @@ class ReduceOnPlateau(MetricCallback):
 
     Attributes:
         best: The best value so far.
-        bad: Number of consecutive bad evaluations.
+        wait: Number of consecutive bad evaluations.
         on_cadence_only: True, as in `EarlyStopping`.
 
     Raises:
@@ -282,13 +325,13 @@ class ReduceOnPlateau(MetricCallback):
         self,
         metric: str,
         name: str,
+        *,
         factor: float = 0.1,
         patience: int = 10,
         mode: str | None = None,
         threshold: float = 1e-4,
         cooldown: int = 0,
         min_value: float = 0.0,
-        *,
         key: str | None = None,
     ) -> None:
         self._name = as_string(name, "name", "the name of a held hyperparameter")
@@ -302,290 +345,37 @@ class ReduceOnPlateau(MetricCallback):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         with internal_transfers():
-            get_hyperparameter(state, self._name)
+            get_hyperparameter(state, self._name)  # a KeyError before the first step
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        value, progress = self.score(results), self._progress
-        reference = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
-        margin = self._threshold * abs(reference) if math.isfinite(reference) else 0.0
-        is_good = is_better(value, reference, self._mode, margin)
-        bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
-        best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
-        self._progress = CallbackState(best, bad, cooling=cooling)
-        if bad <= self._patience:
+        value = self.score(results)
+        self._count(value)
+        if self._progress.wait <= self._patience:
             return None
-        self._progress = CallbackState(best, cooling=self._cooldown)
+        self._progress = CallbackState(best=self._progress.best, cooldown_counter=self._cooldown)
+        return self._reduced(step, state)
+
+    def _count(self, value: float) -> None:
+        """Count an evaluation, as torch does: during the cooldown, also the newest one is not bad."""
+        progress = self._progress
+        best = progress.best
+        if best is None:
+            best = math.inf if self._mode == "min" else -math.inf
+        margin = self._threshold * abs(best) if math.isfinite(best) else 0.0
+        is_good = is_better(value, best, self._mode, margin)
+        is_bad = not is_good and progress.cooldown_counter == 0
+        self._progress = CallbackState(
+            best=value if is_good else progress.best,
+            wait=progress.wait + 1 if is_bad else 0,
+            cooldown_counter=max(progress.cooldown_counter - 1, 0),
+        )
+
+    def _reduced(self, step: int, state: TrainState) -> TrainState | None:
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
-            if old - new <= _EPSILON:
+            if old - new <= _SMALLEST_CHANGE:
                 return None
             if jax.process_index() == 0:
                 logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
             return set_hyperparameter(state, self._name, new)
-
-
-class Best(NamedTuple):
-    value: float
-    step: int
-    path: str
-
-
-class _Complete:
-    def __init__(self, notifier: Listener | None = None) -> None:
-        self.paths: dict[int, str] = {}
-        self.notifier = notifier
-
-    def saved(self, step: int, path: str) -> None:
-        self.paths[step] = path
-        if self.notifier is not None:
-            self.notifier.saved(step, path)
-
-    def wait(self, path: str | None = None) -> None:
-        if self.notifier is not None:
-            self.notifier.wait(path)
-
-    def is_calling(self) -> bool:
-        return self.notifier is not None and self.notifier.is_calling()
-
-
-_CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
-
-
-class KeepBest(MetricReader):
-    """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
-
-    Each checkpoint leaves out the parameters that the run's checkpoints leave out, and stores its value
-    (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was measured with averages of the
-    parameters. Every run competes with the checkpoints in `directory`; a warning is logged if the best value was
-    measured with another config, or on other data. On a tie the earlier checkpoint is kept. A nonfinite value is never
-    kept, nor are parameters with NaN.
-
-    Args:
-        directory: The directory or URL to keep the checkpoints in.
-        metric: As in `EarlyStopping`.
-        mode: As in `EarlyStopping`.
-        keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
-        prefix: The prefix of their names, before the step.
-
-    Attributes:
-        values: Step → value of each checkpoint that is kept.
-
-    Raises:
-        KeyError: In a run: evaluate does not return the metric.
-        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the run uses the
-            same directory and prefix.
-
-    Example:
-        >>> import jstep, tempfile
-        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(), global_step=3)
-        >>> directory = tempfile.mkdtemp()
-        >>> best = jstep.KeepBest(directory, "accuracy", mode="max")
-        >>> best(3, state, {"accuracy": 0.5})
-        >>> best.close()
-        >>> with jstep.Saver(directory, prefix="best") as saver:
-        ...     print(saver.latest_step(), saver.extra())
-        3 {'accuracy': 0.5}
-
-    Source: Keras' `ModelCheckpoint(save_best_only=True)`.
-    """
-
-    state_format = StateFormat(1, {"measured_on": {}})
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        metric: str,
-        mode: str | None = None,
-        keep: int = 1,
-        prefix: str = "best",
-    ) -> None:
-        super().__init__(metric, mode)
-        self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
-        checkpoint_name(prefix, 0)  # validates the prefix
-        self._directory, self._prefix = location(directory, "directory"), prefix
-        self._run: RunInfo | None = None  # None if it is called outside of a run
-        self._saver: Saver | None = None
-        self._at_start: StateContents | None = None
-        self._are_averages = False
-        self._data: Task[str | None] | None = None
-        self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
-        self.values: dict[int, float] = {}
-        self._complete = _Complete()
-
-    def use_run(self, run: RunInfo) -> None:
-        self._run = run
-        saver = run.saver
-        if saver is None or saver.prefix != self._prefix:
-            return
-        if resolve_path(saver.directory) == resolve_path(self._directory):
-            raise ValueError(
-                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
-            )
-
-    @property
-    def _config(self) -> dict[str, Any] | None:
-        return None if self._run is None else self._run.config
-
-    def use_evaluator(self, evaluate: Any) -> None:
-        """Note whether values are measured with averages, and hash the data in the background."""
-        self._are_averages = bool(getattr(evaluate, "use_averages", False))
-        first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
-        self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
-
-    @property
-    def identifying_settings(self) -> dict[str, Any]:
-        return {"metric": self.metric, "prefix": self._prefix}
-
-    @property
-    def data(self) -> str | None:
-        """A hash of the data on which the values are measured, once known."""
-        task = self._data
-        is_known = task is not None and task.done() and task.exception() is None
-        return task.result() if is_known else None  # type: ignore[union-attr]
-
-    def get_state(self) -> Any:
-        measured_on = {str(step): data for step, data in self._measured_on.items() if step in self.values}
-        return {"measured_on": measured_on}
-
-    def set_state(self, value: Any) -> None:
-        """Warn, in the background, if the best value was measured on other data."""
-        saved = value["measured_on"]
-        self._measured_on = {step: saved[str(step)] for step in self.values if str(step) in saved}
-        best = self._best_step()
-        if best is None or self._data is None or jax.process_index() != 0:
-            return
-        measured_on, kept = self._measured_on.get(best), self._kept_text(best)
-
-        def compare(task: Future[str | None]) -> None:
-            if None not in (measured_on, self.data) and measured_on != self.data:
-                logger.warning(_CHANGED, kept, "data of the evaluation", "")
-
-        self._data.add_done_callback(compare)
-
-    def _best_step(self) -> int | None:
-        return max(self.values, key=lambda step: self._rank(step, self.values[step]), default=None)
-
-    def _kept_text(self, best: int) -> str:
-        return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
-
-    def _warn_of_config(self, saver: Saver) -> None:
-        best = self._best_step()
-        if best is None or self._config is None or jax.process_index() != 0:
-            return
-        extra = saver.extra(best)
-        config = extra.get("config") if isinstance(extra, dict) else None
-        if found := changes({"config": config}, {"config": self._config}).lines:
-            logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
-
-    def begin(self, state: TrainState) -> None:
-        saver = self._open()
-        self._at_start = StateContents(state, params_only=True)
-        run = self._run
-        best = self._best_step()
-        if run is None or (run.restored is not None and not run.is_new_branch):
-            self._warn_of_config(saver)
-        elif best is not None and jax.process_index() == 0:
-            is_own = run.was_best_checkpoint(absolute(self._complete.paths[best]))
-            logger.warning(
-                "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
-                "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
-                state_step(state),
-                self._directory,
-                checkpoint_name(self._prefix, best),
-                "an earlier start of this run" if is_own else "another run",
-                self.metric,
-                self.values[best],
-                "start" if is_own else "run",
-            )
-
-    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        value = self.score(results)
-        saver = self._saver or self._open()
-        # The step already has a value if the run resumed from an earlier step.
-        has_rival = step in self.values or len(self.values) >= self._keep
-        rival = self.values[step if step in self.values else self._worst()] if has_rival else None
-        if not math.isfinite(value) or not is_better(value, rival, self._mode):
-            return
-        contents = StateContents(state, params_only=True)
-        if nan := contents.with_nan():  # a metric may be the best ever for NaN
-            text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
-            logger.warning(text, step, self.metric, value, format_list(nan))
-            return
-        worse, _ = contents.worse_since(self._at_start)
-        try:
-            self._save(saver, step, state, value, is_finite=not worse)
-        except Exception as error:
-            if self._run is None:
-                raise
-            self._run.log_failed(self, error, "save")
-
-    def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
-        wait([] if self._data is None else [self._data], timeout=10)  # it hashes a batch that this evaluation has read
-        with internal_transfers():
-            extra: dict[str, Any] = {} if self._config is None else {"config": dict(self._config)}
-            extra |= {"averages": True} if self._are_averages else {}
-            content = CheckpointExtra.of(extra | {self.metric: value})
-            saver.save(state, extra=content._replace(finite=is_finite))
-            self.values[step] = value
-            if self.data is not None:
-                self._measured_on[step] = self.data
-            # The new checkpoint must be on disk before another is deleted.
-            while len(self.values) > self._keep:
-                saver.wait()
-                worst = self._worst()
-                saver.delete(worst)
-                del self.values[worst]
-                self._complete.paths.pop(worst, None)
-
-    @property
-    def mode(self) -> str:
-        return self._mode
-
-    @property
-    def best_kept(self) -> Best | None:
-        """The best checkpoint that is complete."""
-        values, paths = dict(self.values), dict(self._complete.paths)
-        complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
-        return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
-
-    def close(self) -> None:
-        if self._saver is not None:
-            saver, self._saver = self._saver, None
-            saver.close()
-
-    def settle(self) -> None:
-        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
-        if (saver := self._saver) is not None:
-            saver.settle()
-
-    def _worst(self) -> int:
-        return min(self.values, key=lambda step: self._rank(step, self.values[step]))
-
-    def _rank(self, step: int, value: float) -> tuple[float, int]:
-        """Sort key, worst first; of equal values, the later one is worse."""
-        return (-value if self._mode == "min" else value), -step
-
-    def _open(self) -> Saver:
-        self.close()
-        run = self._run
-        check_shared(self._directory, "KeepBest: directory")
-        leave_out = None if run is None or run.saver is None else run.saver.leave_out
-        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
-        self._saver = saver
-        self._complete = _Complete(None if run is None else run.background)
-        saver.set_listener(self._complete)
-        self.values = {}
-        for step in saver.all_steps():
-            try:
-                kept = saver.extra(step)
-                value = kept.get(self.metric) if isinstance(kept, Mapping) else None
-                if not isinstance(value, int | float):
-                    raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
-                self.values[step] = float(value)
-                self._complete.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
-            except (CheckpointError, ValueError) as error:
-                text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
-                logger.warning(text, checkpoint_name(self._prefix, step), error)
-        saver.claim()
-        return saver

@@ -17,8 +17,8 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.evaluating.callbacks import Best
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
+from jstep.evaluating.keep_best import Best
 from jstep.hooks.hook import StopWith, check_hook_result
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import Clock, make_cadence
@@ -109,9 +109,9 @@ class EvaluationHook(RunHook):
         self._interrupted_step: int | None = None  # the step whose evaluation was due, and abandoned by a signal
 
     @property
-    def why(self) -> str | None:
-        """The `why` of the callback that ends the run before any step, or None."""
-        reasons = (getattr(callback, "why", None) for callback in self._callbacks)
+    def stop_reason(self) -> str | None:
+        """The `stop_reason` of the callback that ends the run before any step, or None."""
+        reasons = (getattr(callback, "stop_reason", None) for callback in self._callbacks)
         return next((reason for reason in reasons if isinstance(reason, str)), None)
 
     @property
@@ -196,10 +196,12 @@ class EvaluationHook(RunHook):
         return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
+        # Another name for `KeepBest`: an object with `before_save` is a hook, and would pass as one among hooks.
+        self._call_each("before_run_save", step)
         return any(self._call_each("before_save", step))
 
     def flush(self) -> None:
-        self._call_each("settle")
+        self._call_each("wait_until_finished")
 
     def close(self) -> None:
         super().close()

@@ -77,7 +77,8 @@ class RunInfo(abc.ABC):
         config: The program's own options.
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
-        failures: Errors of logs, and of checkpoints that nothing resumes from.
+        failures: Errors of logs, and of best checkpoints.
+        best_failure: The error of a best checkpoint, after which nothing is saved.
         in_flight: The calls that the device has not finished, and the step that it has.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
         saver: The Saver of the run.
@@ -95,8 +96,9 @@ class RunInfo(abc.ABC):
     transfers: TransferQueue
     background: Listener
     in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
-    pending: "deque[tuple[RunHook, Poll]]" = dataclasses.field(default_factory=deque, init=False)
+    pending: deque[tuple[Any, Poll]] = dataclasses.field(default_factory=deque, init=False)
     failures: deque[tuple[Exception, HookCall]] = dataclasses.field(default_factory=deque, init=False)
+    best_failure: Exception | None = dataclasses.field(default=None, init=False)
     steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter, init=False)
     saver: Saver | None = dataclasses.field(default=None, init=False)
     evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
@@ -106,6 +108,11 @@ class RunInfo(abc.ABC):
     right_at: int | None = dataclasses.field(default=None, init=False)
 
     # What the run begins from.
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name of the run, which all its starts have in common."""
 
     @property
     @abc.abstractmethod
@@ -165,7 +172,7 @@ class RunInfo(abc.ABC):
         check_step(self.step, self.state, first, self.right_at)
         self.right_at = self.step
 
-    def poll(self, hook: "RunHook", check: Poll) -> None:
+    def poll(self, hook: Any, check: Poll) -> None:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
         self.pending.append((hook, check))
 
@@ -175,6 +182,14 @@ class RunInfo(abc.ABC):
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
         """End the run with this error between two iterations, once the checkpoint that is due is saved."""
         self.failures.append((error, HookCall(log, method)))
+
+    def best_failed(self, callback: Any, error: Exception) -> None:
+        """End the run with this error at the end of the iteration, with nothing saved; any thread may call it.
+
+        The next start resumes from before the evaluation whose checkpoint is missing, and makes it again.
+        """
+        self.best_failure = error
+        self.failures.append((error, HookCall(callback, "save")))
 
     @abc.abstractmethod
     def poll_stop_signal(self) -> bool:

@@ -61,6 +61,8 @@ def may_save(
 
     They come before anything of the checkpoint is read: they deliver the rows of metrics, which are part of it.
     """
+    if run.best_failure is not None:
+        raise run.best_failure
     require_alive(state)
     prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
     if any(prevented):

@@ -130,8 +130,11 @@ class HookRunner:
                 savers.next = step
 
     def save(self) -> None:
-        """Call the savers that are due, and raise the errors of logs, which must not prevent a save."""
-        if self._course.position.step >= self.savers.next:
+        """Call the savers that are due, and raise the errors of logs, which must not prevent a save.
+
+        The error of a best checkpoint must: from what is saved here, its evaluation would not be made again.
+        """
+        if self._run.best_failure is None and self._course.position.step >= self.savers.next:
             self._call_due(self.savers, with_failures=True)
         else:
             self.raise_log_errors()

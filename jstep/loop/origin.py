@@ -219,12 +219,23 @@ def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[
     if read is None:
         raise _gone(parent.reference["path"])
     extra, state = read
+    lacks = _what_it_lacks(parent)
     if jax.process_index() == 0:
         edited = ", with the state passed" if parent.edited else ""
-        logger.info("this run begins from %s%s", parent.reference["path"], edited)
+        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, lacks)
     lineage = Lineage(None, parent.reference, _run_of(parent, extra))
     step = parent.step
     return dataclasses.replace(plan, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
+
+
+def _what_it_lacks(parent: ParentCheckpoint) -> str:
+    """Say that a best checkpoint has the state alone: it was saved within an iteration, and nothing resumes from it."""
+    record = None
+    with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
+        record = parent.saver.best(parent.step)
+    if record is None:
+        return ""
+    return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"
 
 
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:

@@ -211,6 +211,8 @@ class RunSaverHook(SaverHook):
 def why_not_saved(run: RunContext) -> str:
     if not run.course.is_resumable:
         return "because the iteration has not ended"
+    if run.best_failure is not None:
+        return "because a best checkpoint of an evaluation before it could not be saved"
     if run.saver is None or not run.components.batches.source.is_lost_after(run.step - run.course.first):
         return ""
     return (

@@ -81,7 +81,7 @@ def report_done(run: RunContext) -> None:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
-    reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
+    reasons = [getattr(hook, "stop_reason", None) for hook in run.options.hooks]
     if (name := run.origin.extra.get(STOPPED)) is not None:
         remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
         reasons = [f"{name} stopped it at step {first}; to continue, {remedy}"]

@@ -24,7 +24,7 @@ from jstep.core.tables import printable
 from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
-from jstep.evaluating.callbacks import KeepBest
+from jstep.evaluating.keep_best import KeepBest
 from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
 from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import Observer, RunContext

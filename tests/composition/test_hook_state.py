@@ -62,10 +62,10 @@ def recorder_of_another_module():
 
 
 CALLBACKS = {
-    "stop a": lambda: jstep.EarlyStopping("a", 30, mode="min"),
-    "stop b": lambda: jstep.EarlyStopping("b", 30, mode="max"),
-    "keyed": lambda: jstep.EarlyStopping("a", 30, mode="min", key="mine"),
-    "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", 0.9, patience=30, mode="min"),
+    "stop a": lambda: jstep.EarlyStopping("a", patience=30, mode="min"),
+    "stop b": lambda: jstep.EarlyStopping("b", patience=30, mode="max"),
+    "keyed": lambda: jstep.EarlyStopping("a", patience=30, mode="min", key="mine"),
+    "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", factor=0.9, patience=30, mode="min"),
     "recorder": Recorder,
     "other": Other,
     "recorder of another module": recorder_of_another_module,
@@ -115,7 +115,7 @@ def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
 
 def evaluation(prefix, key=None):
     """Return an evaluation hook; all have the same callbacks."""
-    then = [jstep.EarlyStopping("a", 30, mode="min"), Recorder()]
+    then = [jstep.EarlyStopping("a", patience=30, mode="min"), Recorder()]
     hook = jstep.EvaluationHook(
         lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, callbacks=then
     )
@@ -156,9 +156,9 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 
     def then():
         return [
-            jstep.EarlyStopping("a", 30, mode="min", min_delta=0.4),
-            jstep.EarlyStopping("a", 30, mode="max"),
-            jstep.EarlyStopping("a", 20, mode="min"),
+            jstep.EarlyStopping("a", patience=30, mode="min", min_delta=0.4),
+            jstep.EarlyStopping("a", patience=30, mode="max"),
+            jstep.EarlyStopping("a", patience=20, mode="min"),
         ]
 
     def run(last_step, then):

@@ -60,7 +60,7 @@ def test_a_metric_that_was_never_a_number_is_told_so(caplog):
     with caplog.at_level(logging.INFO, "jstep"):
         assert [stop(step, None, {"loss": math.nan}) for step in (3, 6)] == [None, True]
     assert caplog.messages == ["step 6: loss has been NaN in 2 evaluations; stopping"]
-    assert "at step 6: loss had been NaN in 2 evaluations" in stop.why
+    assert "at step 6: loss had been NaN in 2 evaluations" in stop.stop_reason
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
@@ -155,7 +155,7 @@ def steps(directory, prefix="best"):
 
 
 def keep(directory, values, start=1, *, mode="min", **kwargs):
-    best = jstep.KeepBest(directory, "accuracy", mode, **kwargs)
+    best = jstep.KeepBest(directory, "accuracy", mode=mode, **kwargs)
     best.begin(state_at())
     for step, value in enumerate(values, start):
         best(step, state_at(step), {"accuracy": value, "loss": 1.0})
@@ -176,7 +176,7 @@ def test_a_better_checkpoint_is_on_the_disk_before_a_worse_one_is_deleted(tmp_pa
             return result
 
         monkeypatch.setattr(jstep.Saver, name, recorded)
-    best = jstep.KeepBest(tmp_path, "accuracy", "min")
+    best = jstep.KeepBest(tmp_path, "accuracy", mode="min")
     best.begin(state_at())
     for step, value in enumerate([0.5, 0.4], 1):
         best(step, state_at(step), {"accuracy": value})
@@ -200,13 +200,17 @@ def test_a_better_checkpoint_is_on_the_disk_before_a_worse_one_is_deleted(tmp_pa
         ([0.5, 0.9, 0.7], {"mode": "max"}, {2: 0.9}),
         ([0.5, 0.9, 0.4], {}, {3: 0.4}),
         ([0.5, 0.9, 0.9], {"mode": "max"}, {2: 0.9}),  # on a tie, the earlier step
-        ([0.9, 0.5, 0.7, 0.8], {"mode": "max", "keep": 2}, {1: 0.9, 4: 0.8}),
-        ([0.5, 0.5, 0.5, 0.6], {"mode": "max", "keep": 2}, {1: 0.5, 4: 0.6}),  # on a tie, the later step is deleted
+        ([0.9, 0.5, 0.7, 0.8], {"mode": "max", "max_to_keep": 2}, {1: 0.9, 4: 0.8}),
+        (
+            [0.5, 0.5, 0.5, 0.6],
+            {"mode": "max", "max_to_keep": 2},
+            {1: 0.5, 4: 0.6},
+        ),  # on a tie, the later step is deleted
         ([math.nan, 0.1, math.nan], {"mode": "max"}, {2: 0.1}),
         ([math.nan], {}, {}),
         ([math.inf, 3.0], {}, {2: 3.0}),
-        ([1, 2], {"keep": 3}, {1: 1.0, 2: 2.0}),
-        ([7, 6, 5, 4, 3, 2, 1], {"keep": 6}, {2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 2.0, 7: 1.0}),
+        ([1, 2], {"max_to_keep": 3}, {1: 1.0, 2: 2.0}),
+        ([7, 6, 5, 4, 3, 2, 1], {"max_to_keep": 6}, {2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 2.0, 7: 1.0}),
     ],
 )
 @pytest.mark.parametrize("cut", [0, 1, 2])
@@ -242,7 +246,7 @@ _BEST = "best-2 of another run with accuracy=0.9", "best-2 of an earlier start o
 @pytest.mark.parametrize(("mode", "best"), [("max", _BEST[0]), ("max", _BEST[1]), ("min", "best-1 ")])
 @pytest.mark.parametrize("start", [0, 60])
 def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_path, caplog):
-    keep(tmp_path, [0.5, 0.9], mode=mode, keep=2)
+    keep(tmp_path, [0.5, 0.9], mode=mode, max_to_keep=2)
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
@@ -293,7 +297,7 @@ def test_hashes_of_the_data_are_matched_in_any_order(tmp_path):
 def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, monkeypatch):
     """A run that resumes from that checkpoint does not evaluate its step again."""
     settled = []
-    monkeypatch.setattr(jstep.Saver, "settle", lambda saver: settled.append(saver.prefix))
+    monkeypatch.setattr(jstep.Saver, "wait", lambda saver: settled.append(saver.prefix))
     best = jstep.KeepBest(tmp_path, "loss")
     flush = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[best]).flush
     flush()
@@ -336,9 +340,9 @@ def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
 
 def test_a_state_of_another_metric_or_mode_is_logged_and_ignored(caplog):
     saved = {"metric": "loss", "mode": "min", "best": 2.0, "bad": 1, "stopped_at": None, "cooling": 0}
-    stop = jstep.EarlyStopping("loss", 3)
+    stop = jstep.EarlyStopping("loss", patience=3)
     assert stop.set_state(saved) is False
-    assert (stop.best, stop.bad, stop.get_state()) == (2.0, 1, saved)
+    assert (stop.best, stop.wait, stop.get_state()) == (2.0, 1, saved)
     for change in ({"metric": "accuracy"}, {"mode": "max"}):
         assert stop.set_state(saved | change) is False
         assert stop.get_state() == saved
@@ -348,9 +352,9 @@ def test_a_state_of_another_metric_or_mode_is_logged_and_ignored(caplog):
 
 
 def test_reset_forgets_the_state_in_the_checkpoint(caplog):
-    stop = jstep.EarlyStopping("loss", 3, reset=True)
+    stop = jstep.EarlyStopping("loss", patience=3, reset=True)
     assert stop.set_state({**stop.get_state(), "best": math.inf, "bad": 9, "stopped_at": 0}) is False
-    assert (stop.bad, stop.why) == (0, None)
+    assert (stop.wait, stop.stop_reason) == (0, None)
     assert caplog.messages == [
         "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten because of reset=True"
     ]

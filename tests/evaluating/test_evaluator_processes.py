@@ -154,7 +154,8 @@ for part in (mine, jstep.batches(data[:55], 16, shuffle=False, num_epochs=1, dro
 
 # Callbacks decide alike on all processes, and all of them save the best checkpoint.
 import itertools
-then = [jstep.EarlyStopping("each", 2, "min"), jstep.KeepBest(directory + f"/best{count}", "each", "min")]
+stop = jstep.EarlyStopping("each", patience=2, mode="min")
+then = [stop, jstep.KeepBest(directory + f"/best{count}", "each", mode="min")]
 losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the values of process 0 count
 hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, callbacks=then), jstep.MetricsHook(
     lambda step, values: print("metrics", step, *values.values()), every_n_steps=10)]

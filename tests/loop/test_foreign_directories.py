@@ -40,7 +40,7 @@ OPTIMIZER, STEP = number()
 
 def train(directory, last_step=4, more=(), **options):
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    best = jstep.KeepBest(directory, "loss", "min")
+    best = jstep.KeepBest(directory, "loss", mode="min")
     hooks = [
         jstep.FingerprintHook(every_n_steps=1, path=f"{directory}/"),
         jstep.EvaluationHook(lambda state: {"loss": float(state.params["w"])}, every_n_steps=2, callbacks=[best]),

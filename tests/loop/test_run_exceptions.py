@@ -192,7 +192,7 @@ def test_between_two_iterations(kind, tmp_path):
     assert bodies == steps
 
 
-def test_a_best_checkpoint_that_cannot_be_saved_is_an_error_between_two_iterations(tmp_path, monkeypatch):
+def test_a_best_checkpoint_that_cannot_be_saved_ends_the_run_at_the_end_of_the_iteration(tmp_path, monkeypatch):
     save = Saver.save
 
     def broken(self, state, extra=None):
@@ -207,7 +207,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_is_an_error_between_two_iteratio
     with pytest.raises(OSError, match="no space left") as caught:
         loop_to(12, directory=tmp_path, body=lambda run, step: bodies.append(step), hooks=[evaluate])
     assert (
-        "in KeepBest.save; the state after step 7 is in the exception's `state`, and is saved as model-7"
+        "in KeepBest.save; the state after step 7 is in the exception's `state`, and is not saved, because a best"
         in (caught.value.__notes__[-1])
     )
     assert bodies == [1, 2, 3, 4, 5, 6, 7]
@@ -215,7 +215,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_is_an_error_between_two_iteratio
 
 def test_the_best_checkpoint_is_saved_where_it_was_evaluated(tmp_path):
     """It has the state that was evaluated: before the body, and between two steps of an iteration."""
-    best, seen = jstep.KeepBest(tmp_path / "best", "w", mode="max", keep=9), []
+    best, seen = jstep.KeepBest(tmp_path / "best", "w", mode="max", max_to_keep=9), []
     evaluate = jstep.EvaluationHook(lambda state: {"w": jstep.global_step(state)}, every_n_steps=2, callbacks=[best])
     with run_of(9, None, hooks=[evaluate], checkpoint_dir=tmp_path) as run:
         for step in run:

@@ -134,7 +134,7 @@ def test_an_evaluation_at_the_start(tmp_path):
         hook = jstep.EvaluationHook(
             lambda state: {"x": 1.0},
             every_n_steps=2,
-            callbacks=[lambda step, *_: seen.append(step), jstep.EarlyStopping("x", 2, mode="max")],
+            callbacks=[lambda step, *_: seen.append(step), jstep.EarlyStopping("x", patience=2, mode="max")],
             at_start=True,
             **kwargs,
         )

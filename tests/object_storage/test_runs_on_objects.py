@@ -63,7 +63,9 @@ def test_keep_best_on_objects(store):
     best = f"{store.run}/best"
 
     def hooks():
-        return [jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=[jstep.KeepBest(best, "loss", keep=2)])]
+        return [
+            jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=[jstep.KeepBest(best, "loss", max_to_keep=2)])
+        ]
 
     run(store.run, 6, hooks=hooks())
     run(store.run, 12, hooks=hooks())

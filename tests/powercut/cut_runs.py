@@ -120,7 +120,7 @@ def _acknowledging(saver, tell):
 def train(folder, last=LAST, tell=mark, hooks=(), **options):
     """Run with everything on: checkpoints, the best one, summaries, times and fingerprints."""
     run = checkpoints(folder)
-    best = jstep.KeepBest(os.path.join(folder, "best"), "loss", keep=KEPT_BEST)
+    best = jstep.KeepBest(os.path.join(folder, "best"), "loss", max_to_keep=KEPT_BEST)
 
     def evaluate(state):
         return {"loss": LOSSES.get(jstep.global_step(state), 1.0)}

@@ -1,0 +1,76 @@
+"""What a `KeepBest` notes in the manifest of its checkpoint, and which of several checkpoints is the best."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class BestRecord(NamedTuple):
+    """The evaluation for which a checkpoint was kept.
+
+    Attributes:
+        metric: The name of the metric.
+        value: Its value, finite.
+        mode: `"min"` or `"max"`.
+        run: The name of the run that saved it; None if it was saved outside of a run.
+    """
+
+    metric: str
+    value: float
+    mode: str
+    run: str | None = None
+
+    @property
+    def goodness(self) -> float:
+        """The value, or its negative: the greater, the better."""
+        return -self.value if self.mode == "min" else self.value
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entries of a manifest; the name of the run, which readers may ignore, is among its notes."""
+        entries: dict[str, Any] = {"best": {"metric": self.metric, "value": self.value, "mode": self.mode}}
+        if self.run is not None:
+            entries["notes"] = {"run": self.run}
+        return entries
+
+    @classmethod
+    def from_json(cls, loaded: Mapping[str, Any]) -> "BestRecord | None":
+        """Return the record in the entries of a manifest; None if the checkpoint is not of a `KeepBest`.
+
+        Raises:
+            ValueError: It is not what `to_json` writes.
+        """
+        if "best" not in loaded:
+            return None
+        fields = loaded["best"]
+        metric, value, mode = fields["metric"], fields["value"], fields["mode"]
+        is_value = type(value) in (int, float) and math.isfinite(value)
+        if not isinstance(metric, str) or mode not in ("min", "max") or not is_value:
+            raise ValueError(f"best={fields!r:.100} is not the value of a metric, and its mode")
+        notes = loaded.get("notes")
+        run = notes.get("run") if isinstance(notes, dict) else None
+        return cls(metric, float(value), mode, run if isinstance(run, str) else None)
+
+
+def best_step(records: Mapping[int, BestRecord | None]) -> int | None:
+    """Return the step of the best checkpoint.
+
+    Those with the metric and mode of the newest compete: others were kept for something else. On a tie, the earlier one
+    is the best, as a `KeepBest` keeps it.
+
+    Args:
+        records: Step → record of each checkpoint, None for those that no `KeepBest` saved.
+
+    Returns:
+        The step; None if no checkpoint has a record.
+    """
+    kept = {step: record for step, record in sorted(records.items()) if record is not None}
+    if not kept:
+        return None
+    newest = kept[max(kept)]
+    best: int | None = None
+    for step, record in kept.items():
+        if (record.metric, record.mode) != (newest.metric, newest.mode):
+            continue
+        if best is None or record.goodness > kept[best].goodness:
+            best = step
+    return best

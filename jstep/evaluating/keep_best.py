@@ -1,0 +1,528 @@
+"""The callback that keeps the checkpoints of the best evaluations.
+
+A best checkpoint is no boundary: no run resumes from it by itself. But it belongs to the history that the run's own
+checkpoints continue, so the two are kept in step:
+
+| | what is ensured | by |
+|---|---|---|
+| before | a save of the run appears only after each best checkpoint of an evaluation up to it | `wait_until_finished` |
+| failure | after one that failed no save appears, and the run ends: its evaluation is made again | `_fail` |
+| after | one that is superseded goes only when a save appears that has seen it superseded | `_superseded` |
+| restart | those beyond the step from which the run resumes count for nothing | `_beyond` |
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint.best_record import BestRecord
+from jstep.checkpoint.hook_states import StateFormat
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.retention import Listener
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.shared_directory import check_shared
+from jstep.core import processes
+from jstep.core.checks import as_int, format_list
+from jstep.core.logs import logger
+from jstep.core.meshes import internal_transfers
+from jstep.core.threads import Task, in_background
+from jstep.evaluating.callbacks import MetricReader, is_better
+from jstep.hooks.run_hook import RunInfo
+from jstep.record.differences import changes
+from jstep.state.global_step import state_step
+from jstep.state.nonfinite import StateContents
+from jstep.state.train_state import TrainState
+from jstep.stores.urls import absolute, join_path, location, resolve_path
+
+_HASH_SECS = 10
+"""How long a save waits for the hash of the data; without it, other data are not noticed after a restart."""
+_CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
+
+
+class Best(NamedTuple):
+    value: float
+    step: int
+    path: str
+
+
+class _SavedPaths:
+    """The paths of the checkpoints that are on disk, by step; a listener of a `Saver` that passes all on."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.by_step: dict[int, str] = {}
+        self._listener = listener
+
+    def saved(self, step: int, path: str) -> None:
+        self.by_step[step] = path
+        if self._listener is not None:
+            self._listener.saved(step, path)
+
+    def wait(self, path: str | None = None) -> None:
+        if self._listener is not None:
+            self._listener.wait(path)
+
+    def is_calling(self) -> bool:
+        return self._listener is not None and self._listener.is_calling()
+
+
+class _FailedSave(NamedTuple):
+    step: int
+    error: Exception
+
+
+class KeepBest(MetricReader):
+    """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
+
+    Each checkpoint leaves out the parameters that the run's checkpoints leave out, and stores its value
+    (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was measured with averages of the
+    parameters. `Saver(directory, prefix="best").best_step()` is the step of the best one. Every run competes with the
+    checkpoints in `directory`; a warning is logged if the best value was measured with another config, or on other
+    data. On a tie the earlier checkpoint is kept. A nonfinite value is never kept, nor are parameters with NaN.
+
+    A checkpoint of the run appears only after each best checkpoint of an evaluation up to it. If one cannot be saved,
+    the run ends at the end of the iteration with that error and saves nothing, so that the next start evaluates again.
+    A best checkpoint that is superseded is deleted once a later checkpoint of the run is on disk, so up to twice
+    `max_to_keep` may exist meanwhile. After a restart, best checkpoints of this run beyond the step that it resumes
+    from count for nothing until their evaluation is made again.
+
+    Args:
+        directory: The directory or URL to keep the checkpoints in.
+        metric: As in `EarlyStopping`.
+        mode: As in `EarlyStopping`.
+        max_to_keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
+        prefix: The prefix of their names, before the step.
+
+    Attributes:
+        values: Step → value of each checkpoint that is kept.
+
+    Raises:
+        KeyError: In a run: evaluate does not return the metric.
+        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the run uses the
+            same directory and prefix, or processes see different directories.
+
+    Example:
+        >>> import jstep, tempfile
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(), global_step=3)
+        >>> directory = tempfile.mkdtemp()
+        >>> best = jstep.KeepBest(directory, "accuracy", mode="max")
+        >>> best(3, state, {"accuracy": 0.5})
+        >>> best.close()
+        >>> with jstep.Saver(directory, prefix="best") as saver:
+        ...     print(saver.best_step(), saver.extra())
+        3 {'accuracy': 0.5}
+
+    Source: Keras' `ModelCheckpoint(save_best_only=True)`.
+    """
+
+    state_format = StateFormat(1, {"measured_on": {}})
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        metric: str,
+        *,
+        mode: str | None = None,
+        max_to_keep: int = 1,
+        prefix: str = "best",
+    ) -> None:
+        super().__init__(metric, mode)
+        self._max_to_keep = as_int(max_to_keep, "max_to_keep", 1, "a number of checkpoints")
+        checkpoint_name(prefix, 0)  # validates the prefix
+        self._directory = location(directory, "directory")
+        self._prefix = prefix
+        self._run: RunInfo | None = None  # None if it is called outside of a run
+        self._saver: Saver | None = None
+        self._at_start: StateContents | None = None
+        # How values are measured.
+        self._are_averages = False
+        self._data: Task[str | None] | None = None
+        self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
+        # A checkpoint in the directory is in exactly one of these, by its step. All processes have the same `values`,
+        # as these decide what is saved. Only the first process deletes, so the other two count there alone.
+        self.values: dict[int, float] = {}  # those that count: the best ones of the history so far
+        self._superseded: dict[int, int] = {}  # → the number of the run's save after which no restart needs it
+        self._beyond: set[int] = set()  # of a part of this run that is lost
+        # Of the steps in `values`: those that this run has saved, in this start or an earlier one, and the number of
+        # the first save of the run that follows. It is 0 for an earlier start, whose checkpoints the run's own follow.
+        self._of_run: dict[int, int] = {}
+        self._paths = _SavedPaths()
+        self._failed: _FailedSave | None = None
+        self._saving_step: int | None = None  # that of the latest save, which may be in progress
+        self._saving_run_step = 0  # the step of the latest save of the run
+
+    # Before the first step.
+
+    def use_run(self, run: RunInfo) -> None:
+        self._run = run
+        saver = run.saver
+        if saver is None or saver.prefix != self._prefix:
+            return
+        if resolve_path(saver.directory) == resolve_path(self._directory):
+            raise ValueError(
+                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
+            )
+
+    def use_evaluator(self, evaluate: Any) -> None:
+        """Note whether values are measured with averages, and hash the data in the background."""
+        self._are_averages = bool(getattr(evaluate, "use_averages", False))
+        first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
+        self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
+
+    def begin(self, state: TrainState) -> None:
+        saver = self._open()
+        self._at_start = StateContents(state, params_only=True)
+        run = self._run
+        if run is None or self._is_resumed:
+            self._warn_of_config(saver)
+        else:
+            self._warn_of_others(state, run)
+
+    def _open(self) -> Saver:
+        """Open the directory, and sort the checkpoints that are there."""
+        self.close()
+        run = self._run
+        check_shared(self._directory, "KeepBest: directory")
+        leave_out = None if run is None or run.saver is None else run.saver.leave_out
+        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
+        self._saver = saver
+        self._paths = _SavedPaths(None if run is None else run.background)
+        saver.set_listener(self._paths)
+        self._failed = None
+        self._saving_step = None
+        self._read(saver)
+        while len(self.values) > self._max_to_keep:
+            # It was superseded before the run was killed, or the limit was higher.
+            worst = self._worst()
+            del self.values[worst]
+            self._superseded[worst] = 0 if self._is_resumed else self._next_run_save()
+        saver.claim()
+        return saver
+
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether the run resumes from a checkpoint of its own."""
+        return self._run is not None and self._run.restored is not None and not self._run.is_new_branch
+
+    def _read(self, saver: Saver) -> None:
+        self.values = {}
+        self._superseded = {}
+        self._beyond = set()
+        self._of_run = {}
+        for step in saver.all_steps():
+            try:
+                record = saver.best(step)
+                if record is None or record.metric != self.metric:
+                    raise ValueError(f"it is not kept for {self.metric!r}")
+            except (CheckpointError, ValueError) as error:
+                text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
+                logger.warning(text, checkpoint_name(self._prefix, step), error)
+                continue
+            if self._is_of_run(record):
+                if self._is_beyond(step):
+                    self._beyond.add(step)
+                    continue
+                self._of_run[step] = 0
+            self.values[step] = record.value
+            self._paths.by_step[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
+
+    def _is_of_run(self, record: BestRecord) -> bool:
+        # A run that does not resume has a new name, so that it finds none.
+        return record.run is not None and self._run is not None and record.run == self._run.name
+
+    def _is_beyond(self, step: int) -> bool:
+        return self._run is not None and self._run.restored is not None and step > self._run.restored
+
+    def _warn_of_config(self, saver: Saver) -> None:
+        best = self._best_step()
+        if best is None or self._config is None or jax.process_index() != 0:
+            return
+        extra = saver.extra(best)
+        config = extra.get("config") if isinstance(extra, dict) else None
+        if found := changes({"config": config}, {"config": self._config}).lines:
+            logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
+
+    def _warn_of_others(self, state: TrainState, run: RunInfo) -> None:
+        best = self._best_step()
+        if best is None or jax.process_index() != 0:
+            return
+        is_earlier_start = run.was_best_checkpoint(absolute(self._paths.by_step[best]))
+        logger.warning(
+            "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
+            "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
+            state_step(state),
+            self._directory,
+            checkpoint_name(self._prefix, best),
+            "an earlier start of this run" if is_earlier_start else "another run",
+            self.metric,
+            self.values[best],
+            "start" if is_earlier_start else "run",
+        )
+
+    # Its state in the checkpoints of the run.
+
+    @property
+    def identifying_settings(self) -> dict[str, Any]:
+        """What tells this callback from another one of the same key, see `hook_states`."""
+        return {"metric": self.metric, "prefix": self._prefix}
+
+    def get_state(self) -> Any:
+        measured_on = {str(step): data for step, data in self._measured_on.items() if step in self.values}
+        return {"measured_on": measured_on}
+
+    def set_state(self, value: Any) -> None:
+        """Warn, in the background, if the best value was measured on other data."""
+        saved = value["measured_on"]
+        self._measured_on = {step: saved[str(step)] for step in self.values if str(step) in saved}
+        best = self._best_step()
+        if best is None or self._data is None or jax.process_index() != 0:
+            return
+        measured_on = self._measured_on.get(best)
+        kept = self._kept_text(best)
+
+        def compare(task: Future[str | None]) -> None:
+            if None not in (measured_on, self.data) and measured_on != self.data:
+                logger.warning(_CHANGED, kept, "data of the evaluation", "")
+
+        self._data.add_done_callback(compare)
+
+    # An evaluation.
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
+        value = self.score(results)
+        saver = self._saver or self._open()
+        self._wait(saver)  # its error would be that of the next save, of another step
+        if self._failed is not None:
+            return  # the iteration is not saved, and is made again
+        self._delete_superseded()
+        was_saved = self._forget(step)
+        contents = StateContents(state, params_only=True)
+        if not self._is_among_best(step, value) or self._has_nan(contents, step, value):
+            if was_saved:
+                self._delete(step)
+            return
+        worse, _ = contents.worse_since(self._at_start)
+        try:
+            self._save(saver, step, state, value, is_finite=not worse)
+        except Exception as error:
+            if self._run is None:
+                raise
+            self._fail(step, error)
+            return
+        self.values[step] = value
+        if self._run is not None:
+            self._of_run[step] = self._next_run_save()
+            self._run.poll(self, self._check_save)
+        if len(self.values) > self._max_to_keep:
+            self._supersede(self._worst())
+
+    def _forget(self, step: int) -> bool:
+        """Forget what this run has saved at this step: its evaluation is made again, and replaces it."""
+        if step in self._of_run:
+            del self._of_run[step]
+            del self.values[step]
+            return True
+        was_beyond = step in self._beyond
+        self._beyond.discard(step)
+        return was_beyond
+
+    def _is_among_best(self, step: int, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if step in self.values:  # of another run, in whose place this one would be saved
+            return is_better(value, self.values[step], self._mode)
+        if len(self.values) < self._max_to_keep:
+            return True
+        return is_better(value, self.values[self._worst()], self._mode)
+
+    def _has_nan(self, contents: StateContents, step: int, value: float) -> bool:
+        """Whether a parameter is NaN, with which a metric may be the best ever."""
+        nan = contents.with_nan()
+        if nan:
+            text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
+            logger.warning(text, step, self.metric, value, format_list(nan))
+        return bool(nan)
+
+    def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
+        if self._data is not None:
+            wait([self._data], timeout=_HASH_SECS)  # it hashes a batch that this evaluation has read
+        extra: dict[str, Any] = {}
+        if self._config is not None:
+            extra["config"] = dict(self._config)
+        if self._are_averages:
+            extra["averages"] = True
+        extra[self.metric] = value
+        record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.name)
+        self._saving_step = step
+        with internal_transfers():
+            saver.save(state, extra=CheckpointExtra.of(extra)._replace(finite=is_finite, best=record))
+        if self.data is not None:
+            self._measured_on[step] = self.data
+
+    # The order of best checkpoints and of the checkpoints of the run.
+
+    def before_run_save(self, step: int) -> None:
+        """Called in the loop's thread before a save of the run, which waits for what is being saved now."""
+        self._saving_run_step = step
+        self._delete_superseded()
+
+    def wait_until_finished(self) -> None:
+        """Called in another thread before a save of the run appears; an error keeps it from appearing.
+
+        Raises:
+            Exception: A best checkpoint of an evaluation up to that save is not on disk.
+        """
+        saver = self._saver
+        if saver is None:
+            return
+        self._wait(saver)
+        if self._failed is not None and self._failed.step <= self._saving_run_step:
+            raise self._failed.error
+
+    def _check_save(self, *, wait: bool = False) -> bool:
+        """Called after each call of the loop, until the save in progress has ended: the run ends soon if it failed."""
+        saver = self._saver
+        if saver is None or (saver.is_saving() and not wait):
+            return saver is not None
+        self._wait(saver)
+        return False
+
+    def _wait(self, saver: Saver) -> None:
+        step = self._saving_step
+        try:
+            saver.wait()
+        except Exception as error:
+            if self._run is None or step is None:
+                raise
+            self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """End the run, and let no save of it appear from this step on.
+
+        Not raised here, as the hooks and the body of this iteration are called first: so the run ends at the same place
+        whether the save fails immediately or in the background.
+        """
+        assert self._run is not None
+        if self._failed is None:
+            self._failed = _FailedSave(step, error)
+            self._run.best_failed(self, error)
+
+    def _next_run_save(self) -> int:
+        """The number of the next save of the run, which holds all that this evaluation changes."""
+        run = self._run
+        return 0 if run is None or run.saver is None else run.saver.saves_begun + 1
+
+    def _supersede(self, step: int) -> None:
+        """Take a checkpoint out of those that count, and delete it if no restart needs it.
+
+        A start that resumes from before this evaluation has to find what was the best then.
+        """
+        made_before = self._of_run.pop(step, 0)
+        del self.values[step]
+        self._paths.by_step.pop(step, None)
+        run = self._run
+        if run is None or run.saver is None:
+            self._delete(step)
+            return
+        published = run.saver.published
+        is_made_again = made_before > (0 if published is None else published.number)
+        if is_made_again:  # by each start that could use it
+            self._delete(step)
+        else:
+            self._superseded[step] = self._next_run_save()
+
+    def _delete_superseded(self) -> None:
+        """Delete the checkpoints that no restart needs any more."""
+        run = self._run
+        if run is None or run.saver is None:
+            # Those that were too many at the start: this run takes their place when it has saved one.
+            if self._saving_step is not None:
+                self._delete_all(self._superseded)
+            return
+        published = run.saver.published
+        number = 0 if published is None else published.number
+        self._delete_all([step for step, needed in self._superseded.items() if needed <= number])
+        if published is not None:
+            self._delete_all([step for step in self._beyond if step <= published.step])
+
+    def _delete_all(self, steps: Iterable[int]) -> None:
+        for step in tuple(steps):
+            self._superseded.pop(step, None)
+            self._beyond.discard(step)
+            self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        """Delete a checkpoint, once the newest one is on disk; only the first process does.
+
+        One that cannot be deleted is in the way of nothing, so that is only logged.
+        """
+        saver = self._saver
+        if saver is None or jax.process_index() != 0:
+            return
+        self._wait(saver)
+        if self._failed is not None:
+            return
+        try:
+            if processes.is_single_process():
+                saver.delete(step)
+            else:
+                saver.delete_alone(step)
+        except FileNotFoundError:
+            pass
+        except (OSError, CheckpointError) as error:
+            logger.warning("KeepBest: %s could not be deleted: %s", checkpoint_name(self._prefix, step), error)
+
+    # What others read.
+
+    @property
+    def best_kept(self) -> Best | None:
+        """The best checkpoint that is on disk."""
+        values = dict(self.values)  # the loop's thread changes it
+        paths = dict(self._paths.by_step)
+        complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
+        return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
+
+    @property
+    def data(self) -> str | None:
+        """A hash of the data on which the values are measured, once known."""
+        task = self._data
+        if task is None or not task.done() or task.exception() is not None:
+            return None
+        return task.result()
+
+    @property
+    def _config(self) -> dict[str, Any] | None:
+        return None if self._run is None else self._run.config
+
+    def _best_step(self) -> int | None:
+        return max(self.values, key=lambda step: self._rank(step, self.values[step]), default=None)
+
+    def _worst(self) -> int:
+        return min(self.values, key=lambda step: self._rank(step, self.values[step]))
+
+    def _rank(self, step: int, value: float) -> tuple[float, int]:
+        """Sort key, worst first; of equal values, the later one is worse."""
+        return (-value if self._mode == "min" else value), -step
+
+    def _kept_text(self, best: int) -> str:
+        return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
+
+    # The end.
+
+    def close(self) -> None:
+        saver = self._saver
+        if saver is None:
+            return
+        had_failed = self._failed is not None
+        try:
+            if not had_failed:
+                self._delete_superseded()
+        finally:
+            self._saver = None
+            saver.close()
+        if self._failed is not None and not had_failed:
+            raise self._failed.error  # the run has ended, and raises it no more
