@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jstep import summary
-from jstep.core.checks import as_number
+from jstep.core.checks import as_function, as_int, as_number
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.metering.cadence import UNSET, Clock, make_cadence
@@ -49,6 +50,9 @@ class StepCounterHook(RunHook):
         peak_flops: Peak operations per second of one device; None to look it up in the table.
         flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
             them. If given, the name is always `mfu`.
+        examples: The number of examples in a batch: a number, or `examples(*args) -> int` of the shapes of the step's
+            arguments, such as `lambda x, y: x.shape[0] * x.shape[1]` for batches of shape `[workers, rows, ...]`. None
+            if it is the leading axis of each array.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
@@ -83,6 +87,7 @@ class StepCounterHook(RunHook):
         summary_writer: object = None,
         peak_flops: float | None = None,
         flops_per_step: float | None = None,
+        examples: int | Callable[..., int] | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
@@ -90,6 +95,7 @@ class StepCounterHook(RunHook):
         self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
+        self._examples = _check_examples(examples)
         self._meter: Any = None
         self._reset()
 
@@ -100,6 +106,19 @@ class StepCounterHook(RunHook):
         self.steps_per_sec: float | None = None
         self.examples_per_sec: float | None = None
         self.utilization: Any = None
+
+    def count_examples(self, rows: int | None, args: tuple[Any, ...]) -> int | None:
+        """Return the number of examples in a batch.
+
+        Args:
+            rows: The size of the leading axis of each array; None if they differ.
+            args: The shapes of the step's arguments besides the state.
+        """
+        if self._examples is None:
+            return rows
+        if not callable(self._examples):
+            return self._examples
+        return as_int(self._examples(*args), "examples: its result", 0, "a number of examples")
 
     @property
     def mfu(self) -> float | None:
@@ -172,6 +191,14 @@ class StepCounterHook(RunHook):
 
 def format_utilization(share: Any) -> list[str]:
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
+
+
+def _check_examples(examples: Any) -> int | Callable[..., int] | None:
+    if examples is None:
+        return None
+    if callable(examples):
+        return as_function(examples, "examples", "(*args) -> int, of the shapes of the step's arguments")
+    return as_int(examples, "examples", 1, "the number of examples in a batch")
 
 
 def _positive(value: object, argument: str, meaning: str) -> float | None:

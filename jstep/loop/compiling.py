@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from jstep.training.step import TrainStep
 
 _MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
+_MANY_PROGRAMS = 5
+"""The number of programs of a stage, each for another shape of the batch, after which padding is recommended."""
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
 
@@ -69,6 +71,7 @@ class Compiler:
         self._sizes: dict[int, int] = {}  # of the steps' program caches
         self._compiled: Program | None = None  # the program that was compiled last because it was due
         self._shapes: dict[str, Any] = {}  # of batch and state at the latest compilation
+        self._recompiled = Counter[int]()  # how often a stage was compiled because its batch had another shape
 
     # In the background.
 
@@ -182,7 +185,19 @@ class Compiler:
                 texts = [_what_differs(name, shapes, before[name]) for name, shapes in self._shapes.items()]
                 why = "; ".join(filter(None, texts)) or "JAX's settings, or its steps per call, differ"
                 logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
+                if texts[0]:
+                    self._warn_of_shapes(stage)
         return is_first
+
+    def _warn_of_shapes(self, stage: Stage) -> None:
+        self._recompiled[id(stage)] += 1
+        if self._recompiled[id(stage)] == _MANY_PROGRAMS - 1:  # the first one was no recompilation
+            logger.warning(
+                "%s was compiled %d times, for batches of as many shapes, and waits for the compiler at each new one: "
+                "pad batches to a few shapes, see docs: recipes/batch-shapes",
+                stage.name,
+                _MANY_PROGRAMS,
+            )
 
 
 def _what_differs(name: str, tree: Tree, before: Tree) -> str:

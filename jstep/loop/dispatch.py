@@ -21,7 +21,7 @@ from jstep.core.threads import in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.loop.compiling import Compiler
-from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
+from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps, shapes_of
 from jstep.loop.signals import StopSignals
 from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.metrics.totals import MeanOf
@@ -39,6 +39,10 @@ AfterChunk = Callable[[Chunk, Any], None]
 """`after_chunk(chunk, state)`, where the state is the one that the dispatched call returned."""
 
 
+CountExamples = Callable[[int | None, tuple[Any, ...]], int | None]
+"""`count_examples(rows, shapes)`: the number of examples in a batch of these shapes, whose leading axis is `rows`."""
+
+
 class Dispatch:
     """The calls of a run: `state, metrics = dispatch(state, chunk)`. It waits for the device only to time "auto"."""
 
@@ -50,10 +54,12 @@ class Dispatch:
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
         after_first: Sequence[AfterChunk] = (),
+        count_examples: CountExamples | None = None,
     ) -> None:
         self.table = table
         self._first_call = first_call
         self._after_first = after_first
+        self._count_examples = count_examples
         self._watch = Stopwatch() if watch is None else watch
         self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
         self.after_each: list[AfterChunk] = []
@@ -115,7 +121,10 @@ class Dispatch:
         if is_first:
             check_result(result)
         if not chunk.program.is_called:
-            chunk.program.mark_called(chunk.rows())
+            rows = chunk.rows()
+            if self._count_examples is not None:
+                rows = self._count_examples(rows, shapes_of(chunk.step_args))
+            chunk.program.mark_called(rows)
         self._watch.reassign(STARTING, self._watch.clock() - began)
         if is_first:
             self._warn_of_unfrozen(chunk)

@@ -228,6 +228,7 @@ def _make_dispatch(run: RunContext) -> Dispatch:
             *(observer.on_first_call for observer in run.observers),
             functools.partial(_log_start, run),
         ],
+        count_examples=next((hook.count_examples for hook in options.hooks if isinstance(hook, StepCounterHook)), None),
     )
     run.closing.callback(dispatch.compiler.close)
     return dispatch
