@@ -153,6 +153,9 @@ def members_of(cls: type) -> set[str]:
 # What other rooms call, and no user: that they are seen at all is a matter of their rooms.
 INTERNAL = {
     "check_run",
+    "get_state",
+    "set_state",
+    "state_format",
     "set_listener",
     "settle",
     "write_secs",
