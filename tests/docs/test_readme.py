@@ -15,7 +15,7 @@ from source_files import MODULES, ROOT, text_of
 import jstep
 
 README = text_of(ROOT / "README.md")
-FIRST, PROGRAM, LOOP = (block.code for block in blocks_of(ROOT / "README.md"))
+PROGRAM, LOOP, WHOLE_RUNS = blocks_of(ROOT / "README.md")
 
 
 @pytest.fixture
@@ -35,55 +35,50 @@ def run(tmp_path, monkeypatch, caplog):
     return run
 
 
-def test_the_first_program_needs_no_data_and_prints_what_is_shown(run, capsys):
-    names = run(FIRST)
-    assert shows(blocks_of(ROOT / "README.md")[0].shown, capsys.readouterr().out, whole=True)
-    assert jax.tree.leaves(names["state"].slots["m"])[0].shape == (3, 8)
-    assert len([line for line in FIRST.splitlines() if line]) == 10
-
-
 @pytest.mark.thorough(except_for=["100"])
-@pytest.mark.parametrize(("last_step", "loss"), [(100, 2.25), (10_000, 0.2)], ids=["100", "10000"])
-def test_the_program_learns(last_step, loss, run, caplog):
-    pytest.importorskip("sklearn")
-    assert PROGRAM.count("last_step=10_000") == 1
+@pytest.mark.parametrize(("last_step", "loss"), [(100, 140.0), (20_000, 0.01)], ids=["100", "20000"])
+def test_the_program_learns_and_resumes(last_step, loss, run, caplog):
+    assert PROGRAM.code.count("last_step=50_000") == 1
+    program = PROGRAM.code.replace("last_step=50_000", f"last_step={last_step}")
     for _ in range(1 if last_step == 100 else 2):  # the second start restores the last step
-        names = run(PROGRAM.replace("last_step=10_000", f"last_step={last_step}"))
-        assert names["evaluate"](names["state"])["loss"] < loss
+        names = run(program)
+        params = names["state"].params
+        assert names["loss_fn"](params, names["x"], names["x"] @ jnp.arange(8.0)) < loss
         assert jstep.global_step(names["state"]) == last_step
-    assert jstep.latest_checkpoint("runs/images").endswith(f"model-{last_step}")
+    assert jstep.latest_checkpoint("runs/line").endswith(f"model-{last_step}")
     if last_step > 100:
         lines = [record.getMessage() for record in caplog.records]
-        for shown in re.findall(r"^(?:step|restored).*", README, re.MULTILINE):
-            shown = shown.replace("5555", "10000")
+        for shown in re.findall(r"^(?:step|restored) [\w-]+(?:  loss .*)?$", README, re.MULTILINE):
+            # The last digits of a small loss depend on how XLA compiles, which the tests do otherwise than a reader.
+            shown = re.sub(r"loss \S+", "loss …", shown.replace("14321", "20000"))
             assert any(shows(shown, line, whole=True) for line in lines), shown
 
 
 def test_the_loop_prunes_and_learns(run, capsys):
-    pytest.importorskip("sklearn")
-    definitions, _ = PROGRAM.split("state = jstep.train(")
-    loop = LOOP
+    definitions, _ = PROGRAM.code.split("state = jstep.train(")
+    loop = LOOP.code
     for old, new in {"10_000": "40", "1000": "20", "5000": "20"}.items():
         assert loop.count(old) == 1
         loop = loop.replace(old, new)
     names = run(definitions + loop)
-    state, step = names["run"].state, names["run"].step
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert names["evaluate"](state)["loss"] < 2.3
-    assert step == jstep.global_step(state) == 40
+    step = names["run"].step
+    assert step == jstep.global_step(names["run"].state) == 40
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["20", "40"]
     assert (names["pruned"]["w"] == 0).any()
     assert jstep.latest_checkpoint("runs/loop").endswith("model-40")
 
 
+def test_whole_runs_in_one_program_print_what_is_shown(run, capsys):
+    definitions, _ = PROGRAM.code.split("optimizer =")
+    names = run(definitions + WHOLE_RUNS.code)
+    assert shows(WHOLE_RUNS.shown, capsys.readouterr().out, whole=True)
+    assert jax.tree.leaves(names["states"].slots["m"])[0].shape == (3, 8)
+
+
 def test_the_programs_are_read_in_half_a_minute():
-    for program in (FIRST, PROGRAM):
-        assert len(program.splitlines()) <= 16
-        assert max(map(len, program.splitlines())) <= 100
-
-
-def test_the_readme_is_short():
-    assert len(README.split()) <= 1000
+    for program in (PROGRAM, LOOP, WHOLE_RUNS):
+        assert len(program.code.splitlines()) <= 16
+        assert max(map(len, program.code.splitlines())) <= 100
 
 
 def test_one_sentence_says_what_jstep_is():
