@@ -6,6 +6,7 @@ Each rule is one test that lists all offenders.
 import ast
 import collections
 import functools
+import importlib
 import inspect
 import re
 import runpy
@@ -378,6 +379,20 @@ def test_import_jstep_is_lightweight() -> None:
     assert "jax" not in bare.split(), "names must be loaded lazily"
     heavy = {"orbax", "tensorboard", "tensorboardX", "matplotlib", "sklearn", "tensorstore", "pandas", "safetensors"}
     assert not set(complete.split()) & (heavy | FORBIDDEN)
+
+
+def test_no_path_that_is_made_from_a_file_is_stale() -> None:
+    """A file that moves leaves such a path behind, and what compares with it is silently false."""
+    root = str(PACKAGE)
+    stale = []
+    for name in MODULES:
+        module = importlib.import_module(f"jstep.{name}" if name else "jstep")
+        for variable, value in vars(module).items():
+            is_own = not variable.startswith("__")
+            paths = [str(value)] if is_own and isinstance(value, str | Path) else []
+            inside = [path for path in paths if path.startswith(root)]
+            stale += [f"{name}: {variable}={path}" for path in inside if not Path(path).exists()]
+    assert not stale
 
 
 def test_rooms_are_flat_and_each_has_a_layer() -> None:

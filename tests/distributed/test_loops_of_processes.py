@@ -56,6 +56,62 @@ def test_two_processes_stop_after_one_iteration_and_resume_bitwise(tmp_path):
     assert lines_of(whole, "drawn")[0] != lines_of(whole, "drawn")[1]
 
 
+END = """
+import signal
+
+directory, is_sent = sys.argv[5], sys.argv[6] == "sent"
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+ends = []
+
+
+class Ends(jstep.Hook):
+    def __init__(self, number):
+        self.key, self.number, self.count = f"ends {number}", number, 0
+
+    def end(self, at, state):
+        self.count += 1
+        ends.append(self.number)
+        if is_sent and self.number == 0:
+            if process == 1:
+                signal.raise_signal(signal.SIGTERM)
+            time.sleep(3.0)  # JAX checks for signals once a second
+        return state.replace(params=jax.tree.map(lambda leaf: leaf * (2 + self.count), state.params))
+
+    def get_state(self):
+        return self.count
+
+    def set_state(self, value):
+        self.count = value
+
+
+hooks = [Ends(0), Ends(1)]
+code = 0
+try:
+    options = dict(checkpoint_dir=directory, batch_sharding=rows, progress=False)
+    state = jstep.train(step, state, batches, 6, hooks=hooks, **options)
+except jstep.Preempted as error:
+    code, state = error.code, error.state
+print("ends", code, ends, [hook.count for hook in hooks])
+print("state", jstep.fingerprint(state).addressable_data(0))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_agree_on_a_signal_between_two_ends(tmp_path):
+    """Both leave out the second one; the next start makes both, with the memories of before."""
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = run(END, 2, tmp_path, tmp_path / "whole", "")
+    assert lines_of(whole, "ends") == [["ends 0 [0, 1] [1, 1]"]] * 2
+    stopped = run(END, 2, tmp_path, tmp_path / "stopped", "sent")
+    assert lines_of(stopped, "ends") == [["ends 143 [0] [1, 0]"]] * 2
+    resumed = run(END, 2, tmp_path, tmp_path / "stopped", "")
+    assert lines_of(resumed, "ends") == [["ends 0 [0, 1] [1, 1]"]] * 2
+    assert lines_of(resumed, "state") == lines_of(whole, "state")
+
+
 APART = """
 kind = sys.argv[5]
 step = jstep.minimize(loss_fn, optimizer)

@@ -100,3 +100,28 @@ say("same", digest(state.params) == digest(jax.tree.map(lambda leaf: 2 * leaf, t
     process.wait(60)
     outputs = [end(start(script, tmp_path, "ends"))[0].split("\n") for _ in range(2)]
     assert outputs == [["end 6", "same True", ""], ["same True", ""]]
+
+
+def test_the_boundary_of_an_end_that_was_killed_is_a_checkpoint_like_any_other(tmp_path):
+    """The next start reports it and keeps it, as no other save may ever replace it."""
+    script = """
+class Hangs(jstep.Hook):
+    def end(self, step, state):
+        say("end", step)
+        if sys.argv[2] == "hangs":
+            while not os.path.isdir(f"{directory}/model-{step}"):
+                time.sleep(0.02)
+            say("saved", step)
+            time.sleep(1000)
+    def saved(self, step, path):
+        if sys.argv[2] != "hangs":
+            say("told", step)
+train(int(sys.argv[3]), hooks=[Hangs()], checkpoint_dir=directory, save_checkpoint_steps=3)
+"""
+    process = start(script, tmp_path, "hangs", "5")
+    read_until(process, "saved")
+    process.kill()
+    process.wait(60)
+    assert jstep.Saver(tmp_path).all_steps() == [3, 5]
+    assert end(start(script, tmp_path, "ends", "8"))[0].split("\n") == ["told 5", "told 6", "end 8", "told 8", ""]
+    assert jstep.Saver(tmp_path).all_steps() == [3, 5, 6, 8]

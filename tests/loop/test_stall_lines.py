@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from children import end, read_until, start
-from hangs import data, hang, line_of, loss_fn, make_state, once_at, train
+from hangs import STEP, data, hang, line_of, loss_fn, make_state, once_at, train
 from scalar_points import read_scalars
 from waiting import TIMEOUT, wait_until
 
@@ -78,6 +78,23 @@ def test_a_hook_that_hangs_is_named():
     assert re.fullmatch(line_of(f"in the hook {name} at step 9", place), stuck.lines[0])
 
 
+@pytest.mark.parametrize("makes_batches", [False, True])
+def test_a_body_that_hangs_is_named_as_soon_as_a_hook(makes_batches):
+    """Quick bodies are not recorded one by one, and one that makes its batches has stretches between its steps."""
+    with hang() as stuck:
+        batches = None if makes_batches else data
+        hooks = [jstep.StallHook(warn_secs=0.3)]  # a first body may take ten times as long
+        with jstep.Run(STEP, make_state(), batches, 20, hooks=hooks, log_steps=None, progress=False) as run:
+            for step in run:
+                if step == 15:
+                    stuck()
+                if makes_batches:
+                    run.train_step(data(step))
+    assert re.fullmatch(line_of("in the body of the loop at step 15", r"hangs\.py:\d+ in __call__"), stuck.lines[0])
+    usual = float(re.search(r"usually (\S+) s", stuck.lines[0])[1])
+    assert usual < 0.3
+
+
 class Blocks:
     def __init__(self, stuck):
         self._stuck = stuck
@@ -92,6 +109,15 @@ def slow_trace(stuck):
         y = jax.jit(jnp.cos)(x)  # traced before
         stuck()
         return loss_fn(params, x + 0 * y)
+
+    return jstep.minimize(loss, jstep.adam(0.1))
+
+
+def slow_second_trace(stuck):
+    def loss(params, x):
+        if x.shape == (4,):
+            stuck()
+        return loss_fn(params, x[:3])
 
     return jstep.minimize(loss, jstep.adam(0.1))
 
@@ -149,6 +175,10 @@ PLACES = {
         lambda stuck, where: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
     ),
     "restore": ("restoring step 3", lambda stuck, where: {"checkpoint_dir": Slow(saved(where), stuck, "restore")}),
+    "compile again": (
+        r"compiling step 9's program",
+        lambda stuck, where: {"step": slow_second_trace(stuck), "batches": lambda step: jnp.ones(3 + (step >= 9))},
+    ),
     "save": ("saving step 20", lambda stuck, where: {"checkpoint_dir": Slow(where, stuck, "save")}),
 }
 
