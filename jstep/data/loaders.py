@@ -229,7 +229,9 @@ def _is_array(value: object) -> bool:
 
 def _restore_position(owner: object, opening: _Opening) -> None:
     """Set a loader to its saved position, or warn that there is none."""
-    name, saved, start = _name_of(owner), opening.saved, opening.start
+    name = _name_of(owner)
+    saved = opening.saved
+    start = opening.start
     if saved is None:
         if not _warn_of_untrained(owner) and start:
             what = f"The run begins at step {start}, and there is no checkpoint with a position of the {name}"
@@ -290,7 +292,8 @@ def set_position(owner: object, position: object) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    count, name = None, type(batches).__name__
+    count = None
+    name = type(batches).__name__
     with contextlib.suppress(TypeError):
         count = untrained_batches.pop(batches, None)
     if count is None:
@@ -333,7 +336,8 @@ def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
     """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
     if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
         return
-    sizes, name = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}, type(batches).__name__
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}
+    name = type(batches).__name__
     what = f"batches: each item of the {name} is taken as the batch of a step"
     is_row = len(sizes) > 1 or () in sizes
     if is_row and isinstance(first[0], Mapping | tuple):  # others may be batches that are a number
@@ -444,7 +448,8 @@ class ReplayedIterator(Iterator[Any]):
         iterable = self._make()
         if not isinstance(iterable, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {describe_type(iterable)}")
-        items, used = until_end(iterable), self._count
+        items = until_end(iterable)
+        used = self._count
         if not used:
             return items
         began = time.perf_counter()
@@ -460,4 +465,5 @@ class ReplayedIterator(Iterator[Any]):
         return {_USED: self._count}
 
     def set_state(self, state: dict[str, int]) -> None:
-        self._count, self._items = state[_USED], None
+        self._count = state[_USED]
+        self._items = None

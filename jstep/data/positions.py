@@ -21,7 +21,8 @@ POSITION, POSITIONS = "batches", "batches_of_processes"
 The latter has the number of processes, and a list of one position if they are equal, or else of a file of the
 checkpoint for each process, which that process has written: the manifest, which all read, does not grow with them.
 """
-_PROCESSES, _LIST = "processes", "positions"
+_PROCESSES = "processes"
+_LIST = "positions"
 
 
 OWN_STATE, STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
@@ -216,7 +217,8 @@ class RarePosition:
     def __call__(self) -> Any:
         self._number += 1
         if self._number >= self._due or self._last is None or self._clock() >= self._next:
-            self._last, self._since = self.read(), 0
+            self._last = self.read()
+            self._since = 0
             self._due = self._next_due(self._number)
             return self._last
         self._since += 1

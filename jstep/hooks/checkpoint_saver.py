@@ -42,7 +42,8 @@ class CheckpointSaverHook(SaverHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
+        steps = ("save_steps", save_steps)
+        secs = ("save_secs", save_secs)
         self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")

@@ -251,7 +251,8 @@ class RunHook(Hook):
         return None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        run, when = self.run, self.cadence
+        run = self.run
+        when = self.cadence
         # A subclass may be called at other steps, and a state that was restored may have changed the cadence.
         if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
             return None

@@ -99,7 +99,8 @@ class Compiler:
         first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
         seen: set[Any] = set()
         for step in (first, *later) if later else ():
-            stage, args = table.stage_of(step), None
+            stage = table.stage_of(step)
+            args = None
             is_edge = step == stage.first
             if not stage.is_compilable:
                 continue
@@ -146,7 +147,8 @@ class Compiler:
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
-        program, stage = chunk.program, chunk.program.stage
+        program = chunk.program
+        stage = chunk.program.stage
         if program is self._compiled:
             return
         self._compiled = program
@@ -174,10 +176,13 @@ class Compiler:
 
     def note_compiled(self, state: Tree, chunk: Chunk) -> bool:
         """Log why a stage was compiled again; return whether this was its first call."""
-        program, stage = chunk.program, chunk.program.stage
+        program = chunk.program
+        stage = chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
-        has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
-        is_first, was_ready = stage.begin(), program.is_ahead and not program.is_called
+        has_grown = size > self._sizes.get(id(program.step), 0)
+        self._sizes[id(program.step)] = size
+        is_first = stage.begin()
+        was_ready = program.is_ahead and not program.is_called
         if has_grown:
             before = self._shapes
             self._shapes = {"batch": shapes_of(trees.args_to_batch(chunk.step_args)), "state": shapes_of(state)}

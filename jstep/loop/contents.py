@@ -57,7 +57,8 @@ class RunContents:
         Positions are asked only where they may differ at one step: it may take long, and with several processes it is a
         collective, which all must call alike. The objects of `from_loop` change only in an iteration.
         """
-        run, source = self._run, self._run.components.batches.source
+        run = self._run
+        source = self._run.components.batches.source
         are_same = run.course.iterations == saved.iterations
         if source.moves_between_steps and run.course.has_begun:
             has_moved = not self._positions().is_same(saved.positions)
@@ -92,7 +93,8 @@ class RunContents:
             self._run.log_failed(writer, error)
 
     def _hooks(self) -> CheckpointExtra:
-        run, course = self._run, self._run.course
+        run = self._run
+        course = self._run.course
         entries = {
             HOOK_STATES: get_states(run.components.hooks),
             STOPPED: course.stopped_by,
@@ -118,7 +120,8 @@ class RunContents:
 
     def _progress(self) -> str:
         """Describe how far this process has come in its loop, and what it did, which must be alike on all."""
-        run, course = self._run, self._run.course
+        run = self._run
+        course = self._run.course
         parts = [f"step {run.step}"]
         if course.iterations:
             parts.append(f"iteration {course.iterations}")

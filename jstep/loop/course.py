@@ -31,8 +31,14 @@ from jstep.record.state_changes import StateChanges
 
 _T = TypeVar("_T")
 
-BEGINNING, READY, BETWEEN, WITHIN = "beginning", "ready", "between", "within"
-ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
+BEGINNING = "beginning"
+READY = "ready"
+BETWEEN = "between"
+WITHIN = "within"
+ENDING = "ending"
+LEAVING = "leaving"
+BROKEN = "broken"
+CLOSING = "closing"
 
 
 class Activity(enum.Enum):

@@ -76,7 +76,8 @@ class Dispatch:
                 self.compiler.compile_due(state, chunk)
 
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
-        program, compiled = chunk.program, self.compiler.record
+        program = chunk.program
+        compiled = self.compiler.record
         before = compiled.programs
         if self._agreed is not None:
             self._agreed.check(state, chunk.args, program)
@@ -171,8 +172,10 @@ class AutoSteps:
     """
 
     def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._table, self._clock = table, clock
-        self._left, self._seconds = _UNTIMED + _TIMED, math.inf
+        self._table = table
+        self._clock = clock
+        self._left = _UNTIMED + _TIMED
+        self._seconds = math.inf
 
     @property
     def is_over(self) -> bool:
@@ -220,7 +223,8 @@ class AutoSteps:
 
 def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
     """Warn if all learning rates of the last stage are 0 in the last two steps."""
-    step, first = step_function(chunk.program.stage.step), chunk.program.stage.first
+    step = step_function(chunk.program.stage.step)
+    first = chunk.program.stage.first
     if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
         return
     is_held = LEARNING_RATE in roles_in(state).arguments.values()

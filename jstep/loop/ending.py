@@ -32,7 +32,8 @@ def make_end(run: RunContext) -> bool:
 
     Then, and after an error, the run is where it was before the `end`s, and has no mark.
     """
-    course, runner = run.course, run.components.runner
+    course = run.course
+    runner = run.components.runner
     runner.make_last_rows()
     boundary = course.position.state
     own_saver = next((hook for hook in run.components.finiteness.savers if isinstance(hook, RunSaverHook)), None)

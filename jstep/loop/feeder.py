@@ -80,7 +80,9 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
     def _take_first(self) -> Any:
         future = self.wait_for_first()
         if future is not None and self._again is not None and future.exception() is not None:
-            future, self.source, self.fetched = None, self._again(), 0
+            future = None
+            self.source = self._again()
+            self.fetched = 0
             self._items = self._read()
         return self._make_first() if future is None else future.result()
 
@@ -157,7 +159,8 @@ class BatchFeeder(Iterator[Chunk]):
         return StopWaiting() if self.may_leave else None
 
     def __next__(self) -> Chunk:
-        watch, source = self._watch, self._copies.source
+        watch = self._watch
+        source = self._copies.source
         self._requests += 1
         # From here on until the chunk is there, a signal raises `StopWaiting` wherever this thread is: in the user's
         # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
@@ -202,7 +205,8 @@ class BatchFeeder(Iterator[Chunk]):
         self._checked = received_at, waited, self._requests
 
     def _read_ahead(self) -> None:
-        before, self._ahead = self._ahead, _CALLS_AHEAD * self.steps
+        before = self._ahead
+        self._ahead = _CALLS_AHEAD * self.steps
         self._reader = self._copies.reader()
         self._reader.request(self._ahead - before)
 

@@ -22,7 +22,8 @@ from jstep.metering.numbers import read_value, real_parts
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, describe_contents
 from jstep.training.metrics import losses_in
 
-_ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
+_ELSEWHERE = "those of another process"
+_NOT_FINITE = "its loss is not finite"
 
 
 class Finiteness:
@@ -35,7 +36,10 @@ class Finiteness:
     def __init__(
         self, course: Course, hooks: Sequence[Any], sums: MetricSums, dispatch: Dispatch, feeder: BatchFeeder
     ) -> None:
-        self._course, self._sums, self._dispatch, self._feeder = course, sums, dispatch, feeder
+        self._course = course
+        self._sums = sums
+        self._dispatch = dispatch
+        self._feeder = feeder
         self.savers = [hook for hook in hooks if isinstance(hook, SaverHook)]
         self.has_nan_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
         is_checked = self.has_nan_hook or self.savers
@@ -101,7 +105,8 @@ class Finiteness:
             return ""
         try:
             with internal_transfers():
-                latest, skip_metric = self._sums.latest(), self._dispatch.constants.skipped
+                latest = self._sums.latest()
+                skip_metric = self._dispatch.constants.skipped
                 before = step - self._feeder.steps
                 if latest is not None and latest.bad is not None and latest.bad.step > before:
                     return _NOT_FINITE

@@ -59,8 +59,11 @@ class HookRunner:
         options: Options,
         train_steps: TrainSteps,
     ) -> None:
-        self._run, self._course, self._hooks = run, course, hooks
-        self._options, self._train_steps = options, train_steps
+        self._run = run
+        self._course = course
+        self._hooks = hooks
+        self._options = options
+        self._train_steps = train_steps
         self._non_savers = ScheduleGroup((), course.first)
         self.savers = ScheduleGroup((), course.first)
         self._was_last = False
@@ -86,7 +89,8 @@ class HookRunner:
         return run_after_hooks if hooks else dispatch
 
     def begin(self) -> bool:
-        course, is_done = self._course, False
+        course = self._course
+        is_done = False
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", course.position.state):
                 is_done = True
@@ -96,7 +100,8 @@ class HookRunner:
         return is_done
 
     def evaluate(self, method: str) -> bool:
-        course, is_done = self._course, False
+        course = self._course
+        is_done = False
         for hook in self._run.evaluations:
             result = self._call(hook, method, course.position.step, course.position.state)
             if course.apply(HookCall(hook, method), result):
@@ -110,12 +115,14 @@ class HookRunner:
         This runs after each call, and mostly finds nothing due: it compares two numbers, and reads the clocks of the
         hooks that are due by time. A hook is asked for its next step only after it was called.
         """
-        run, position = self._run, self._course.position
+        run = self._run
+        position = self._course.position
         step = position.step
         run.steps_by_rows[position.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
-        non_savers, savers = self._non_savers, self.savers
+        non_savers = self._non_savers
+        savers = self.savers
         # A hook that is due by time makes its group due here; `_call_due` then asks each schedule, on all processes at
         # the same step.
         for schedule in non_savers.timed:
@@ -159,8 +166,11 @@ class HookRunner:
 
     def _call_due(self, group: ScheduleGroup, *, with_failures: bool = False) -> None:
         """Call all due hooks, even if one raises, so that no output is missing."""
-        run, course, errors = self._run, self._course, HookErrors(self._course)
-        watch, step = run.watch, course.position.step
+        run = self._run
+        course = self._course
+        errors = HookErrors(self._course)
+        watch = run.watch
+        step = course.position.step
         if run.pending:
             watch.switch(HOOKS)
             self._poll(errors)
@@ -194,7 +204,8 @@ class HookRunner:
                     pending.append((hook, check))
 
     def _after_step(self, call: HookCall) -> None:
-        course, act = self._course, call.hook.after_step
+        course = self._course
+        act = call.hook.after_step
         # A saver may be due at a step within an iteration of several steps.
         if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
             act = call.hook.when_due
@@ -218,7 +229,9 @@ class HookRunner:
             failed: Called with each error, those of logs, too. None to raise the first one; those of logs are then left
                 to whoever saves the boundary.
         """
-        run, course, errors = self._run, self._course, HookErrors(self._course)
+        run = self._run
+        course = self._course
+        errors = HookErrors(self._course)
         if not course.has_trained or self._was_last:
             return
         self._was_last = True
@@ -298,7 +311,8 @@ class HookRunner:
         return False
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        watch, call = self._run.watch, HookCall(hook, method)
+        watch = self._run.watch
+        call = HookCall(hook, method)
         began = watch.clock()
         with contextlib.nullcontext() if call.phase == STEPPING else watch.phase(call.phase):
             result = self._course.call_hook(call, getattr(hook, method), *args)
@@ -310,7 +324,8 @@ class HookRunner:
             self._run.watch.record(call.timing_key, began)
 
     def ends(self, boundaries: Boundaries) -> Iterator[int]:
-        options, course = self._options, self._course
+        options = self._options
+        course = self._course
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         # Only process 0 writes lines, but all processes end a call when one is due.
         lines = Cadence(None if options.progress is False else options.log_steps)

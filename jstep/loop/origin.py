@@ -188,7 +188,9 @@ def plan_start(options: Options, state: TrainState, saver: Saver | None, new_nam
     given_step = step_of_values(state)
     claimed = Claimed() if saver is None else open_for_run(saver, state, options.stop_step, check_latest)
     parent = _find_parent(options, saver, claimed.step, given_step)
-    first, latest, extra = given_step, claimed.step, dict[str, Any]()
+    first = given_step
+    latest = claimed.step
+    extra = dict[str, Any]()
     if parent is not None:
         first = latest = parent.step
     elif saver is not None and latest is not None:
@@ -239,7 +241,8 @@ def _what_it_lacks(parent: ParentCheckpoint) -> str:
 
 
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
-    directory, prefix = options.where, options.prefix
+    directory = options.where
+    prefix = options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
     if extra and jax.process_index() == 0:
         _warn_of_other_parent(options, lineage.parent)
@@ -247,7 +250,8 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
         return lineage
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(directory)[prefix]
-        saved_by, newest = extra.get(RUN_KEY), valid(starts)[-1]
+        saved_by = extra.get(RUN_KEY)
+        newest = valid(starts)[-1]
         source = original_of(directory, starts)
         if source is not None:
             parent: Parent | None = None
@@ -295,7 +299,8 @@ def _find_parent(
 ) -> ParentCheckpoint | None:
     if options.start_from is None:
         return None
-    path, prefix = os.fspath(options.start_from), options.prefix
+    path = os.fspath(options.start_from)
+    prefix = options.prefix
     places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
 
     def arguments_with_it() -> list[str]:
@@ -328,7 +333,8 @@ def _warn_of_other_parent(options: Options, parent: Parent | None) -> None:
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
     above, name = split_path(path)
-    match, place = _NAME.fullmatch(name), resolve_path(directory)
+    match = _NAME.fullmatch(name)
+    place = resolve_path(directory)
     if match is None or resolve_path(above) != place:
         return resolve_path(path) == place
     return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
@@ -351,7 +357,8 @@ def _agreed_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoi
 
 
 def _newest_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
-    prefix, store = parent.saver.prefix, open_store(parent.saver.directory)
+    prefix = parent.saver.prefix
+    store = open_store(parent.saver.directory)
 
     def newest() -> int:
         for step, path in store.newest_first(prefix):
@@ -369,7 +376,8 @@ def _gone(path: str) -> CheckpointError:
 
 def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], Tree] | None:
     """Return a checkpoint's data beside the state, and its state or the edited one; None if its run has replaced it."""
-    saver, step = parent.saver, parent.step
+    saver = parent.saver
+    step = parent.step
 
     def read(name: str) -> bytes:
         try:
@@ -395,7 +403,8 @@ def _checkpoint_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
     """Find a checkpoint, or the newest one of a directory, and whether the path names it."""
     above, name = split_path(path)
     if match := _NAME.fullmatch(name):
-        store, step = open_store(above), int(match[2])
+        store = open_store(above)
+        step = int(match[2])
         if store.at(match[1], step) is not None:
             return Saver(above, prefix=match[1]), step, True
         _refuse_damaged(store, match[1], step - 1, only=step)
@@ -414,7 +423,8 @@ def _run_of(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
     """The name of the run that saved a checkpoint, whose directory may be the one above."""
     if isinstance(name := extra.get(RUN_KEY), str):
         return name
-    path, directory = parent.reference["path"], parent.saver.directory
+    path = parent.reference["path"]
+    directory = parent.saver.directory
     for where in () if is_url(directory) else (directory, os.path.dirname(os.path.abspath(directory))):
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(where).values():
@@ -437,7 +447,8 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
     if plan.parent is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in plan.extra.items() if key not in (STOPPED, RUN_KEY)}
-        step, path = plan.parent.step, plan.parent.reference["path"]
+        step = plan.parent.step
+        path = plan.parent.reference["path"]
         return Branched(step, _held_values(plan, state, extra, path), extra), state
     restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
@@ -451,7 +462,8 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
         return Fresh(step, plan.given_values), state
     step = state_step(restored)
     extra = dict(plan.extra) if step == plan.first else extra_at(saver, step)
-    name, parent = checkpoint_name(saver.prefix, step), plan.lineage.parent
+    name = checkpoint_name(saver.prefix, step)
+    parent = plan.lineage.parent
     logger.info("restored %s", name)
     is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
     _warn_of_given(plan, state, restored, name)
@@ -502,7 +514,9 @@ def _step_of_given(state: TrainState) -> int:
 
 def _warn_of_given(plan: ResumePlan, state: TrainState, restored: TrainState, name: str) -> None:
     """Warn if the state passed is a trained one, and another one than that of the checkpoint."""
-    given, step, parent = plan.given_step, state_step(restored), plan.lineage.parent
+    given = plan.given_step
+    step = state_step(restored)
+    parent = plan.lineage.parent
     if not given:
         return
     if given == step:

@@ -75,7 +75,8 @@ class Stage:
     is_slow: bool = False
 
     def begin(self) -> bool:
-        is_first, self.is_begun = not self.is_begun, True
+        is_first = not self.is_begun
+        self.is_begun = True
         return is_first
 
     def mark_slow(self) -> None:
@@ -162,7 +163,8 @@ class Program:
         self.step_args = step_args
         self._columns = columns
         self.step: Any = stage.single if loop is None else loop
-        self.is_looped, self.is_stacked = loop is not None, loop is not None and loop.max_steps is not None
+        self.is_looped = loop is not None
+        self.is_stacked = loop is not None and loop.max_steps is not None
         self.max_steps = 1 if loop is None else loop.max_steps or 1
         self.rows: int | None = None
         self.constants = NO_CONSTANTS
@@ -255,7 +257,8 @@ class ProgramTable:
         sums: MetricSums | None = None,
         compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
+        self.is_auto = steps_per_call == AUTO
+        self.is_looped = steps_per_call != 1
         self.train_steps = train_steps
         self.stages = [
             Stage(
@@ -280,7 +283,8 @@ class ProgramTable:
         return self.stages[self.train_steps.index(step)]
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
-        stage, max_steps = self.stage_of(step), self.max_steps
+        stage = self.stage_of(step)
+        max_steps = self.max_steps
         key = stage, max_steps, shapes
         if key in self._programs:
             return self._programs[key]
@@ -378,7 +382,8 @@ def make_chunks(
     """Yield batches as chunks, which end where the program, the shapes or `ends` require it."""
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
-    items, step = iter(batches), start
+    items = iter(batches)
+    step = start
     item: Any = None
     program: Any = None
     shapes: Any = None
@@ -391,16 +396,19 @@ def make_chunks(
             batch, shapes, position = item
             if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
                 program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
-            chunk, item = [batch], None
+            chunk = [batch]
+            item = None
             max_steps = min(program.max_steps, end - step)
             while len(chunk) < max_steps and (item := next(items, None)) is not None:
                 if item[1] != shapes:
                     break
                 chunk.append(item[0])
-                position, item = item[2], None
+                position = item[2]
+                item = None
             place = place_one
             if program.is_stacked:
-                batch, place = _stacked(chunk, program.max_steps), place_stacked
+                batch = _stacked(chunk, program.max_steps)
+                place = place_stacked
             args = batch_to_args(batch if place is None else place(batch))  # as in `_arguments`, without its call
             yield Chunk(program, args, len(chunk), step, position)
             step += len(chunk)
@@ -449,7 +457,8 @@ class Boundaries(NamedTuple):
 
     def starts(self, start: int, last_step: int) -> Iterator[int]:
         for stage in self.stages.stages():
-            first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
+            first = max(start, stage.first)
+            end = last_step if stage.stop is None else min(stage.stop, last_step)
             for _ in range(1 + _MAX_CHANGES):
                 if first < end:
                     yield first

@@ -116,7 +116,9 @@ class RunContext(RunInfo):
         sums = MetricSums(min((limit for limit in limits if limit is not None), default=None))
         transfers = TransferQueue(functools.partial(watch.phase, STEPPING), self._deliver)
         super().__init__(options.last_step, options.config, watch, sums, transfers, BackgroundHooks(options.hooks))
-        self.options, self.train_steps, self.times = options, train_steps, times
+        self.options = options
+        self.train_steps = train_steps
+        self.times = times
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
         self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
         self.observers: tuple[Observer, ...] = ()
@@ -163,7 +165,9 @@ class RunContext(RunInfo):
 
     def recorded_times(self) -> dict[str, Any]:
         """Return the span of steps that the device has finished, and the seconds of each phase."""
-        course, seconds, unfinished = self.course, self.watch.seconds(), self.in_flight.unfinished()
+        course = self.course
+        seconds = self.watch.seconds()
+        unfinished = self.in_flight.unfinished()
         finished = self.step if unfinished is None else unfinished[0]
         return {
             "step": [course.first, max(course.first, finished)] if course.is_first_known else None,

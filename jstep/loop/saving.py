@@ -46,7 +46,8 @@ class SaveInterval:
     """
 
     def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self._saver, self._clock = saver, clock
+        self._saver = saver
+        self._clock = clock
         self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
         self._saved_at: float | None = None
         self.blocked_secs = 0.0  # how long the latest save blocked the loop
@@ -120,7 +121,8 @@ class RunSaverHook(SaverHook):
         return True
 
     def _write(self, step: int, state: TrainState, temporary_secs: float | None) -> None:
-        run, contents = self._context, self._contents
+        run = self._context
+        contents = self._contents
         is_finite = run.require_finite(step, self.saver)
         taken = contents.take() if self._boundary is None else self._boundary
         extra = contents.as_extra(taken, is_before_end=temporary_secs == ALWAYS)

@@ -176,7 +176,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        before, self.interrupts = self.interrupts, StopWaiting
+        before = self.interrupts
+        self.interrupts = StopWaiting
         try:
             self.check()
             yield
@@ -219,7 +220,8 @@ class StopSignals:
         receivers = [(at, number, str(index)) for index, (number, at) in enumerate(rows) if number]
         if 0 < len(receivers) < len(rows):
             at, first, _ = min(receivers)
-            name, when = signal.Signals(first).name, datetime.fromtimestamp(at / 1e6, UTC)
+            name = signal.Signals(first).name
+            when = datetime.fromtimestamp(at / 1e6, UTC)
             which = f"process{'es' if len(receivers) > 1 else ''} {format_list([row[2] for row in receivers], 8)}"
             self._cause = f"{name} at {which} of {len(rows)} ({when:%Y-%m-%d %H:%M:%S} UTC)"
 

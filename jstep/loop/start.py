@@ -48,7 +48,8 @@ from jstep.stores.urls import is_url, location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
-_NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
+_NO_LOGS = "the logs cannot be opened"
+_NO_BATCHES = "the batches cannot be opened"
 
 
 def open_run(run: RunContext, batches: Tree) -> RunComponents:
@@ -87,7 +88,8 @@ def _flush_before_saves(run: RunContext) -> None:
 
 
 def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies: BatchCopies) -> Iterator[Chunk]:
-    table, boundaries = dispatch.table, Boundaries(run.train_steps, copies.source.next_change)
+    table = dispatch.table
+    boundaries = Boundaries(run.train_steps, copies.source.next_change)
     return make_chunks(
         copies,
         run.course.first,
@@ -99,7 +101,9 @@ def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies
 
 
 def _open_checkpoints(run: RunContext) -> None:
-    options, course, state = run.options, run.course, run.state
+    options = run.options
+    course = run.course
+    state = run.state
     check_processes(options, state, step_of_values(state))
     run.saver = open_saver(options)
     if run.saver is not None:
@@ -124,8 +128,10 @@ def _close(run: RunContext, saver: Saver) -> None:
 
 
 def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
-    saver, course = run.saver, run.course
-    latest, assumed_first = run.plan.latest, run.plan.first
+    saver = run.saver
+    course = run.course
+    latest = run.plan.latest
+    assumed_first = run.plan.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
@@ -154,7 +160,8 @@ def begin_hooks(run: RunContext) -> bool:
     components = run.components
     components.runner.use_run(run.closing)
     _flush_before_saves(run)
-    first, last_step = run.course.first, run.options.stop_step
+    first = run.course.first
+    last_step = run.options.stop_step
     check_stateful(components.hooks)
     for observer in run.observers:
         observer.on_restored()
@@ -245,7 +252,8 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 
 def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Start the first batch and compilation before the state is restored, if possible."""
-    start, sequence = run.plan.first, batches if isinstance(batches, BatchSequence) else None
+    start = run.plan.first
+    sequence = batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or are_made_one_by_one(batches):
         return None
     is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
@@ -394,5 +402,6 @@ def _is_another_run(run: RunContext) -> bool:
     earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False
-    process, end = earlier[-1]["process"], earlier[-1]["end"]
+    process = earlier[-1]["process"]
+    end = earlier[-1]["end"]
     return end[0] == FINISHED if end else process != this_process() and bool(is_alive(process))

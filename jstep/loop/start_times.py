@@ -29,7 +29,8 @@ class Compiled:
         if event == "/jax/compilation_cache/cache_hits":
             self.hits += 1
         elif event == "/jax/core/compile/backend_compile_duration":
-            self.programs, self.unfinished = self.programs + 1, 0.0
+            self.programs = self.programs + 1
+            self.unfinished = 0.0
         elif event.startswith("/jax/core/compile/"):
             self.unfinished = time.perf_counter()
 
@@ -77,7 +78,8 @@ class StartTimes:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         here = thread_record()
-        hits, before = here.hits, here.programs
+        hits = here.hits
+        before = here.programs
         with self.timing("compile"):
             yield
         if here.programs > before:

@@ -54,7 +54,8 @@ from jstep.state.train_state import TrainState
 
 
 def report_early_end(run: RunContext) -> None:
-    start, last_step = run.course.first, run.options.last_step
+    start = run.course.first
+    last_step = run.options.last_step
     if run.step == start and run.restored is not None:
         logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -76,7 +77,8 @@ def report_early_end(run: RunContext) -> None:
 
 
 def report_done(run: RunContext) -> None:
-    first, last_step = run.course.first, run.options.stop_step
+    first = run.course.first
+    last_step = run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         logger.warning(text, last_step, first, extra=BELOW_BAR)
@@ -93,9 +95,12 @@ def report_done(run: RunContext) -> None:
 
 
 def exit_on_signal(run: RunContext) -> NoReturn:
-    when, finiteness, runner = f"after step {run.step}", run.components.finiteness, run.components.runner
+    when = f"after step {run.step}"
+    finiteness = run.components.finiteness
+    runner = run.components.runner
     savers, why = finiteness.hooks_that_may_save()
-    outcomes, errors = list[str](), HookErrors(run.course)
+    outcomes = list[str]()
+    errors = HookErrors(run.course)
     for hook in savers:
         with errors:
             outcomes.append(_save(run, hook))
@@ -161,7 +166,8 @@ def rescue(run: RunContext, error: BaseException) -> None:
 
 def _rescued(run: RunContext, error: BaseException) -> str:
     """Save and attach the state; return what its note says of it."""
-    signals, runner = run.signals, run.components.runner
+    signals = run.signals
+    runner = run.components.runner
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -243,7 +249,8 @@ def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
 
 
 def save_while_it_hangs(run: RunContext) -> str:
-    step, finiteness = run.step, run.components.finiteness
+    step = run.step
+    finiteness = run.components.finiteness
     try:
         if why := why_not_saved(run):
             return f"step {step} is not saved, {why}{where_resumed(run)}"

@@ -380,7 +380,8 @@ class Run(Generic[P]):
         On several processes there always may be: they agree on signals only if all ask after each call.
         """
         context = self._context
-        course, signals = context.course, context.signals
+        course = context.course
+        signals = context.signals
         step = course.position.step
         if step >= context.components.runner.savers.next or step >= course.stop_step:
             return True
@@ -407,7 +408,8 @@ class Run(Generic[P]):
     def _finish(self) -> None:
         """Make the end of the run, unless a signal comes first, or there is nothing to end."""
         context = self._context
-        course, runner = context.course, context.components.runner
+        course = context.course
+        runner = context.components.runner
         are_batches_used_up = course.has_next
         was_stopped_before_first = course.status == READY
         course.end()
@@ -541,7 +543,8 @@ class Run(Generic[P]):
     def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         """Agree on the end, and obey a signal that arrived while the run closed."""
         context = self._context
-        signals, state = context.signals, self._left.state
+        signals = context.signals
+        state = self._left.state
         if error is None:
             signals.agree_at_end()
         elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:

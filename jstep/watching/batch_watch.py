@@ -56,7 +56,8 @@ class BatchWatch(Observer):
         return {}
 
     def on_close(self) -> None:
-        batches, step = self._run.components.batches.source.given if self._run.is_open else None, self._step
+        batches = self._run.components.batches.source.given if self._run.is_open else None
+        step = self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 
@@ -72,7 +73,8 @@ class BatchWatch(Observer):
     def _after_call(self, chunk: Chunk, state: Tree) -> None:
         self._run.components.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
-            args, is_stacked = chunk.args, chunk.program.is_stacked
+            args = chunk.args
+            is_stacked = chunk.program.is_stacked
             self._tasks.add(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
         self._step = None
 

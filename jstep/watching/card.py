@@ -151,7 +151,8 @@ def _attempt(make: Callable[[], T]) -> T | None:
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
     """Return a hash of what gives loss and gradients, and one of the update; {} if they share operations."""
-    jaxpr, parts = closed.jaxpr, dict[bool, list[Any]]({False: [], True: []})
+    jaxpr = closed.jaxpr
+    parts = dict[bool, list[Any]]({False: [], True: []})
     for operation in body_of(closed).operations:
         parts[_is_of_update(operation)].append(operation.eqn)
         if _has_update(operation) and not _is_of_update(operation):

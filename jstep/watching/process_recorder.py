@@ -21,7 +21,9 @@ class ProcessRecorder(Observer):
         self._thread = threading.Thread(target=self._tick, name="jstep-process-record", daemon=True)
 
     def on_restored(self) -> None:
-        run, where, index = self._run, self._run.options.where, jax.process_index()
+        run = self._run
+        where = self._run.options.where
+        index = jax.process_index()
         if where is None or index == 0 or not run.start_number:
             return
         prefix = run.options.prefix
@@ -33,7 +35,8 @@ class ProcessRecorder(Observer):
 
     def _current(self) -> dict[str, Any]:
         signals = self._run.signals
-        name, at = None if signals.received is None else signals.received.name, signals.received_at
+        name = None if signals.received is None else signals.received.name
+        at = signals.received_at
         own_signal = None if name is None or at is None else [name, at]
         return self._run.recorded_times() | {"written": CLOCKS.wall(), "signal": own_signal}
 

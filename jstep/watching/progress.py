@@ -84,7 +84,8 @@ class ProgressHook(RunHook):
     def __init__(
         self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
     ) -> None:
-        self._file, self._clock = file, clock
+        self._file = file
+        self._clock = clock
         self._new_bar = self._bars()
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         secs = as_number(every_n_secs, "every_n_secs", low=0)
@@ -162,7 +163,8 @@ class _NotebookHook(ProgressHook):
     replaces_log_lines = False
 
     def __init__(self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None) -> None:
-        self._lines, self._histories = lines, histories
+        self._lines = lines
+        self._histories = histories
         super().__init__(last_step=last_step)
 
     def _bars(self) -> Callable[..., Any]:

@@ -42,7 +42,10 @@ from jstep.training.metrics import LOSS
 from jstep.training.step import step_function
 from jstep.watching.card import card, program_card, shortened
 
-_MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
+_MAX_VALUES = 128
+_MAX_BYTES = 4096
+_MAX_SAVES = 20
+_MAX_LINES = 40
 
 
 class Recorder(Observer):
@@ -162,7 +165,8 @@ class Recorder(Observer):
     def flush(self) -> None:
         if (file := self.run.file) is not None:
             with self._lock:
-                saved, self._saving = [*file.fields["saved"], *self._saving], []
+                saved = [*file.fields["saved"], *self._saving]
+                self._saving = []
             file.write({**self._current_fields(), "saved": saved[-_MAX_SAVES:]}, flush=True)
 
     def _tick(self) -> None:
@@ -186,7 +190,8 @@ class Recorder(Observer):
             self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
 
     def _current_fields(self) -> dict[str, Any]:
-        run, times = self.run, self.run.recorded_times()
+        run = self.run
+        times = self.run.recorded_times()
         self._read_numbers()
         counter = run.counter
         peaks = [0]
@@ -221,12 +226,14 @@ class Recorder(Observer):
         if not run.is_open or run.file is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
-            values, best = dict(self._numbers["values"]), dict(self._numbers["best"])
+            values = dict(self._numbers["values"])
+            best = dict(self._numbers["best"])
             if self._pending is None:
                 numbers = scalars(run.metrics or {}, run.constant_metrics())
                 self._pending = dict(itertools.islice(numbers.items(), _MAX_VALUES))
             if is_ready(self._pending.values()):
-                numbers, self._pending = self._pending, None
+                numbers = self._pending
+                self._pending = None
                 values |= read_values(numbers)
             values |= self._ratios.arrived()
             for hook in run.evaluations:
@@ -259,7 +266,8 @@ class Recorder(Observer):
             return
         if run.restored is not None and isinstance(past := run.origin.extra.get(PAST), dict):
             self._saved_past = past
-        first, shapes = run.course.first, run.components.dispatch.table.state_shapes
+        first = run.course.first
+        shapes = run.components.dispatch.table.state_shapes
 
         def record() -> None:
             self._card = card(run.options, run.train_steps, first, shapes, run.components.batches.source.given)
@@ -292,7 +300,8 @@ class Recorder(Observer):
         self._compare()
 
     def _compare(self, *, is_idle: bool = False) -> None:
-        saved_past, self._saved_past = self._saved_past, None
+        saved_past = self._saved_past
+        self._saved_past = None
         run = self.run
         if saved_past is not None and run.saver is not None and run.restored is not None:
             self._report(saved_past, run.saver, run.restored, is_idle=is_idle)
@@ -300,7 +309,8 @@ class Recorder(Observer):
     # What a restart says.
 
     def on_save(self, step: int) -> dict[str, Any]:
-        extra, file = self.run.origin.extra, self.run.file
+        extra = self.run.origin.extra
+        file = self.run.file
         if file is not None:
             self._read_latest_numbers()
             stepping = round(self.run.watch.seconds().get(stopwatch.STEPPING, 0.0), 6)
@@ -332,14 +342,16 @@ class Recorder(Observer):
         name = checkpoint_name(saver.prefix, step)
         past = self._past(step)
         file = self.run.file
-        bits, place = list[str](), list[str]()
+        bits = list[str]()
+        place = list[str]()
         earlier = [] if file is None else valid(file.earlier)
         before = next((start for start in earlier if [start["number"], start["began"]] == saved_past.get(START)), None)
         if file is not None and before is not None:
             path = program_path(file.where, file.fields)
             current = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
             found = changes(with_card(file.where, before), current, leave_out=("batches", "lanes"))
-            bits, place = [*found.bits, *self._rate_change(before, step, found.bits)], found.place
+            bits = [*found.bits, *self._rate_change(before, step, found.bits)]
+            place = found.place
         elif earlier:
             logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
         if step and saved_past.get("lanes") != past["lanes"]:
@@ -407,7 +419,8 @@ def _not_recorded(error: Exception) -> None:
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
     """Return how a start has ended, why, and the type of its exception."""
-    signals, course = run.signals, run.course
+    signals = run.signals
+    course = run.course
     # Not a KeyboardInterrupt or an exit of the user's own, nor what an earlier signal has not caused.
     is_signal = error is not None and (signals.received_twice or signals.has_raised(error))
     if error is not None and (isinstance(error, Exception) or not is_signal):

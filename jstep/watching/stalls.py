@@ -25,7 +25,9 @@ from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
-_BATCH, _COMPILE, _START = "batch", "compile", "start"
+_BATCH = "batch"
+_COMPILE = "compile"
+_START = "start"
 _HOST_WAITS = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -145,12 +147,16 @@ class StallWatch(Observer):
         self._files.finish(None)
 
     def _watch(self) -> None:
-        before, cpu = time.monotonic(), time.process_time()
+        before = time.monotonic()
+        cpu = time.process_time()
         while not self._over.wait(self._every):
-            time_now, used = time.monotonic(), time.process_time()
+            time_now = time.monotonic()
+            used = time.process_time()
             # If this thread did not run either, the process was stopped, or the machine slept.
-            passed, computes = min(time_now - before, 2 * self._every), used - cpu > 0.1 * (time_now - before)
-            before, cpu = time_now, used
+            passed = min(time_now - before, 2 * self._every)
+            computes = used - cpu > 0.1 * (time_now - before)
+            before = time_now
+            cpu = used
             try:
                 self._check(passed, 0.1 * passed if computes else passed)
             except Exception:  # an error here must not end the run
@@ -158,7 +164,8 @@ class StallWatch(Observer):
 
     def _check(self, passed: float, idle: float) -> None:
         self._follow(self._now(), passed, idle)
-        wait, files = self._wait, self._files
+        wait = self._wait
+        files = self._files
         if not self._is_stall(wait):  # others may wait for this process, though it does not stall
             is_old = self._is_shared and wait.age > self._warn
             hang = is_old and (files.is_told or any(other["stall"] for other in files.others))
@@ -183,7 +190,8 @@ class StallWatch(Observer):
     def _now(self) -> Wait:
         activities = threads.activities_of(self._ident)
         step = self.run.step
-        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in activities), self.run.in_flight.unfinished()
+        wait = self._wait_of_run(is_tracing=threads.TRACING in activities)
+        unfinished = self.run.in_flight.unfinished()
         if threads.AGREEING in activities:
             topic = (
                 f"what is due at step {step}" if wait.kind in (CALL, *_HOST_WAITS) else wait.what.removeprefix("in ")
@@ -195,8 +203,10 @@ class StallWatch(Observer):
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         """Say what the loop says that it is doing."""
-        run, course = self.run, self.run.course
-        activity, step = course.activity, run.step
+        run = self.run
+        course = self.run.course
+        activity = course.activity
+        step = run.step
         if isinstance(activity, HookCall):
             return self._wait_for_hook(activity, step)
         match activity:
@@ -281,13 +291,15 @@ class StallWatch(Observer):
     # Messages.
 
     def _line(self, wait: Wait) -> str:
-        usual, place = self._usual(wait), self._place(wait)
+        usual = self._usual(wait)
+        place = self._place(wait)
         usually = "" if usual is None else f" (usually {_secs(usual)} s)"
         text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}{place and ': '}{place}"
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:
-        others, shown = self._files.others, self._files.shown
+        others = self._files.others
+        shown = self._files.shown
         if self._files.is_told:  # the process before this one names them
             return
         often = Counter(other["what"] for other in others)
@@ -301,7 +313,8 @@ class StallWatch(Observer):
 
     def _place(self, wait: Wait) -> str:
         """Return the innermost line outside all libraries, or else outside jstep, or else in jstep."""
-        frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        python_threads = {thread.ident for thread in threading.enumerate()}
         makers = [
             i for i in threads.threads_doing(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.activities_of(i)
         ]

@@ -45,18 +45,22 @@ def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | No
     for product, flops in products.items():
         rate = format_rate(device_kind, product)
         if rate is not None:
-            counted, seconds = counted + flops, seconds + flops / rate
+            counted = counted + flops
+            seconds = seconds + flops / rate
     return None if not counted or counted < (1 - _NEGLIGIBLE) * total else counted / seconds
 
 
 def format_rate(device_kind: str, product: Product) -> float | None:
     if product.precision not in (*_PASSES, "ANY_F8"):
         return None
-    on_tpu, rates = device_kind.startswith("TPU"), PEAKS.get(device_kind, {})
+    on_tpu = device_kind.startswith("TPU")
+    rates = PEAKS.get(device_kind, {})
     is_float8 = product.dtype.startswith("float8") or product.precision == "ANY_F8"
-    name, passes = "f8" if is_float8 else _FORMATS.get(product.dtype, ""), 1
+    name = "f8" if is_float8 else _FORMATS.get(product.dtype, "")
+    passes = 1
     if on_tpu and product.dtype in ("float32", "float16"):
-        name, passes = "bf16", _PASSES[product.precision]
+        name = "bf16"
+        passes = _PASSES[product.precision]
     elif not on_tpu and product.dtype == "float32":
         name = "tf32" if "tf32" in rates and product.precision != "HIGHEST" else "f32"
     return rates[name] / passes if name in rates else None
@@ -78,7 +82,8 @@ class UtilizationMeter:
     """Meter of the utilization: Σ over steps of operations / (peak · number of devices · seconds)."""
 
     def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
-        self._peak, self._flops = peak_flops, flops_per_step
+        self._peak = peak_flops
+        self._flops = flops_per_step
         # By program: the seconds that a step would take at the peak, if known, and whether it recomputes anything.
         self._work: dict[Hashable, tuple[float | None, bool]] = {}
         self._steps = Counter[Hashable]()
@@ -88,12 +93,14 @@ class UtilizationMeter:
         return dict(self._steps)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        at_peak, is_twice = 0.0, False
+        at_peak = 0.0
+        is_twice = False
         for program, count in (Counter(after) - Counter(before)).items():
             secs, recomputes = self._work[program]
             if secs is None:
                 return None
-            at_peak, is_twice = at_peak + count * secs, is_twice or recomputes
+            at_peak = at_peak + count * secs
+            is_twice = is_twice or recomputes
         return Utilization("hfu" if is_twice else "mfu", at_peak / seconds)
 
     def count(self, chunk: Chunk, state: Tree) -> None:
@@ -116,7 +123,8 @@ class UtilizationMeter:
             except Exception as error:  # a failure to count must not stop the run
                 logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
                 return None, False
-            work, recomputes = work_of(body), flops is None and has_remat(body)
+            work = work_of(body)
+            recomputes = flops is None and has_remat(body)
             flops = work.all if flops is None else flops
             peak = peak_rate(kind, work.products) if peak is None else peak
             if peak is None and work.products:
