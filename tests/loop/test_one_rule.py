@@ -356,8 +356,8 @@ def test_a_step_that_sometimes_does_not_advance_is_dated(tmp_path):
     state = jstep.TrainState.create({"w": np.zeros(2, np.float32)}, jstep.gradient_descent(0.1))
 
     def step_fn(state, x):
+        stays = int(state.global_step) == 5
         new, metrics = plain(state, x)
-        stays = np.asarray(state.global_step) == 5
         return (new.replace(global_step=new.global_step - 1) if stays else new), metrics
 
     with pytest.raises(ValueError, match="did so at least up to step 4, but not in each of the updates 4 → 8"):
