@@ -62,6 +62,8 @@ SUMS = {"metering.metric_sums"}
 LOADED_WHEN_USED = {
     "checkpoint.array_reader": {"tensorstore"},
     "checkpoint.array_writer": {"tensorstore"},
+    "checkpoint.chunk_files": {"tensorstore"},
+    "checkpoint.shared_reads": set(),
 }
 """Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {

@@ -1,10 +1,11 @@
 """How is a state saved, and restored? tensorstore is imported when a Saver saves or restores.
 
 - `array_index`: where the database of arrays has which bytes, before tensorstore reads it.
-- `array_reader`: arrays are read by tensorstore.
+- `array_reader`: arrays are read, and verified.
 - `array_writer`: arrays are written by tensorstore.
 - `attempts`: one save, in a thread of each process.
 - `best_record`: which checkpoint of a `KeepBest` is the best.
+- `chunk_files`: chunks are read from the files of a directory.
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
 - `hook_states`: the states of hooks and callbacks.
@@ -19,6 +20,7 @@
 - `retention`: which checkpoints are deleted.
 - `saver`: `Saver`.
 - `shared_directory`: whether all processes see one directory.
+- `shared_reads`: arrays that several processes need are read once.
 - `store`: the base class of stores.
 - `targets`: a target is filled from saved arrays.
 """

@@ -1,4 +1,7 @@
-"""Arrays of checkpoints, read by tensorstore, which verifies what it reads; imported on first use, which is slow."""
+"""Arrays of checkpoints, each verified when it is read; imported on first use, which is slow.
+
+Chunks in a directory are read by `chunk_files`. tensorstore reads the others, and whatever is not as it should be.
+"""
 
 import collections
 import contextlib
@@ -7,14 +10,15 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from jstep.checkpoint.array_index import ArrayIndex, read_index
+from jstep.checkpoint.array_index import ArrayIndex, Extent, read_index
 from jstep.checkpoint.array_writer import (
     CONFIG,
     CONFIG_OF_OTHERS,
@@ -24,17 +28,17 @@ from jstep.checkpoint.array_writer import (
     array_metadata,
     array_path,
     chunk_shape,
-    divide_replicas,
 )
+from jstep.checkpoint.chunk_files import ChunkFiles
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest
-from jstep.core.placement import ShardBounds, bounds, lengths, local_parts, place, slices
+from jstep.core.placement import ShardBounds, lengths, local_parts, place, slices
 from jstep.stores.objects import LostError, in_flight, redact
 from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files
 
-_IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**28, 2**30
-"""Bytes of this process to read ahead of the array that is being placed."""
-_AT_ONCE = 8
+_IN_FLIGHT_FROM_FILES, _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**25, 2**28, 2**30
+"""Bytes of this process to read ahead of the array that is being placed: by `chunk_files`, and by tensorstore."""
+_MAX_CONCURRENT = 8
 """Chunks to read at once while a checkpoint is verified."""
 # Small neighbors are read together: in a bucket each read is a request. Reads of one array follow those of another
 # within the interval even on a busy machine, so that the number of requests does not depend on time.
@@ -79,7 +83,9 @@ def _without_left_out(metadata: Any) -> Any:
     return metadata
 
 
-class _Kind(NamedTuple):
+class ArrayKind(NamedTuple):
+    """The shape, dtype and chunks of a stored array."""
+
     shape: tuple[int, ...]
     dtype: Any
     chunk: Sequence[int]
@@ -129,7 +135,7 @@ class ArrayReader:
 
         There are regular files alone, each value of the database has bytes of its own, and the arrays need no more.
         """
-        needed = sum([kind.nbytes for name in self._by_array if (kind := self._kind(name)) is not None])
+        needed = sum([kind.nbytes for name in self._by_array if (kind := self.kind(name)) is not None])
         if self._base["driver"] == "file":
             directory = self._base["path"]
             if self._is_beside_manifest and os.path.islink(directory.rstrip("/")):
@@ -146,7 +152,7 @@ class ArrayReader:
         except UntrustedError as error:
             return f"the index of its arrays is not what jstep writes: {error}"
         for name in self._by_array:
-            kind = self._kind(name)
+            kind = self.kind(name)
             if kind is not None and name in stored and stored[name] < kind.nbytes:
                 return (
                     f"{self._described(name)} is missing in part: its chunks have {stored[name]} of {kind.nbytes} bytes"
@@ -177,10 +183,18 @@ class ArrayReader:
             self._indices[directory] = read_index(read)
         return self._indices[directory]
 
-    def sharding_to_read(self, name: str, sharding: Any) -> Any:
-        """Return the sharding with which to read an array: each process reads a part of what several of them hold."""
-        kind = None if sharding is None or sharding.is_fully_addressable else self._kind(name)
-        return sharding if kind is None else _divided(sharding, kind.shape, kind.dtype.itemsize)
+    def kind(self, name: str) -> ArrayKind | None:
+        """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
+        try:
+            shape, dtype = shape_and_dtype(self._by_array[name])
+            part = self._parts.get(name, shape)
+            if len(part) == len(shape) and all(0 < length <= size for length, size in zip(part, shape, strict=True)):
+                return ArrayKind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
+            why = f"it has parts of shape {part}"
+        except (TypeError, ValueError) as error:
+            why = str(error)
+        self.problems.append(f"{self._described(name)} is not what jstep writes: {why:.100}")
+        return None
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays by name, with these shardings, or None for NumPy arrays.
@@ -188,38 +202,122 @@ class ArrayReader:
         Raises:
             CorruptedCheckpointError: Names the leaves of the corrupted arrays.
         """
-        opened = self._open(shardings)
         placed: dict[str, Any] = {}
         buffers = _Buffers()
-        under_way: collections.deque[tuple[str, int, dict[ShardBounds, tuple[Any, Any]]]] = collections.deque()
-        ahead = 0
+        kinds = self.kinds(shardings)
+        wanted = {name: boxes_of(local_parts(kinds[name].shape, shardings[name])) for name in shardings}
 
-        def place_first() -> None:
-            nonlocal ahead
-            name, nbytes, reads = under_way.popleft()
-            for _, future in reads.values():
-                self._result(name, future, ahead)
-            ahead -= nbytes
+        def new_memory(name: str, box: ShardBounds) -> Any:
+            return buffers.take(lengths(box), kinds[name].dtype, is_shared=shardings[name] is not None)
+
+        for name, boxes in self._read_in_order(kinds, wanted, new_memory):
             if not self.problems:
-                boxes = {box: values for box, (values, _) in reads.items()}
-                placed[name] = _placed(opened[name][0], shardings[name], boxes)
-            buffers.give_back([values for values, _ in reads.values()])
-
-        for name, (kind, stored) in opened.items():
-            sharding = shardings[name]
-            reads = {}
-            for box in _boxes(local_parts(kind.shape, sharding)):
-                values = buffers.take(lengths(box), kind.dtype, is_shared=sharding is not None)
-                reads[box] = values, ts.array(values).write(stored[slices(box)])
-            nbytes = sum([values.nbytes for values, _ in reads.values()])
-            under_way.append((name, nbytes, reads))
-            ahead += nbytes
-            while ahead > self._in_flight and len(under_way) > 1:
-                place_first()
-        while under_way:
-            place_first()
+                placed[name] = place_boxes(kinds[name], shardings[name], boxes)
+            buffers.give_back(boxes.values())
         self._raise_problems()
         return placed
+
+    def read_boxes(self, wanted: Mapping[str, Sequence[ShardBounds]]) -> dict[str, dict[ShardBounds, Any]]:
+        """Read boxes of arrays into memory of the host.
+
+        Raises:
+            CorruptedCheckpointError: Names the leaves of the corrupted arrays.
+        """
+        kinds = self.kinds(wanted)
+
+        def new_memory(name: str, box: ShardBounds) -> Any:
+            return np.empty(lengths(box), kinds[name].dtype)
+
+        found = dict(self._read_in_order(kinds, wanted, new_memory))
+        self._raise_problems()
+        return found
+
+    def kinds(self, names: Iterable[str]) -> dict[str, ArrayKind]:
+        """Return the kinds of arrays.
+
+        Raises:
+            CorruptedCheckpointError: The manifest, or the metadata of a file, is not what jstep writes.
+        """
+        names = list(names)
+        files = self._kinds_of_files([name for name in names if name.startswith(FILES)])
+        kinds = {name: files.get(name) if name.startswith(FILES) else self.kind(name) for name in names}
+        self._raise_problems()
+        return {name: kind for name, kind in kinds.items() if kind is not None}
+
+    def _read_in_order(
+        self,
+        kinds: Mapping[str, ArrayKind],
+        wanted: Mapping[str, Sequence[ShardBounds]],
+        new_memory: Callable[[str, ShardBounds], Any],
+    ) -> Iterator[tuple[str, dict[ShardBounds, Any]]]:
+        """Read boxes of arrays, several at a time, and yield the names and values of those that are read, in order.
+
+        The values are undefined if there is a problem.
+        """
+        with ChunkFiles(self._base["path"], self._places(wanted)) as files:
+            if not files.has_chunks():
+                stored = self._open(kinds)
+                most_ahead = self._in_flight
+            else:
+                stored = {}
+                most_ahead = _IN_FLIGHT_FROM_FILES
+            under_way: collections.deque[_Reading] = collections.deque()
+            ahead = 0
+            for name, boxes in wanted.items():
+                memory = {box: new_memory(name, box) for box in boxes}
+                reading = self._begin(name, kinds[name], memory, files, stored)
+                under_way.append(reading)
+                ahead += reading.nbytes
+                while ahead > most_ahead and len(under_way) > 1:
+                    self._end(under_way[0], kinds, stored, ahead)
+                    ahead -= under_way[0].nbytes
+                    yield under_way[0].name, under_way.popleft().memory
+            while under_way:
+                self._end(under_way[0], kinds, stored, ahead)
+                ahead -= under_way[0].nbytes
+                yield under_way[0].name, under_way.popleft().memory
+
+    def _places(self, wanted: Iterable[str]) -> Mapping[str, Extent | bytes]:
+        """Return where the values of the database are, if it is in a directory; of a file, tensorstore finds out."""
+        if self._base["driver"] != "file" or all(name.startswith(FILES) for name in wanted):
+            return {}
+        with contextlib.suppress(UntrustedError):
+            index = self._index("")
+            return {} if index is None else index.values
+        return {}
+
+    def _begin(
+        self,
+        name: str,
+        kind: ArrayKind,
+        memory: dict[ShardBounds, Any],
+        files: ChunkFiles,
+        stored: dict[str, Any],
+    ) -> "_Reading":
+        reads: dict[ShardBounds, Any] = {}
+        for box, values in memory.items():
+            reads[box] = files.begin(array_path(name), kind.shape, kind.chunk, box, values)
+            if reads[box] is None:
+                reads[box] = self._read_stored(name, kind, box, values, stored)
+        return _Reading(name, memory, reads, sum([values.nbytes for values in memory.values()]))
+
+    def _end(self, reading: "_Reading", kinds: Mapping[str, ArrayKind], stored: dict[str, Any], ahead: int) -> None:
+        """Wait until an array is read."""
+        name = reading.name
+        for box, future in reading.reads.items():
+            if isinstance(future, futures.Future):
+                if future.result():
+                    continue
+                # tensorstore reads it, or says what is wrong with it.
+                future = self._read_stored(name, kinds[name], box, reading.memory[box], stored)
+            if future is not None:
+                self._result(name, future, ahead)
+
+    def _read_stored(self, name: str, kind: ArrayKind, box: ShardBounds, values: Any, stored: dict[str, Any]) -> Any:
+        """Begin to read a box by tensorstore; None, and a problem, if the array cannot be opened."""
+        if name not in stored:
+            stored |= self._open({name: kind})
+        return ts.array(values).write(stored[name][slices(box)]) if name in stored else None
 
     def read_file(self, name: str) -> bytes:
         """Read a file of a `CheckpointExtra`."""
@@ -245,13 +343,14 @@ class ArrayReader:
         if problem := self.unlike_written():
             return [problem]
         try:
-            opened = self._open([*self._by_array, *self.files()])
+            kinds = self.kinds([*self._by_array, *self.files()])
         except CorruptedCheckpointError as error:
             return error.problems
-        chunks = ((name, stored[box]) for name, (kind, stored) in opened.items() for box in kind.chunks())
+        opened = self._open(kinds)
+        chunks = ((name, stored[box]) for name, stored in opened.items() for box in kinds[name].chunks())
         corrupted: set[str] = set()
         others = (chunk for chunk in chunks if chunk[0] not in corrupted)
-        for (name, _), future in in_flight(lambda chunk: chunk[1].read(), others, _AT_ONCE):
+        for (name, _), future in in_flight(lambda chunk: chunk[1].read(), others, _MAX_CONCURRENT):
             if self._result(name, future, LARGEST) is None:
                 corrupted.add(name)
         if self._processes > 1:
@@ -266,27 +365,17 @@ class ArrayReader:
                     break
         return list(dict.fromkeys(self.problems))
 
-    def _open(self, names: Iterable[str]) -> dict[str, tuple[_Kind, Any]]:
-        names = list(names)
-        sizes = self._sizes_of_files([name for name in names if name.startswith(FILES)])
-        opening: dict[str, tuple[_Kind, Any]] = {}
-        for name in names:
-            kind = sizes.get(name) if name.startswith(FILES) else self._kind(name)
-            if kind is None:
-                continue
+    def _open(self, kinds: Mapping[str, ArrayKind]) -> dict[str, Any]:
+        """Open arrays by tensorstore, all at once; those that cannot be opened are problems."""
+        opening: dict[str, Any] = {}
+        for name, kind in kinds.items():
             spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._store, "path": array_path(name)}}
             spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False, "metadata": array_metadata(*kind)}
-            opened = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
-            opening[name] = kind, opened
-        found = {}
-        for name, (kind, future) in opening.items():
-            stored = self._result(name, future, 0)
-            if stored is not None:
-                found[name] = kind, stored
-        self._raise_problems()
-        return found
+            opening[name] = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
+        opened = {name: self._result(name, future, 0) for name, future in opening.items()}
+        return {name: stored for name, stored in opened.items() if stored is not None}
 
-    def _sizes_of_files(self, names: Sequence[str]) -> dict[str, _Kind]:
+    def _kinds_of_files(self, names: Sequence[str]) -> dict[str, ArrayKind]:
         """Return the kinds of the arrays of files, whose sizes only the database knows."""
         if not names:
             return {}
@@ -297,20 +386,7 @@ class ArrayReader:
         kinds = {name: self._kind_of_file(name, self._result(name, future, 0)) for name, future in reading.items()}
         return {name: kind for name, kind in kinds.items() if kind is not None}
 
-    def _kind(self, name: str) -> _Kind | None:
-        """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
-        try:
-            shape, dtype = shape_and_dtype(self._by_array[name])
-            part = self._parts.get(name, shape)
-            if len(part) == len(shape) and all(0 < length <= size for length, size in zip(part, shape, strict=True)):
-                return _Kind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
-            why = f"it has parts of shape {part}"
-        except (TypeError, ValueError) as error:
-            why = str(error)
-        self.problems.append(f"{self._described(name)} is not what jstep writes: {why:.100}")
-        return None
-
-    def _kind_of_file(self, name: str, read: Any) -> _Kind | None:
+    def _kind_of_file(self, name: str, read: Any) -> ArrayKind | None:
         """Return the kind of a file's array; None, and a problem, if its metadata are not what jstep writes.
 
         All of it is compared. Metadata that another process than the first has written have no checksum of their own,
@@ -324,7 +400,7 @@ class ArrayReader:
         metadata = decode_json(bytes(read.value))
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             (size,) = metadata["shape"]
-            kind = _Kind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
+            kind = ArrayKind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
             # Nothing else says how large a file is: the manifest has only its name.
             is_stored = self._chunk_bytes.get(name, 0) >= kind.nbytes
             is_size = type(size) is int and _without_left_out(metadata) == _metadata_of_file(size, kind.chunk)
@@ -360,6 +436,21 @@ def _is_unavailable(text: str) -> bool:
     return text.startswith(_UNAVAILABLE) or "OS error" in text
 
 
+class _Reading(NamedTuple):
+    """An array that is being read.
+
+    Attributes:
+        memory: Box → the memory that it is read into.
+        reads: Box → a future: of `chunk_files` whether it was read, or of tensorstore; None after a problem.
+        nbytes: The bytes of all boxes.
+    """
+
+    name: str
+    memory: dict[ShardBounds, Any]
+    reads: dict[ShardBounds, Any]
+    nbytes: int
+
+
 class _Buffers:
     """Memory that is used again once an array was copied out of it: new memory takes as long as reading into it."""
 
@@ -376,26 +467,20 @@ class _Buffers:
         start = (16 - buffer.ctypes.data) % 64  # JAX copies what is not aligned; it would alias other memory of CPUs
         return buffer[start : start + size].view(dtype).reshape(shape)
 
-    def give_back(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+    def give_back(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
         self._free += [array.base for array in arrays if array.base is not None]
 
 
-@functools.lru_cache(maxsize=4096)
-def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
-    """Return a sharding that divides the replicas of shards, if several processes have replicas of one."""
-    places = {(device.process_index, bounds(i, shape)) for device, i in sharding.devices_indices_map(shape).items()}
-    return divide_replicas(sharding, shape, itemsize) if len(places) > len({shard for _, shard in places}) else sharding
-
-
-def _placed(kind: _Kind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
+def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
+    """Return an array of boxes of values, whose memory may then be used again; without a sharding, one of NumPy."""
     if sharding is None:
         (values,) = boxes.values()
         return values
     parts = {part: _within_boxes(part, boxes) for part in local_parts(kind.shape, sharding)}
-    return place(kind.shape, kind.dtype, sharding, parts).block_until_ready()  # before the memory is used again
+    return place(kind.shape, kind.dtype, sharding, parts).block_until_ready()
 
 
-def _boxes(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
+def boxes_of(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
     """Return one box if parts fill it, so that no chunk is read once for each part; otherwise the parts."""
     box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in zip(*parts, strict=True))
     size, *sizes = (math.prod(b - a for a, b in part) for part in (box, *parts))

@@ -170,7 +170,7 @@ class _Turns:
 
     def next_replica(self, replicas: int, nbytes: int) -> int:
         """Return the replica that writes an array whose parts have `nbytes` bytes each."""
-        replica = self._turns[replicas] * _stride(replicas) % replicas
+        replica = self._turns[replicas] * stride(replicas) % replicas
         self._group_bytes[replicas] += nbytes
         if self._group_bytes[replicas] >= SMALLEST:
             self._turns[replicas] += 1
@@ -179,7 +179,7 @@ class _Turns:
 
 
 @functools.cache
-def _stride(replicas: int) -> int:
+def stride(replicas: int) -> int:
     """Return the step from the replica that writes one array to that of the next: soon it is of another process."""
     return next(n for n in range(math.ceil(0.618 * replicas), 2 * replicas) if math.gcd(n, replicas) == 1)
 

@@ -80,7 +80,7 @@ def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]
     return record
 
 
-def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -> bool:
+def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
     States whose hooks are missing, or fewer or more than the states, are dropped, with a line in the log.

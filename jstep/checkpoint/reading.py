@@ -309,19 +309,29 @@ class CheckpointReader:
         A process reads its part of what others hold, too; they then exchange the parts.
         """
         arrays: dict[str, Any] = {}
+        boxes: dict[str, Any] = {}
         problems: list[str] = []
         failure: Exception | None = None
+        plan: Any = None
         try:
-            if problem := processes.text_from_first(lambda: self._store.reader(path, manifest).unlike_written()):
-                raise CorruptedCheckpointError(problem)
             reader = self._store.reader(path, manifest)
-            arrays = reader.read({name: reader.sharding_to_read(name, shardings[name]) for name in shardings})
+            if problem := processes.text_from_first(reader.unlike_written):
+                raise CorruptedCheckpointError(problem)
+            plan = shared_reads().ReadPlan(reader.kinds(shardings), shardings)
+            arrays, boxes = shared_reads().read_arrays(reader, plan)
         except CorruptedCheckpointError as error:
             problems = error.problems
         except Exception as error:
             failure = error
         outcome = _CORRUPTED if problems else _FAILED if failure is not None else 0
-        if outcome := int(processes.max_over_processes(np.array([outcome]))[0]):
+        digest = 0 if plan is None else plan.digest
+        outcome, *ends = map(int, processes.max_over_processes(np.array([outcome, digest, -digest])))
+        if not outcome and ends[0] != -ends[1]:
+            raise ValueError(
+                "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
+                "same target"
+            )
+        if outcome:
             if processes.text_from_first(lambda: "gone" if self._store.is_gone(path, manifest) else ""):
                 raise _gone(path)
             if outcome == _CORRUPTED:
@@ -337,7 +347,7 @@ class CheckpointReader:
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         if jax.process_index() == 0:
             self._store.warn_of_unused(path, manifest)
-        return _exchanged(arrays, shardings)
+        return _exchanged(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
 
     def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
         try:
@@ -367,6 +377,13 @@ class CheckpointReader:
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
+
+
+def shared_reads() -> Any:
+    """Return the module, which is imported on first use: importing tensorstore is slow."""
+    from jstep.checkpoint import shared_reads
+
+    return shared_reads
 
 
 def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:

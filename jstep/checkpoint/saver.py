@@ -184,7 +184,7 @@ class Saver:
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
-    ) -> Any: ...
+    ) -> dict[str, Any]: ...
 
     @overload
     def restore(

@@ -135,11 +135,15 @@ def is_differentiated(eqn: object) -> bool:
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
+    for program in _programs_with_consts(eqn):
+        yield getattr(program, "jaxpr", program)
+
+
+def _programs_with_consts(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if isinstance(jaxpr, core.Jaxpr):
-                yield jaxpr
+            if isinstance(getattr(item, "jaxpr", item), core.Jaxpr):
+                yield item
 
 
 def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -380,6 +384,40 @@ _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 def program_hash(closed: Any) -> str:
     return _Hasher().program(closed)
+
+
+def find_difference(a: Any, b: Any) -> tuple[Any, ...]:
+    """Return the first operation of a program that differs from another one's, after the enclosing ones; () if none."""
+    return _find_difference(a, b, set())
+
+
+def _find_difference(a: Any, b: Any, different_inputs: set[int]) -> tuple[Any, ...]:
+    hasher = _Hasher()
+    jaxpr_a, jaxpr_b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
+    consts = zip(jaxpr_a.constvars, getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False)
+    different = {var for var, x, y in consts if hasher.text(x) != hasher.text(y)}
+    different |= {var for i, var in enumerate(jaxpr_a.invars) if i in different_inputs}
+    for eqn_a, eqn_b in zip(jaxpr_a.eqns, jaxpr_b.eqns, strict=False):
+        # Where a program has another operation, it is one too many or too few, and all that follow differ.
+        if _name(eqn_a) != _name(eqn_b) or len(eqn_a.invars) != len(eqn_b.invars):
+            return (eqn_a,)
+        changed: set[int] = set()
+        for i, (x, y) in enumerate(zip(eqn_a.invars, eqn_b.invars, strict=True)):
+            if not isinstance(x, core.Literal):
+                is_changed = x in different
+            else:
+                is_changed = not isinstance(y, core.Literal) or hasher.text(x.val) != hasher.text(y.val)
+            if is_changed:
+                changed.add(i)
+        programs = zip(_programs_with_consts(eqn_a), _programs_with_consts(eqn_b), strict=False)
+        for inner_a, inner_b in programs:
+            has_same_inputs = len(getattr(inner_a, "jaxpr", inner_a).invars) == len(eqn_a.invars)  # not of a while
+            inner = _find_difference(inner_a, inner_b, changed if has_same_inputs else set())
+            if inner:
+                return eqn_a, *inner
+        if changed:
+            return (eqn_a,)
+    return ()
 
 
 def hash_strings(*parts: str) -> str:

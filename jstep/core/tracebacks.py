@@ -62,7 +62,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
 
 def explains_arguments(cls: type[_T]) -> type[_T]:
     """Class decorator: as `shortens_tracebacks`, for an `__init__` that a dataclass generates."""
-    cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[misc]
+    cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[method-assign]
     return cls
 
 

@@ -2,18 +2,24 @@
 
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, format_value
+from jstep.core.jaxprs import find_difference, program_hash
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.loaders import loader_position, open_source, position_owner, set_position
+from jstep.debug.find_nonfinite import source_line
+from jstep.debug.replay import replay
+from jstep.loop.programs import ProgramTable, as_stages, name_of_step
 from jstep.running.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -28,7 +34,8 @@ class ResumeReport:
 
     Attributes:
         ok: Whether a run that is resumed in a new process ends in the same state, bit for bit.
-        first_difference: The path of the first leaf that differs; None if none does.
+        first_difference: The path of the first leaf that differs; None if none does. A step that is another program in
+            each process may make no difference within one.
         cause: The likely cause; empty if `ok`.
         differing: The paths of all leaves that differ.
     """
@@ -44,6 +51,8 @@ class ResumeReport:
     def __str__(self) -> str:
         if self.ok:
             return "resuming changes nothing: both runs end in the same state, bit for bit"
+        if not self.differing:
+            return f"resuming in a new process changes the run: {self.cause}"
         return (
             f"resuming changes the run: {len(self.differing)} leaves differ, the first is "
             f"{self.first_difference!r}. Likely cause: {self.cause}"
@@ -60,7 +69,9 @@ def verify_resume(
 ) -> ResumeReport:
     """Run `steps` steps uninterrupted, and again with a checkpoint and a restart after `at`; compare bit for bit.
 
-    The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too.
+    The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too. It is in
+    this process, which compiles a step once: each step is therefore traced again, and both programs are compared. A
+    step that draws from `np.random`, or reads a counter or a clock while it is traced, is reported with its line.
 
     Args:
         make_state: Returns the initial state, the same each time it is called.
@@ -109,9 +120,12 @@ def verify_resume(
             raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
         return _bits_of(state)
 
-    def again(count: int, saver: Saver | None = None) -> Bits:
+    def set_back() -> None:
         if position is not None:
             set_position(owner, position)
+
+    def again(count: int, saver: Saver | None = None) -> Bits:
+        set_back()
         return run(count, saver)
 
     reference = run(steps)  # nothing is loaded, as in a run's first process
@@ -120,7 +134,8 @@ def verify_resume(
         resumed = run(steps, saver)
     differing = _differing(reference, resumed)
     if not differing:
-        return ResumeReport(ok=True)
+        cause = _impurity(train_step, batches, steps, make_state, set_back)
+        return ResumeReport(ok=not cause, cause=cause)
     cause = _OUTSIDE
     if _differing(reference, again(steps)):
         cause = _NOT_FUNCTIONS
@@ -142,6 +157,47 @@ _OUTSIDE = (
     "something that the steps depend on is not in the state: a generator or counter inside train_step or the batches. "
     "Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in params, slots or model_state"
 )
+
+
+# A step that is compiled runs its Python code once in a process. What that reads outside of its arguments is a constant
+# of the program, so that both runs above have it; a new process would read something else.
+
+
+def _impurity(
+    train_step: Any, batches: Tree, steps: int, make_state: Callable[[], TrainState], set_back: Callable[[], None]
+) -> str:
+    """Return what a step reads while it is traced, as a cause; "" if it is traced alike each time."""
+    with internal_transfers():
+        start = global_step(make_state())
+    for first, _, step in as_stages(train_step).stages():
+        if first >= start + steps:
+            break
+        set_back()
+        try:
+            found = replay(train_step, make_state(), batches, None, max(first, start))
+        except ValueError:  # a loader with a position cannot be set to the step of a later stage
+            continue
+        stage = ProgramTable(as_stages(step), state=found.state).stages[0]
+        before = stage.trace(found.state, found.args)
+        if before is None:  # not compiled: its Python code has run at each step
+            continue
+        # Functions that the step calls may be jitted, and JAX keeps their programs. It traces them anew if a setting
+        # differs; this one changes no program.
+        promotion = "allow" if jax.config.jax_numpy_rank_promotion == "warn" else "warn"
+        with warnings.catch_warnings(), jax.numpy_rank_promotion(promotion):
+            warnings.simplefilter("ignore")
+            after = stage.trace(found.state, found.args)
+        if program_hash(before.jaxpr) == program_hash(after.jaxpr):
+            continue
+        different = find_difference(before.jaxpr, after.jaxpr)
+        where = f": at {source_line(tuple(reversed(different)), ())}" if different else ""
+        return (
+            f"{name_of_step(step)} is another program each time that it is traced{where}. It reads something that is "
+            "not among its arguments, such as np.random, a counter or a clock, whose value is a constant of the "
+            "program: a new process would resume with another one. Derive it from the step (minimize(..., rng=key), "
+            "batches[N]), or keep it in params, slots or model_state"
+        )
+    return ""
 
 
 def _bits_of(state: TrainState) -> Bits:

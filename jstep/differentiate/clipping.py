@@ -15,14 +15,14 @@ from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Number, Tree
+from jstep.core.trees import Array, Number, T, Tree
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 # Gradient clipping by value, norm, average norm and global norm.
 
 
 @shortens_tracebacks
-def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
+def clip_by_value(t: T, min: Number | Array, max: Number | Array) -> T:
     """Clip each element to [min, max]: min(max(t, min), max).
 
     Args:
@@ -63,7 +63,7 @@ def clip_values(t: Tree, *bounds: Any) -> Any:
 
 
 @shortens_tracebacks
-def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
+def clip_by_norm(t: T, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> T:
     """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
     Args:
@@ -95,7 +95,7 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
 
 
 @shortens_tracebacks
-def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
+def clip_by_average_norm(t: T, clip_norm: Number) -> T:
     """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
     Args:
@@ -214,7 +214,7 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
 
 
 @shortens_tracebacks
-def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
+def clip_by_global_norm(tree: T, clip_norm: Number, use_norm: Array | None = None) -> tuple[T, Array]:
     """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
 
     Args:

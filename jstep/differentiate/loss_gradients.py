@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.selection import VarList, check_form, select_leaves
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Number, Params, Tree
+from jstep.core.trees import Array, Number, Params, T, Tree
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lanes import (
@@ -63,6 +63,42 @@ GATE_GRAPH = Gate.GATE_GRAPH
 
 UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
 """The paths of parameters on which the loss does not depend; None if nobody asks."""
+
+
+_Args = ParamSpec("_Args")
+_Aux = TypeVar("_Aux")
+
+
+@overload
+def compute_gradients(
+    loss_fn: Callable[Concatenate[T, _Args], Any],
+    *,
+    var_list: VarList = None,
+    has_aux: Literal[False] = False,
+    num_microbatches: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    sharpness: Number | None = None,
+    adaptive: bool = False,
+    lanes: int | None = None,
+) -> Callable[Concatenate[T, _Args], tuple[Array, T]]: ...
+
+
+@overload
+def compute_gradients(
+    loss_fn: Callable[Concatenate[T, _Args], tuple[Any, _Aux]],
+    *,
+    var_list: VarList = None,
+    has_aux: Literal[True],
+    num_microbatches: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    sharpness: Number | None = None,
+    adaptive: bool = False,
+    lanes: int | None = None,
+) -> Callable[Concatenate[T, _Args], tuple[tuple[Array, _Aux], T]]: ...
 
 
 @shortens_tracebacks

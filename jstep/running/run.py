@@ -57,6 +57,7 @@ from jstep.running.observers import OBSERVERS
 from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
+from jstep.training.metrics import Metrics
 
 _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
@@ -213,7 +214,7 @@ class Run(Generic[P]):
         course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), "the body")
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self) -> Metrics:
         return self._latest.metrics
 
     @property
@@ -254,7 +255,7 @@ class Run(Generic[P]):
         return iterator
 
     @shortens_tracebacks
-    def train_step(self, *args: Any) -> Any:
+    def train_step(self, *args: Any) -> Metrics:
         """Take one step, `train_step(state, *args)`, and call the hooks that are due; return its metrics."""
         context = self._context
         if self._loop_batches is None:

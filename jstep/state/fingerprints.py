@@ -39,7 +39,11 @@ def fingerprint(tree: Tree, *, per_leaf: Literal[False] = False) -> jax.Array: .
 
 
 @overload
-def fingerprint(tree: Tree, *, per_leaf: bool) -> Any: ...
+def fingerprint(tree: Tree, *, per_leaf: Literal[True]) -> dict[str, jax.Array]: ...
+
+
+@overload
+def fingerprint(tree: Tree, *, per_leaf: bool) -> jax.Array | dict[str, jax.Array]: ...
 
 
 def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:

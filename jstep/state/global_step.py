@@ -1,7 +1,7 @@
 """The global step: the number of training steps completed; each usually applies one update."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import WrongStateError, note
 from jstep.core.new_arrays import copy_as
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Step, Tree
+from jstep.core.trees import Array, Step, T, Tree
 from jstep.slots.roles import COUNTS, roles_in
 
 
@@ -144,7 +144,7 @@ def require_alive(state: Tree, cause: BaseException | None = None) -> None:
 
 
 @meshes.on_any_mesh("state")
-def increment_global_step(state: Tree, amount: Step = 1) -> Any:
+def increment_global_step(state: T, amount: Step = 1) -> T:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
     Ages of slots are unchanged: no update was applied.
@@ -162,7 +162,10 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
     steps = _as_count(amount, "amount")
     before = step_array(state, scalar=True)
     placement.refuse_shapes(before, "state")
-    later = later_step(before, steps)
+    return cast(T, _with_step(state, before, later_step(before, steps)))
+
+
+def _with_step(state: Any, before: Array, later: Array) -> Any:
     if isinstance(state, Mapping):
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):

@@ -1,7 +1,7 @@
 """Slots by name and by parameter, and parameters stored in slots, such as averages."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_string, describe_type, format_value
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import P
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.sharding import is_model_state
@@ -18,8 +19,16 @@ from jstep.state.train_state import TrainState, require_state
 AVERAGE_SLOT = "ExponentialMovingAverage"
 
 
+@overload
+def get_slot(state: TrainState[P], name: str, path: None = None) -> P | None: ...
+
+
+@overload
+def get_slot(state: TrainState[P], name: str, path: str) -> trees.Array | None: ...
+
+
 @shortens_tracebacks
-def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
+def get_slot(state: TrainState[Any], name: str, path: str | None = None) -> Any:
     """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
     Args:

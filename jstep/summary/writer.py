@@ -249,7 +249,7 @@ class SummaryWriter:
     Raises:
         ValueError: max_queue or flush_secs is not positive, or logdir is an unsupported URL.
         OSError: The directory or the file cannot be written; the message has the path.
-        ImportError: tensorboard or google-crc32c is not installed.
+        ImportError: tensorboard is not installed.
 
     Example:
         >>> import tempfile, jstep.summary

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,26 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, scan
-from jstep.core.recorded_calls import record_calls
 from jstep.core.trees import Tree, shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, StepMetrics
-from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program, remember_call
+from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program, makes_step
+
+_S = TypeVar("_S")
+_M = TypeVar("_M")
 
 
-@record_calls(remember_call)
+@overload
+def scan_steps(train_step: TrainStep, length: int | None = None, unroll: Unroll = None) -> TrainStep: ...
+
+
+@overload
+def scan_steps(
+    train_step: Callable[Concatenate[_S, ...], tuple[Any, _M]], length: int | None = None, unroll: Unroll = None
+) -> Callable[Concatenate[_S, ...], tuple[_S, _M]]: ...
+
+
+@makes_step()
 def scan_steps(
     train_step: Callable[..., tuple[Any, Any]], length: int | None = None, unroll: Unroll = None
 ) -> Callable[..., tuple[Any, Any]]:

@@ -17,7 +17,6 @@ from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
-from jstep.core.recorded_calls import record_calls
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
@@ -37,7 +36,7 @@ from jstep.training import metrics as step_metrics
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.explain import explain_arguments
 from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
-from jstep.training.step import Body, PureStep, TrainStep, remember_call
+from jstep.training.step import Body, PureStep, TrainStep, makes_step
 
 CONTEXT_KEY_SALT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
@@ -47,7 +46,7 @@ Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 _LOSS_FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
 
 
-@record_calls(remember_call)
+@makes_step()
 def minimize(
     loss_fn: Callable[..., Any] | Losses,
     optimizer: OptimizerLike,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.processes import AgreedShapes, is_single_process
 from jstep.core.public_names import explains_attributes
-from jstep.core.recorded_calls import RecordedCall
+from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, P, Tree
@@ -28,6 +28,9 @@ from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
 from jstep.training.skipped_updates import mark_guards, restore_guards
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
@@ -114,9 +117,14 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     return PureStep(body, name=name)
 
 
-def remember_call(step: Any, call: RecordedCall) -> Any:
+def _remember_call(step: Any, call: RecordedCall) -> Any:
     as_pure_step(step).made_by = call
     return step
+
+
+def makes_step() -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Return the decorator of functions that make a step, whose repr is the call; its type is that of the function."""
+    return record_calls(_remember_call)
 
 
 def step_function(step: object) -> PureStep | None:

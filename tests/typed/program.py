@@ -81,6 +81,28 @@ def custom(state: jstep.TrainState[Params], batch: Batch) -> tuple[jstep.TrainSt
 
 
 assert_type(custom, jstep.TrainStep)
+assert_type(jstep.scan_steps(train_step), jstep.TrainStep)
+
+
+def pure(state: jstep.TrainState[Params], batch: Batch) -> tuple[jstep.TrainState[Params], dict[str, jax.Array]]:
+    """Run one step that is not compiled."""
+    return custom(state, batch)
+
+
+scanned = jstep.scan_steps(pure)(jstep.TrainState.create(create(), optimizer), 3)
+assert_type(scanned, tuple[jstep.TrainState[Params], dict[str, jax.Array]])
+
+# Gradients and clips.
+
+example = Batch(np.ones((1, 3), np.float32), np.ones((1, 1), np.float32))
+assert_type(jstep.compute_gradients(loss_fn)(create(), example), tuple[jax.Array, Params])
+with_aux = jstep.compute_gradients(loss_with_aux, has_aux=True)
+assert_type(with_aux(create(), example), tuple[tuple[jax.Array, dict[str, jax.Array]], Params])
+assert_type(jstep.clip_by_value(create(), -1.0, 1.0), Params)
+assert_type(jstep.clip_by_norm(create().w, 1.0), jax.Array)
+assert_type(jstep.clip_by_average_norm(create(), 1.0), Params)
+assert_type(jstep.clip_by_global_norm(create(), 1.0), tuple[Params, jax.Array])
+assert_type(jstep.global_norm(create()), jax.Array)
 
 # States.
 
@@ -95,6 +117,10 @@ assert_type(state.replace(params=create()), jstep.TrainState[Params])
 assert_type(state.with_params(create()), jstep.TrainState[Params])
 assert_type(jstep.averaged_params(state), Params)
 assert_type(jstep.fingerprint(state), jax.Array)
+assert_type(jstep.fingerprint(state, per_leaf=True), dict[str, jax.Array])
+assert_type(jstep.increment_global_step(state), jstep.TrainState[Params])
+assert_type(jstep.get_slot(state, "m"), Params | None)
+assert_type(jstep.get_slot(state, "m", "w"), jax.Array | None)
 
 # Batches.
 
@@ -166,6 +192,13 @@ assert_type(state, jstep.TrainState[Params])
 state = jstep.train({0: train_step, 50: custom}, state, generator(), last_step=100, steps_per_call="auto")
 assert_type(jstep.train(train_step, state, lambda step: data[step], None, stop_secs=3).params, Params)
 
+with jstep.Run(train_step, state, data, last_step=100, hooks=[evaluation]) as run:
+    assert_type(run, jstep.Run[Params])
+    for step in run:
+        assert_type(step, int)
+        assert_type(run.state, jstep.TrainState[Params])
+        print(run.metrics["loss"])
+
 # Checkpoints and weights.
 
 with jstep.Saver("run", max_to_keep=3) as saver:
@@ -173,7 +206,7 @@ with jstep.Saver("run", max_to_keep=3) as saver:
     assert_type(saver.restore(state), jstep.TrainState[Params])
     assert_type(saver.restore_params(state.params), Params)
     assert_type(saver.all_steps(), list[int])
-    anything: dict[str, Any] = saver.restore()
+    assert_type(saver.restore(), dict[str, Any])
 assert_type(jstep.load_weights("w.safetensors", state.params), Params)
 assert_type(jstep.latest_checkpoint("run"), str | None)
 assert_type(jstep.plan(optimizer, 100), jstep.Plan)
@@ -192,6 +225,13 @@ jstep.minimize(optimizer, loss_fn)  # E
 train_step(create(), data[0])  # E
 jstep.TrainState.create(optimizer, create())  # E
 jstep.batches(rows, batch_size="a")  # E
+jstep.batches(rows, 8, 0, True)  # E
+jstep.muon(1e-2, 0.95, True)  # E
+jstep.scope("fast", optimizer)  # E
+jstep.update_every(4, optimizer)  # E
+jstep.compute_gradients(loss_fn)(example, example)  # E
+jstep.Run(train_step, create(), data, 100)  # E
+train_step(state)[0].slot  # E
 jstep.EarlyStopping(3)  # E
 jstep.Saver(3)  # E
 print(state.parms)  # E

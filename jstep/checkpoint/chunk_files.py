@@ -1,0 +1,206 @@
+"""Chunks of a database in a directory, read from its files into the memory of an array.
+
+tensorstore's wheels compute CRC-32C by a table, and copy each chunk twice. Here `array_index` says where the chunks
+lie, a system call reads a chunk to where it belongs, and the processor computes the checksum.
+
+Nothing here explains an error: whatever is not exactly what jstep writes is left to tensorstore, which then reads it or
+says what is wrong with it.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.checkpoint.array_index import Extent
+from jstep.core.placement import ShardBounds
+
+_THREADS = min(4, os.cpu_count() or 1)
+_PIECE = 2**20
+"""The bytes to read before their checksum is computed, while they are in the cache of the processor."""
+_CRC_BYTES = 4
+
+
+class _Piece(NamedTuple):
+    """A chunk of an array, or the part of it that a box needs.
+
+    Attributes:
+        place: Where its bytes are, or these bytes.
+        shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of the array.
+        within: The part of the chunk to keep.
+        values: The memory of that part.
+    """
+
+    place: Extent | bytes
+    shape: Sequence[int]
+    within: tuple[slice, ...]
+    values: np.ndarray[Any, Any]
+
+
+class ChunkFiles:
+    """The files of a database in a directory, open for reading.
+
+    Args:
+        directory: The directory of the database.
+        places: Key → where its value is, or the value itself.
+    """
+
+    def __init__(self, directory: str, places: Mapping[str, Extent | bytes]) -> None:
+        self._directory = directory
+        self._extend = _fast_extend()
+        is_supported = sys.byteorder == "little" and hasattr(os, "preadv") and self._extend is not None
+        self._places = places if is_supported else {}
+        self._closing = contextlib.ExitStack()
+        self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> "ChunkFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Threads first: they may be reading the files.
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._closing.close()
+
+    def has_chunks(self) -> bool:
+        return bool(self._places)
+
+    def begin(
+        self, key: str, shape: Sequence[int], chunk: Sequence[int], box: ShardBounds, values: np.ndarray[Any, Any]
+    ) -> "Future[bool] | None":
+        """Begin to read a box of an array into `values`; None if its chunks are not here.
+
+        Args:
+            key: The path of the array in the database.
+
+        Returns:
+            A future: whether all of it was read, and all checksums match. If not, the values are undefined.
+        """
+        # NumPy has no other bools than 0 and 1, and tensorstore checks that.
+        if not self._places or values.dtype == np.bool_:
+            return None
+        pieces = list(_pieces(key, shape, chunk, box, values, self._places))
+        if any(piece is None for piece in pieces):
+            return None
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, "jstep-read")
+        return self._pool.submit(self._read, pieces)
+
+    def _read(self, pieces: Sequence[_Piece]) -> bool:
+        try:
+            return all(self._read_piece(piece) for piece in pieces)
+        except (OSError, ValueError):
+            return False
+
+    def _read_piece(self, piece: _Piece) -> bool:
+        kept = piece.values
+        nbytes = math.prod(piece.shape) * kept.dtype.itemsize
+        # The part that is kept is often the beginning of the chunk: then it is read to where it belongs. What follows
+        # it are the rows of the last chunk that are beyond the end of the array, and the checksum.
+        is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
+        is_beginning &= all(part.start == 0 for part in piece.within)
+        if not is_beginning:
+            whole = np.empty(piece.shape, kept.dtype)
+            if not self._read_chunk(piece.place, _as_bytes(whole), nbytes):
+                return False
+            kept[...] = whole[piece.within]
+            return True
+        return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
+
+    def _read_chunk(self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int) -> bool:
+        """Read a chunk of some bytes, of which the beginning is kept, and return whether its checksum matches."""
+        assert self._extend is not None
+        rest = np.empty(nbytes - beginning.size + _CRC_BYTES, np.uint8)
+        if isinstance(place, bytes):
+            if len(place) != nbytes + _CRC_BYTES:
+                return False
+            data = np.frombuffer(place, np.uint8)
+            beginning[:] = data[: beginning.size]
+            rest[:] = data[beginning.size :]
+            crc = self._extend(0, beginning)
+        else:
+            if place.length != nbytes + _CRC_BYTES:
+                return False
+            handle = self._handle(place.path)
+            crc = 0
+            for first in range(0, beginning.size, _PIECE):
+                piece = beginning[first : first + _PIECE]
+                if not _read_exactly(handle, piece, place.start + first):
+                    return False
+                crc = self._extend(crc, piece)
+            if not _read_exactly(handle, rest, place.start + beginning.size):
+                return False
+        crc = self._extend(crc, rest[:-_CRC_BYTES])
+        return crc == int.from_bytes(rest[-_CRC_BYTES:].tobytes(), "little")
+
+    def _handle(self, file: str) -> int:
+        with self._lock:
+            if file not in self._handles:
+                # Not a link, and not a FIFO, at which opening would wait.
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                handle = os.open(os.path.join(self._directory, file), flags)
+                self._closing.callback(os.close, handle)
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise OSError(f"{file} is not a regular file")
+                self._handles[file] = handle
+            return self._handles[file]
+
+
+def _fast_extend() -> Callable[[int, Any], int] | None:
+    """Return the function that extends a CRC-32C; None without the package, or if it is in Python, which is slower."""
+    try:
+        import google_crc32c
+    except ImportError:
+        return None
+    extend: Callable[[int, Any], int] = google_crc32c.extend
+    return extend if google_crc32c.implementation == "c" else None
+
+
+def _pieces(
+    key: str,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    box: ShardBounds,
+    values: np.ndarray[Any, Any],
+    places: Mapping[str, Extent | bytes],
+) -> Iterator[_Piece | None]:
+    """Yield the pieces of a box, or None for a chunk whose place is not known."""
+    numbers = [range(first // step, -(-last // step)) for (first, last), step in zip(box, chunk, strict=True)]
+    for number in itertools.product(*numbers):
+        within = []
+        target = []
+        for i, step, size, (first, last) in zip(number, chunk, shape, box, strict=True):
+            begin = max(first, i * step)
+            end = min(last, (i + 1) * step, size)
+            within.append(slice(begin - i * step, end - i * step))
+            target.append(slice(begin - first, end - first))
+        place = places.get("/".join([f"{key}c", *map(str, number)]))
+        # Of an array without axes, `[()]` would be a copy.
+        yield (
+            None if place is None else _Piece(place, chunk, tuple(within), values[tuple(target)] if target else values)
+        )
+
+
+def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values.reshape(-1).view(np.uint8)
+
+
+def _read_exactly(handle: int, piece: np.ndarray[Any, Any], at: int) -> bool:
+    view = memoryview(piece)
+    while view:
+        count = os.preadv(handle, [view], at)
+        if count == 0:
+            return False
+        view = view[count:]
+        at += count
+    return True
