@@ -149,7 +149,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     grads, context = trained_only(grads), inner_context(context, lambda params: params, trained_only)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
-    note_update(optimizer, state.params, grads, roles, state.global_step, increments=increment)
+    note_update(optimizer, state, grads, roles, increments=increment)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
     not_reached = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
     not_reached |= {name: jnp.zeros_like(old_slots[name]) for name in roles.of(Role.LAST_WEIGHT) if name in old_slots}

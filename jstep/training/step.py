@@ -23,11 +23,12 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, P, Tree
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
-from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
+from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, slot_metrics, split_metrics
 from jstep.training.skipped_updates import mark_guards, restore_guards
+from jstep.training.watched_updates import StepUpdates, watch_updates
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -108,13 +109,33 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             return result
 
         marked, guard_slots = mark_guards(state)
-        new, metrics = fallback(call_user_step, marked, args, specs_of=meshes.shard_like((state,)))
+        with watch_updates(marked) as found:
+            new, metrics = fallback(call_user_step, marked, args, specs_of=meshes.shard_like((state,)))
         new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
+        hyperparameters: Mapping[str, Any] = {}
+        if isinstance(metrics, dict):
+            hyperparameters, slots = _reported_by_optimizers(found, state)
+            metrics = {**slots, **hyperparameters, **metrics}
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
-        return new, split_metrics(metrics, SKIPPED if is_guarded else None)
+        return new, split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
 
     return PureStep(body, name=name)
+
+
+def _reported_by_optimizers(found: StepUpdates, state: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Hyperparameters, and values in slots, of the optimizers that updated the state of a step, as `minimize` shows.
+
+    A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports is
+    for the user to return.
+    """
+    hyperparameters: dict[str, Any] = {}
+    in_slots: dict[str, Any] = {}
+    for optimizer, structure in found.optimizers:
+        if structure == trees.structure(state) and callable(optimizer.hyperparameters):
+            hyperparameters |= optimizer.hyperparameters(step_array(state))
+            in_slots |= slot_metrics(roles_in(state), state.slots)
+    return hyperparameters, in_slots
 
 
 def _remember_call(step: Any, call: RecordedCall) -> Any:

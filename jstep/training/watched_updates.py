@@ -34,6 +34,7 @@ class StepUpdates:
         per_step: Averages that move once a step.
         increments: Whether an update increments the step.
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
+        optimizers: Those that made an update, with the structure of the state.
         repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
         step: The global step of the state that the training step was given.
         counts: What is due at some steps only, and the global step of an update → the number of such updates. The
@@ -46,6 +47,7 @@ class StepUpdates:
     per_step: set[str] = dataclasses.field(default_factory=set)
     increments: bool = False
     age_of: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    optimizers: list[tuple[Optimizer, Any]] = dataclasses.field(default_factory=list)
     repeated: set[str] = dataclasses.field(default_factory=set)
     step: Any = None
     counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
@@ -109,12 +111,14 @@ def _warn(found: StepUpdates) -> None:
         )
 
 
-def note_update(
-    optimizer: Optimizer, params: Params, gradients: Updates, roles: Roles, step: object, *, increments: bool
-) -> None:
+def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Roles, *, increments: bool) -> None:
     found = _UPDATES.get()
     if found is None:
         return
+    params: Params = state.params
+    step = state.global_step
+    if not any(optimizer is other for other, _ in found.optimizers):
+        found.optimizers.append((optimizer, trees.structure(state)))
     leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
     labels = init_labels(optimizer, params) or [""] * len(leaves)
     named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))

@@ -160,6 +160,6 @@ def test_an_entry_that_fails_costs_no_other_entry_of_the_card(tmp_path, monkeypa
     run(teacher, tmp_path, 2)
     found = with_card(tmp_path, read_starts(tmp_path)["model"][-1])["card"]
     assert found["programs"][0]["hash"] is None
-    assert found["programs"][0]["hyperparameters"] == {}
+    assert found["programs"][0]["hyperparameters"]["learning_rate"] == pytest.approx(1e-3)
     assert found["state"]["leaves"] > 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
