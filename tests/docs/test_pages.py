@@ -152,7 +152,11 @@ def members_of(cls: type) -> set[str]:
 
 # What other rooms call, and no user: that they are seen at all is a matter of their rooms.
 INTERNAL = {
+    "best",
     "check_run",
+    "delete_alone",
+    "is_saving",
+    "published",
     "get_state",
     "set_state",
     "state_format",
