@@ -20,7 +20,7 @@ from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, state_roles
+from jstep.slots.roles import NO_ROLES, Init, Role, Roles, roles_in, state_roles
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step, require_alive
@@ -151,7 +151,7 @@ class TrainState(Generic[P]):
     @overload
     @classmethod
     def create(
-        cls, params: Callable[[], T], optimizer: OptimizerLike, *args: Any, **kwargs: Any
+        cls, params: Callable[[], T], optimizer: OptimizerLike | None, *args: Any, **kwargs: Any
     ) -> "TrainState[T]": ...
 
     @overload
@@ -159,7 +159,7 @@ class TrainState(Generic[P]):
     def create(
         cls,
         params: T,
-        optimizer: OptimizerLike,
+        optimizer: OptimizerLike | None,
         global_step: Step = 0,
         model_state: Tree = None,
         *,
@@ -175,7 +175,7 @@ class TrainState(Generic[P]):
     def create(
         cls,
         params: Any,
-        optimizer: OptimizerLike,
+        optimizer: OptimizerLike | None,
         global_step: Step = 0,
         model_state: Tree = None,
         *,
@@ -191,7 +191,8 @@ class TrainState(Generic[P]):
             params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
                 that returns one: with a mesh no device ever holds the whole tree. Shapes, or a mesh from
                 `jstep.topology`, give a state of shapes.
-            optimizer: The optimizer that creates the slots.
+            optimizer: The optimizer that creates the slots; None for a state without slots, whose step changes the
+                parameters itself.
             global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state. If False, the first compiled step deletes the caller's arrays.
@@ -205,7 +206,7 @@ class TrainState(Generic[P]):
             ValueError: `global_step` is negative.
             OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
         """
-        optimizer = require_optimizer("optimizer", optimizer)
+        optimizer = _NO_OPTIMIZER if optimizer is None else require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
             raise ValueError("param_specs, slot_axis, slots_memory: describe a sharding over a mesh; give mesh as well")
@@ -335,6 +336,12 @@ class TrainState(Generic[P]):
         return html_table(title, rows, ("", "leaves", "size"))
 
 
+_NO_OPTIMIZER = Optimizer(
+    Init(lambda params, step: {}, lambda params: NO_ROLES),
+    lambda updates, slots, params, step: (updates, slots),
+    lambda step: {},
+)
+"""The optimizer of a state without one, whose step changes the parameters itself."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 _flatten = operator.attrgetter("_children", "_static")
 
