@@ -4,8 +4,8 @@
 # GPUs, torch, Keras and the others that tests compare with, Ray, and SLURM if it is installed.
 #
 #   dev/nightly.sh [pytest arguments]
-#   STEPS="lowest soak" dev/nightly.sh      only these of: benchmarks tools newest lowest optimized soak accelerator
-#                                             types compilers peers launchers slurm
+#   STEPS="lowest soak" dev/nightly.sh      only these of: benchmarks tools newest lowest optimized soak strangers
+#                                             accelerator types compilers peers launchers slurm
 #
 #   CONTINUE=1 dev/nightly.sh               without the steps that have passed for this commit: after it was cut
 #
@@ -65,6 +65,7 @@ step newest env -u PYTHON dev/versions.sh newest -m "" "$@"
 step lowest env PYTHON="$python" dev/versions.sh lowest -m "" "$@"
 step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" dev/soak.py
+step strangers "$python" dev/strangers.py # a minute of mutants of what somebody else may have written
 step accelerator env PYTHON="$python" benchmarks/accelerator.sh --quick --out "$logs/accelerator"
 step types types
 step compilers dev/compilers.sh "$@"

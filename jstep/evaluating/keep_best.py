@@ -37,6 +37,7 @@ from jstep.record.differences import changes
 from jstep.state.global_step import state_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
+from jstep.stores.files import refuse_links
 from jstep.stores.urls import absolute, join_path, location, resolve_path
 
 _HASH_SECS = 10
@@ -144,6 +145,7 @@ class KeepBest(MetricReader):
         self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
         # A checkpoint in the directory is in exactly one of these, by its step. All processes have the same `values`,
         # as these decide what is saved. Only the first process deletes, so the other two count there alone.
+        self._of_others = set[int]()  # steps of checkpoints of other runs, which are left to them
         self.values: dict[int, float] = {}  # those that count: the best ones of the history so far
         self._superseded: dict[int, int] = {}  # → the number of the run's save after which no restart needs it
         self._beyond: set[int] = set()  # of a part of this run that is lost
@@ -160,6 +162,8 @@ class KeepBest(MetricReader):
     def use_run(self, run: RunInfo) -> None:
         self._run = run
         saver = run.saver
+        if saver is not None:
+            refuse_links(self._directory, saver.directory)
         if saver is None or saver.prefix != self._prefix:
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
@@ -213,6 +217,7 @@ class KeepBest(MetricReader):
         self._superseded = {}
         self._beyond = set()
         self._of_run = {}
+        self._of_others = set()
         for step in saver.all_steps():
             try:
                 record = saver.best(step)
@@ -227,8 +232,20 @@ class KeepBest(MetricReader):
                     self._beyond.add(step)
                     continue
                 self._of_run[step] = 0
+            elif self._is_of_others(record, saver):
+                self._of_others.add(step)
             self.values[step] = record.value
             self._paths.by_step[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
+
+    def _is_of_others(self, record: BestRecord, saver: Saver) -> bool:
+        """Whether another run has saved a checkpoint, in a directory that is not this run's."""
+        run = self._run
+        if run is None or record.run is None:
+            return False
+        if run.saver is not None and join_path(saver.directory, "").startswith(join_path(run.saver.directory, "")):
+            return False
+        # Starts that ended before their first checkpoint had other names.
+        return not run.had_name(record.run)
 
     def _is_of_run(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
@@ -358,6 +375,7 @@ class KeepBest(MetricReader):
         extra[self.metric] = value
         record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.name)
         self._saving_step = step
+        self._of_others.discard(step)
         with internal_transfers():
             saver.save(state, extra=CheckpointExtra.of(extra)._replace(finite=is_finite, best=record))
         if self.data is not None:
@@ -461,7 +479,7 @@ class KeepBest(MetricReader):
         One that cannot be deleted is in the way of nothing, so that is only logged.
         """
         saver = self._saver
-        if saver is None or jax.process_index() != 0:
+        if saver is None or jax.process_index() != 0 or step in self._of_others:
             return
         self._wait(saver)
         if self._failed is not None:

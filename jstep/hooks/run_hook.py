@@ -125,6 +125,10 @@ class RunInfo(abc.ABC):
         """The step that the run resumes from, or None."""
 
     @abc.abstractmethod
+    def had_name(self, name: str) -> bool:
+        """Whether an earlier start in this directory had this name, such as one that ended before its first save."""
+
+    @abc.abstractmethod
     def was_best_checkpoint(self, path: str) -> bool:
         """Whether an earlier start of this run has kept a checkpoint as the best."""
 

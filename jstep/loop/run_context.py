@@ -184,6 +184,10 @@ class RunContext(RunInfo):
     def is_new_branch(self) -> bool:
         return isinstance(self.origin, Branched)
 
+    def had_name(self, name: str) -> bool:
+        earlier = [] if self.file is None else valid(self.file.earlier)
+        return any(start["run"] == name for start in earlier)
+
     def was_best_checkpoint(self, path: str) -> bool:
         earlier = [] if self.file is None else valid(self.file.earlier)
         return any(kept == path for start in earlier for _, _, kept in start["best"].values())

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jstep.stores.files import is_directory, names_in, open_for_reading, walk
+from jstep.stores.untrusted import is_below_or_beside
 from jstep.stores.urls import is_url, join_path, location
 
 # A record of an event file is
@@ -174,7 +175,14 @@ def find_runs(logdir: str) -> list[str]:
 
 def _event_files_among(path: str, names: list[str]) -> list[str]:
     files = [join_path(path, name) for name in filter(is_event_file, names)]
-    return files if is_url(path) else list(filter(os.path.isfile, files))
+    if is_url(path):
+        return files
+    return [file for file in files if os.path.isfile(file) and _may_be_followed(file)]
+
+
+def _may_be_followed(file: str) -> bool:
+    # Who made the directory has made the links in it.
+    return not os.path.islink(file) or is_below_or_beside(file, os.path.dirname(file))
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:

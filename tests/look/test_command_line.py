@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -173,3 +176,17 @@ NAMES = (
 def test_inexact_dtypes_are_those_of_jax(name):
     dtype = jnp.dtype(getattr(jnp, name))
     assert is_inexact(dtype) == jnp.issubdtype(dtype, jnp.inexact)
+
+
+def test_no_module_is_taken_from_the_current_directory(tmp_path):
+    """`cd RUNS; python -m jstep runs .`, where somebody else has put modules."""
+    for name in ("numpy", "jax", "tensorstore", "argparse"):
+        (tmp_path / f"{name}.py").write_text("open('was-run', 'w')\nraise ImportError\n")
+    (tmp_path / "starts").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "jstep", "runs", "."]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert not (tmp_path / "was-run").exists()
+    assert "no run is there" in done.stderr

@@ -169,3 +169,47 @@ def test_a_file_of_rows_without_end_is_an_error(tmp_path):
         jstep.History.read(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="more than"):
         train(tmp_path / "run", more=[jstep.History(tmp_path / "rows.jsonl")])
+
+
+def links_elsewhere(run, elsewhere, name):
+    """A folder of a run that leads to that of another one."""
+    (elsewhere / name).mkdir(parents=True, exist_ok=True)
+    if (run / name).exists():
+        shutil.rmtree(run / name)
+    (run / name).symlink_to(elsewhere / name)
+
+
+@pytest.mark.parametrize("name", ["best", "logs"])
+def test_nothing_is_written_through_a_link_below_the_directory_of_a_run(tmp_path, name):
+    run, mine = tmp_path / "theirs", tmp_path / "mine"
+    for where in (run, mine):
+        train_with_best(where, 4)
+    links_elsewhere(run, mine, name)
+    before = contents(mine)
+    with pytest.raises(
+        ValueError, match=rf"theirs/{name}: is a link below .*theirs, and nothing is written through it"
+    ):
+        train_with_best(run, 8)
+    assert contents(mine) == before
+
+
+def test_the_best_checkpoint_of_another_run_stays(tmp_path):
+    """Two runs keep their best in one directory, outside of both."""
+    train_with_best(tmp_path / "a", 4, best=tmp_path / "bests")
+    train_with_best(tmp_path / "b", 12, best=tmp_path / "bests")
+    names = sorted(path.name for path in (tmp_path / "bests").iterdir() if path.is_dir())
+    assert names == ["best-12", "best-4"]
+    train_with_best(tmp_path / "b", 14, best=tmp_path / "bests")
+    names = sorted(path.name for path in (tmp_path / "bests").iterdir() if path.is_dir())
+    assert "best-4" in names
+
+
+def train_with_best(run, last, best=None):
+    """A run whose loss falls with the step."""
+    keeps = jstep.KeepBest(best or run / "best", "loss", mode="min")
+    evaluate = jstep.EvaluationHook(
+        lambda state: {"loss": -float(state.global_step)}, every_n_steps=2, callbacks=[keeps]
+    )
+    state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
+    options = {"checkpoint_dir": run, "logdir": run / "logs", "log_steps": None, "progress": False}
+    jstep.train(STEP, state, lambda step: jnp.float32(1.0), last, hooks=[evaluate], **options)

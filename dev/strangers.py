@@ -1,0 +1,497 @@
+"""What somebody else may have written: mutants of each file that jstep reads, with right checksums, and its readers.
+
+    .venv/bin/python dev/strangers.py                        # a minute of mutants, as in the nightly run
+    .venv/bin/python dev/strangers.py --count 20000 --seed 7
+
+A run is made once, with checkpoints, positions, records, logs and weights. For each mutant one of its files is changed
+where its structure means something: a number, a name, a key, a place, a node of the database of arrays, the bytes of an
+event; or it becomes a link, a FIFO, a directory. Then readers of that file are called. It is a defect if one opens
+or lists anything outside of the run, makes a socket, starts a program, prints a control character, takes more than ten
+seconds or 400 MB, or raises what it does not document. Audit hooks of Python see the first three.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import json
+import logging
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import databases  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jstep  # noqa: E402
+from jstep.hooks.fingerprints import read_log  # noqa: E402
+from jstep.look import cli  # noqa: E402
+from jstep.stores.event_files import frame  # noqa: E402
+
+SECONDS, MEGABYTES = 10, 400
+"""What a reader may take for a mutant of some kB."""
+PRIME = 2**61 - 1
+ODD = [
+    *(0, 1, -1, 2**31, 2**63 - 1, 2**63, PRIME, 3 * PRIME, 10**18, 10**400, 1e308, float("nan"), float("inf"), 0.5),
+    *(
+        "",
+        "x",
+        "../../outside/secret",
+        "/etc/passwd",
+        "s3://stranger/x",
+        "gs://stranger/x",
+        "/net/stranger/x",
+        "\x1b[2J",
+    ),
+    *("\ud800", "a" * 5000, "9" * 5000, "$files/a", "float64", "uint8", "no dtype", "\u202e", "key<fry>"),
+    *([], {}, None, True, [[]] * 50, {"$dict": [[n * PRIME, 0] for n in range(3)]}, {"$int": "f" * 500}),
+    *({"$bytes": {"$file": "a"}}, {"$array": {"dtype": "<f8", "shape": [2**40], "data": ""}}, {"$tuple": 7}),
+]
+
+
+class Audit:
+    """What Python tells of files, sockets and programs while a reader runs.
+
+    Attributes:
+        seen: Event → its number.
+        problems: What was outside.
+    """
+
+    def __init__(self, inside):
+        self.inside = os.path.realpath(inside)
+        # Modules and their data, and what says which process is alive.
+        allowed = {
+            sys.prefix,
+            sys.base_prefix,
+            str(ROOT),
+            *map(os.path.realpath, sys.path),
+            "/proc",
+            "/usr",
+            "/dev/null",
+        }
+        self.allowed = [path for path in allowed if path and path != "/"]
+        self.is_on = False
+        self.seen, self.problems = {}, []
+        sys.addaudithook(self.hear)
+
+    def hear(self, event, arguments):
+        if not self.is_on:
+            return
+        kind = event.partition(".")[0]
+        if kind in ("socket", "subprocess", "urllib") or event in ("os.system", "os.exec", "os.posix_spawn", "os.fork"):
+            # git is asked about the program that is run, with the programs of a repository's config switched off.
+            is_git = (
+                arguments and os.path.basename(str(arguments[0])) == "git" and "core.fsmonitor=false" in arguments[1]
+            )
+            if event != "socket.gethostname" and not is_git:
+                self.problems.append(f"{event}{arguments!r:.200}")
+        elif event == "open" or (kind in ("os", "shutil") and arguments and isinstance(arguments[0], str | bytes)):
+            self.seen[event] = self.seen.get(event, 0) + 1
+            if isinstance(arguments[0], str | bytes) and event not in ("os.putenv", "os.unsetenv"):
+                self.check(event, os.fsdecode(arguments[0]))
+
+    def check(self, event, path):
+        self.is_on = False
+        try:
+            real = os.path.realpath(path)
+        finally:
+            self.is_on = True
+        is_unnamed = real == tempfile.gettempdir()  # a file without a name, for the output of git
+        if not is_unnamed and not any(
+            f"{real}/".startswith(f"{place.rstrip('/')}/") for place in (self.inside, *self.allowed)
+        ):
+            self.problems.append(f"{event}: {path}")
+
+
+class Loader:
+    """A loader with a position that is large enough to be a file."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return (jnp.ones(3),)
+
+    def state_dict(self):
+        return {"at": self.at, "buffer": np.arange(10_000.0), "rng": np.random.default_rng(0), "names": {1: (2, "a")}}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+optimizer = jstep.adam(0.1)
+train_step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
+
+
+def train(run, last):
+    evaluate = jstep.EvaluationHook(
+        lambda state: {"loss": float(jnp.sum(state.params["w"]))},
+        every_n_steps=2,
+        callbacks=[jstep.KeepBest(f"{run}/best", "loss", mode="min")],
+    )
+    hooks = [
+        evaluate,
+        jstep.FingerprintHook(every_n_steps=2),
+        jstep.History(every_n_steps=1, path=f"{run}/history.jsonl"),
+    ]
+    state = jstep.TrainState.create({"w": jnp.zeros(3), "v": jnp.zeros(2000)}, optimizer)
+    options = {"checkpoint_dir": run, "logdir": f"{run}/logs", "config": {"lr": 0.1, "deep": {"a": [1, 2]}}}
+    return jstep.train(
+        train_step, state, Loader(), last, hooks=hooks, progress=False, save_checkpoint_steps=2, **options
+    )
+
+
+def make(run):
+    train(run, 4)
+    (pathlib.Path(run) / "stalls").mkdir(exist_ok=True)
+    start = json.loads(next(pathlib.Path(run, "starts").glob("model.000001.json")).read_bytes())
+    stall = {"version": 1, "prefix": "model", "process": 0, "processes": 2, "pid": 5, "host": "h", "since": 1.7e9}
+    stall |= {
+        "renewed": 1.7e9,
+        "stall": True,
+        "step": 3,
+        "kind": "call",
+        "what": "step 3",
+        "line": "a.py:3",
+        "exit_code": 75,
+    }
+    pathlib.Path(run, "stalls/model.0.json").write_text(json.dumps(stall))
+    other = {"version": start["version"], "prefix": "model", "index": 1, "start": 1, "process": {"host": "h", "pid": 5}}
+    other |= {"written": 1.7e9, "step": [0, 4], "seconds": {"stepping": 1.0}, "batches": {}, "signal": None}
+    pathlib.Path(run, "starts/model.1.json").write_text(json.dumps(other))
+    jstep.save_weights(f"{run}/weights.safetensors", {"w": jnp.ones(3), "b": jnp.zeros((2, 2))})
+
+
+# Mutants.
+
+
+def nodes_of(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from nodes_of(item, (*path, key))
+
+
+def changed(value, draw):
+    """Return JSON of which a node is another one: an odd value, one of elsewhere in it, none, or several times."""
+    paths = list(nodes_of(value))
+    path = draw.choice(paths)
+    if not path:
+        return draw.choice(ODD)
+    above = value
+    for key in path[:-1]:
+        above = above[key]
+    kind = draw.randrange(6)
+    if kind == 0:
+        del above[path[-1]]
+    elif kind == 1:
+        other = value
+        for key in draw.choice(paths):
+            other = other[key]
+        above[path[-1]] = json.loads(json.dumps(other))
+    elif kind == 2 and isinstance(above, list):
+        above[path[-1] : path[-1] + 1] = [above[path[-1]]] * draw.choice([2, 300])
+    elif kind == 2:
+        above[draw.choice([key for key in ODD if isinstance(key, str)])] = above[path[-1]]
+    else:
+        above[path[-1]] = draw.choice(ODD)
+    return value
+
+
+def change_json(path, draw):
+    path.write_text(json.dumps(changed(json.loads(path.read_bytes()), draw)))
+
+
+def change_manifest(path, draw):
+    value = json.loads(path.read_bytes())
+    del value["crc32"]
+    if draw.random() < 0.3:
+        value["extra"] = changed(value["extra"], draw)
+    else:
+        value = changed(value, draw)
+    if draw.random() < 0.5 and isinstance(value, dict):
+        value["files"] = {}  # otherwise their sizes show most changes of them
+    text = json.dumps(value).rstrip("}") if isinstance(value, dict) else json.dumps(value)
+    body = text.encode(errors="surrogatepass")
+    path.write_bytes(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+def change_lines(path, draw):
+    lines = path.read_bytes().splitlines()
+    at = draw.randrange(len(lines))
+    lines[at] = json.dumps(changed(json.loads(lines[at]), draw)).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def change_bytes(data, draw):
+    data = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 8])):
+        at = draw.randrange(len(data)) if data else 0
+        kind = draw.randrange(4)
+        if kind == 0:
+            data[at : at + 1] = bytes([draw.randrange(256)])
+        elif kind == 1:
+            data[at : at + draw.randrange(1, 9)] = b""
+        elif kind == 2:
+            data[at:at] = data[at : at + draw.randrange(1, 40)]
+        else:
+            data[at : at + 1] = databases.number(draw.choice([0, 1, 127, 128, 2**20, 2**40, 2**63, 2**64 - 1]))
+    return bytes(data)
+
+
+def change_database(path, draw):
+    """A node, or the manifest, with other content and a right checksum."""
+    root = path / "manifest.ocdbt"
+    (data,) = (file for file in (path / "d").iterdir() if len(file.name) == 32)
+    if draw.random() < 0.3:
+        old = root.read_bytes()
+        root.write_bytes(databases.sealed(0x0CDB3A2A, change_bytes(old[12:-4], draw)))
+        return
+    content = data.read_bytes()
+    start = content.rindex(b"\x0c\xdb\x20\xde")
+    node = databases.sealed(0x0CDB20DE, change_bytes(content[start + 12 : -4], draw))
+    made = {
+        0: lambda put: (0, *put(node)),
+        1: lambda put: (1, *put(databases.interior(1, [(b"a", 1, *put(node)), (b"b", 1, *put(node))]))),
+        2: lambda put: (1, *put(databases.interior(1, [(b"a", 0, *put(node)), (b"b", 0, *put(node))]))),
+    }[draw.randrange(3)]
+    databases.put(path, lambda put: (put(content[:start]), made(put))[1])
+
+
+def change_events(path, draw):
+    data, records = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        records.append(data[12 : 12 + length])
+        data = data[16 + length :]
+    at = draw.randrange(len(records))
+    records[at] = change_bytes(records[at], draw) if draw.random() < 0.8 else b"\0" * draw.choice([0, 1, 10**6])
+    text = b"".join(map(frame, records))
+    claim = struct.pack("<Q", draw.choice([2**31 - 1, 2**40, 2**63]))
+    path.write_bytes(text + (frame(claim)[12:20] + b"xxxx" if draw.random() < 0.1 else b""))
+
+
+def change_weights(path, draw):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(changed(json.loads(data[8 : 8 + size]), draw)).encode(errors="surrogatepass")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+
+
+def change_kind(path, draw, outside):
+    """Something else of the same name."""
+    is_directory = path.is_dir()
+    is_checkpoint = is_directory and "-" in path.name  # which may be a link as a whole, as a user makes one
+    shutil.rmtree(path) if is_directory else path.unlink()
+    kind = draw.randrange(6)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.symlink_to(outside if is_directory and not is_checkpoint else outside / "secret")
+    elif kind == 3:
+        path.symlink_to("/dev/zero")
+    elif kind == 4:
+        path.symlink_to(path.name)
+    else:
+        path.write_bytes(bytes(draw.choice([0, 1, 5000])))
+
+
+# Readers.
+
+FEW = (OSError, ValueError, jstep.CheckpointError)
+
+
+def command(*words):
+    def call(run):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            cli.main([word.replace("RUN", run) for word in words])
+        if odd := [c for c in out.getvalue() if c != "\n" and (ord(c) < 32 or 127 <= ord(c) < 160)]:
+            raise AssertionError(f"prints {odd[:3]!r}")
+
+    return call
+
+
+def restore(run):
+    with jstep.Saver(run) as saver:
+        saver.restore(None)
+        saver.extra()
+
+
+def weights_of_checkpoint(run):
+    jstep.load_weights(f"{run}/model-4", {"w": np.zeros(3, np.float32)}, partial=True)
+
+
+TARGET = {"w": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32)}
+CHECKPOINT = [
+    restore,
+    weights_of_checkpoint,
+    command("inspect", "RUN/model-4"),
+    command("inspect", "RUN/model-4", "--verify"),
+]
+CHECKPOINT += [command("inspect", "RUN"), command("diff", "RUN/model-2", "RUN/model-4"), lambda run: jstep.runs(run)]
+RECORD = [
+    command("runs", "RUN"),
+    command("runs", "RUN", "--starts"),
+    command("goodput", "RUN"),
+    command("stalls", "RUN"),
+]
+RECORD += [command("diff", "RUN"), command("report", "RUN", "-o", "RUN/page.html"), command("runs", "RUN", "--json")]
+LOGS = [command("events", "RUN"), command("report", "RUN", "-o", "RUN/page.html")]
+LINES = [lambda run: jstep.History.read(f"{run}/history.jsonl"), lambda run: read_log(f"{run}/logs/fingerprints.jsonl")]
+LINES += [command("diff", "RUN/logs/fingerprints.jsonl", "RUN/logs/fingerprints.jsonl")]
+WEIGHTS = [lambda run: jstep.load_weights(f"{run}/weights.safetensors", TARGET, partial=True)]
+
+
+def start_again(run):
+    train(run, 6)
+
+
+def mutate(run, draw, outside):
+    """Change a file of a run; return what was changed, and its readers."""
+    run = pathlib.Path(run)
+    kind = draw.choice(
+        ["manifest", "manifest", "database", "database", "record", "record", "events", "lines", "weights", "kind"]
+    )
+    if kind == "manifest":
+        change_manifest(run / "model-4/manifest.json", draw)
+        return kind, CHECKPOINT
+    if kind == "database":
+        change_manifest_files(run / "model-4/manifest.json")
+        change_database(run / "model-4", draw)
+        return kind, CHECKPOINT
+    if kind == "record":
+        files = sorted([*run.glob("starts/*.json"), *run.glob("stalls/*.json")])
+        change_json(draw.choice(files), draw)
+        return kind, RECORD
+    if kind == "events":
+        change_events(draw.choice(sorted(run.glob("logs/events*"))), draw)
+        return kind, LOGS
+    if kind == "lines":
+        change_lines(draw.choice([run / "history.jsonl", run / "logs/fingerprints.jsonl"]), draw)
+        return kind, LINES
+    if kind == "weights":
+        change_weights(run / "weights.safetensors", draw)
+        return kind, WEIGHTS
+    victims = sorted(path for path in run.rglob("*") if not path.is_symlink() and "page.html" not in path.name)
+    change_kind(draw.choice(victims), draw, outside)
+    return kind, [*CHECKPOINT, *RECORD, *LOGS, *LINES, *WEIGHTS]
+
+
+def change_manifest_files(path):
+    value = json.loads(path.read_bytes())
+    del value["crc32"]
+    body = json.dumps(value | {"files": {}}).rstrip("}").encode()
+    path.write_bytes(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+class TookTooLongError(BaseException):
+    """A reader took more than its seconds."""
+
+
+def time_is_over(*_):
+    raise TookTooLongError
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def called(reader, run, audit):
+    """Call a reader, and return what is wrong."""
+    before, problems = peak(), len(audit.problems)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    audit.is_on = True
+    wrong = []
+    try:
+        reader(run)
+    except (*FEW, ImportError):
+        pass
+    except TookTooLongError:
+        wrong.append(f"more than {SECONDS} seconds")
+    except Exception as error:
+        wrong.append("".join(traceback.format_exception(error)[-3:]))
+    finally:
+        audit.is_on = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    wrong += audit.problems[problems:]
+    if peak() - before > MEGABYTES:
+        wrong.append(f"{peak() - before} MB")
+    return wrong
+
+
+def search(seconds, count, seed):
+    signal.signal(signal.SIGALRM, time_is_over)
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as above:
+        above = os.path.realpath(above)
+        outside = pathlib.Path(above, "outside")
+        outside.mkdir()
+        (outside / "secret").write_text('{"secret": 1}')
+        made, run = f"{above}/made", f"{above}/work/run"
+        make(run)  # at the path of all mutants, or they would all be copies
+        shutil.copytree(run, made)
+        audit = Audit(f"{above}/work")
+        for reader in (*CHECKPOINT, *RECORD, *LOGS, *LINES, *WEIGHTS, start_again):
+            if wrong := called(reader, run, audit):  # it also imports what readers import
+                raise SystemExit(f"without a mutation: {wrong}")
+        until, calls, number, kinds, defects = time.monotonic() + seconds, 0, 0, {}, []
+        while number < count and time.monotonic() < until and len(defects) < 20:
+            number += 1
+            shutil.rmtree(f"{above}/work")
+            shutil.copytree(made, run)
+            state = draw.getstate()
+            kind, readers = mutate(run, draw, outside)
+            kinds[kind] = kinds.get(kind, 0) + 1
+            if kind in ("kind", "record", "lines") and number % 40 == 0:
+                readers = [start_again]
+            elif len(readers) > 2:
+                readers = draw.sample(readers, 2)
+            for reader in readers:
+                calls += 1
+                if wrong := called(reader, run, audit):
+                    name = getattr(reader, "__name__", "") + str([c.cell_contents for c in reader.__closure__ or ()])
+                    defects.append(f"mutant {number} ({kind}), {name}: {'; '.join(wrong)}")
+                    print(defects[-1], file=sys.stderr, flush=True)
+            del state
+            if (outside / "secret").read_text() != '{"secret": 1}' or os.listdir(outside) != ["secret"]:
+                defects.append(f"mutant {number} ({kind}): what is outside was changed")
+                break
+        heard = ", ".join(f"{event} {times}" for event, times in sorted(audit.seen.items()))
+        print(f"seed {seed}: {number} mutants ({kinds}), {calls} calls, peak {peak()} MB, {len(defects)} defects")
+        print(f"the audit hook heard {heard}; outside: {len(audit.problems)}")
+        return defects
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=10**9, help="the number of mutants")
+    parser.add_argument("--seconds", type=float, default=None, help="for so long; by default a minute without --count")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the generator of mutants")
+    given = parser.parse_args()
+    faulthandler.enable()
+    logging.getLogger("jstep").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    limit = given.seconds or (60 if given.count == 10**9 else float("inf"))
+    raise SystemExit(1 if search(limit, given.count, given.seed) else 0)
