@@ -90,11 +90,12 @@ class ChunkFiles:
         if not self._places or values.dtype == np.bool_:
             return None
         pieces = list(_pieces(key, shape, chunk, box, values, self._places))
-        if any(piece is None for piece in pieces):
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
             return None
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, "jstep-read")
-        return self._pool.submit(self._read, pieces)
+        return self._pool.submit(self._read, found)
 
     def _read(self, pieces: Sequence[_Piece]) -> bool:
         try:
@@ -196,7 +197,7 @@ def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _read_exactly(handle: int, piece: np.ndarray[Any, Any], at: int) -> bool:
-    view = memoryview(piece)
+    view = piece.data
     while view:
         count = os.preadv(handle, [view], at)
         if count == 0:

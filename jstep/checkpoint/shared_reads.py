@@ -93,7 +93,7 @@ class ReadPlan:
 
     def boxes_to_read(self) -> dict[str, Boxes]:
         """Return the boxes of arrays that this process reads for its group."""
-        found = {}
+        found: dict[str, Boxes] = {}
         for groups, arrays in self._together.items():
             group, member = _position(groups)
             found |= {array.name: array.boxes[group] for array in arrays if array.reader == member}

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -521,9 +520,11 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
     """
     name = _name(eqn)
     if name not in FACTORIZATIONS:
-        flops: Counter[str] = Counter()
-        for inner in (inner for program in programs_in(eqn) for inner in program.eqns):
-            flops.update(factorization_flops(inner))
+        flops: dict[str, float] = {}
+        for program in programs_in(eqn):
+            for inner in program.eqns:
+                for kind, count in factorization_flops(inner).items():
+                    flops[kind] = flops.get(kind, 0) + count
         return flops
     aval = eqn.invars[0].aval
     m, n = sorted(aval.shape[-2:], reverse=True) if aval.ndim > 1 else (*aval.shape, 1)

@@ -183,7 +183,8 @@ def _impurity(
             continue
         # Functions that the step calls may be jitted, and JAX keeps their programs. It traces them anew if a setting
         # differs; this one changes no program.
-        promotion = "allow" if jax.config.jax_numpy_rank_promotion == "warn" else "warn"
+        mode = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]  # created at run time
+        promotion = "allow" if mode == "warn" else "warn"
         with warnings.catch_warnings(), jax.numpy_rank_promotion(promotion):
             warnings.simplefilter("ignore")
             after = stage.trace(found.state, found.args)

@@ -200,9 +200,9 @@ class Ages(NamedTuple):
             (age,) = self.slots
             return {CountedSlot(age, slot) for slot in slots}
         counted = set[CountedSlot]()
-        for age, (keys, _) in zip(self.of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
-            if age is not None:
-                counted |= {CountedSlot(age, slot, keys) for slot in slots}
+        for own_age, (keys, _) in zip(self.of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
+            if own_age is not None:
+                counted |= {CountedSlot(own_age, slot, keys) for slot in slots}
         return counted
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:

@@ -18,7 +18,16 @@ UNKNOWN = "unknown"
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
-_DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+_DIFF: tuple[str, ...] = (
+    "diff",
+    "HEAD",
+    "--binary",
+    "--full-index",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-renames",
+)
 _DIFF += ("--ignore-submodules=all",)  # each of them has a config of its own
 _NO_PROGRAMS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.untrackedCache=false")
 """Settings that keep git from running what the repository's own config names."""

@@ -242,7 +242,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values: its slots are unknown until it has run
         return Roles(declared, complete=False)
-    known = copies_in(lambda tree: init(tree, 0), params) | declared | inherited.roles
+    known = copies_in(lambda tree: init(tree, 0), params) | declared | dict(inherited.roles)
     inferred = infer_roles(slots, params, known, lambda both: _traced(init, both)[0])
     # Which slots a declared age counts for is not declared: it counts for all.
     ages = [name for name, role in declared.items() if role is Role.AGE]
