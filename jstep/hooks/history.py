@@ -23,7 +23,7 @@ from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
-from jstep.metering.metric_sums import merge_sums
+from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, sort_metrics
 from jstep.state.train_state import TrainState
 from jstep.stores.files import refuse_links

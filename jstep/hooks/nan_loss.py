@@ -10,7 +10,7 @@ from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
-from jstep.metering.metric_sums import Interval
+from jstep.metering.intervals import Interval
 from jstep.metering.numbers import read_value, real_parts
 from jstep.slots.roles import Role, roles_in
 from jstep.state.global_step import state_step
@@ -107,8 +107,9 @@ class NanLossHook(RunHook):
         if totals is None:
             return
         if self._gradient is None:
-            self._gradient = totals.gradient
-        bad, over = totals.bad, totals.over if self.max_skipped_steps else None
+            self._gradient = totals.bad_gradient
+        bad = totals.bad
+        over = totals.skip_limit if self.max_skipped_steps else None
         if bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True

@@ -17,7 +17,8 @@ from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.course import Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
-from jstep.metering.metric_sums import MetricSums, is_bad
+from jstep.metering.device_sums import is_bad
+from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import read_value, real_parts
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, describe_contents
 from jstep.training.metrics import losses_in

@@ -27,7 +27,8 @@ from jstep.core.trees import Tree, batch_to_args, shape_of
 from jstep.data.batch_placement import as_shardings, make_placer
 from jstep.data.steps import Staircase, as_staircase
 from jstep.metering.cadence import NEVER
-from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums
+from jstep.metering.device_sums import Accumulate
+from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
@@ -180,10 +181,10 @@ class Program:
 
     def run(self, state: Tree, chunk: "Chunk", sums: MetricSums) -> Any:
         if self.is_looped:
-            before = sums.begin(self._columns, state.global_step)
+            before = sums.begin_call(self._columns, state.global_step)
             new, metrics, after = call_step(self.step, state, (np.int32(chunk.steps), before, *chunk.args))
             self.constants = metrics.constants
-            sums.ran(chunk.first, chunk.steps, after, metrics.constants)
+            sums.end_call(chunk.first, chunk.steps, after, metrics.constants)
             return new, metrics.merged()
         if isinstance(self.step, TrainStep):
             new, metrics = call_step(self.step, state, chunk.args)
@@ -216,7 +217,7 @@ class Program:
         with using_mesh(mesh_of((state, args))):
             if self.is_looped:
                 count = jax.ShapeDtypeStruct((), np.int32)
-                args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
+                args = count, shapes_of(sums.zeros(self._columns, state.global_step)), *args
             step = jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step
             with self.stage.watching():
                 traced = step.trace(state, *args)

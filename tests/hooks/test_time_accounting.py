@@ -12,7 +12,7 @@ from hook_fakes import Marker
 import jstep
 from jstep.core import stopwatch
 from jstep.hooks.run_hook import RunHook
-from jstep.metering import in_flight, metric_sums, numbers
+from jstep.metering import in_flight, intervals, numbers
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -189,12 +189,12 @@ class Device:
         self.now, self.waits = 0.0, 0
         wait_for = jax.block_until_ready
         read = numbers.read_values
-        totals = metric_sums.Interval.totals.fget
+        totals = intervals.Interval.totals.fget
         clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, before=lambda: 0.0)
         monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)
-        monkeypatch.setattr(metric_sums.Interval, "is_ready", lambda interval: False)
-        monkeypatch.setattr(metric_sums.Interval, "totals", property(lambda interval: self.waited(totals, interval)))
+        monkeypatch.setattr(intervals.Interval, "is_ready", lambda interval: False)
+        monkeypatch.setattr(intervals.Interval, "totals", property(lambda interval: self.waited(totals, interval)))
 
         def read_slowly(values):  # constants of the program are on the host
             is_waited_for = any(isinstance(value, jax.Array) for value in values.values())

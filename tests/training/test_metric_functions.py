@@ -11,7 +11,7 @@ from regression import Y, fresh
 from regression import loss_fn as loss_fn_of_constants
 
 import jstep
-from jstep.metering.metric_sums import Accumulate
+from jstep.metering.device_sums import Accumulate
 from jstep.training.looped import loop_step
 from jstep.training.metrics import Constants, split_metrics
 from jstep.training.step import call_step

@@ -1,0 +1,99 @@
+"""`MetricSums`: exact sums of metrics over intervals, on the device, with few dispatches."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jstep.metering.device_sums import choose_columns
+from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
+from jstep.training.metrics import Constants, losses_in
+
+
+@functools.cache
+def compiled(columns):
+    return jax.jit(columns.row), jax.jit(columns.add)
+
+
+def add(sums, first, rows, **kwargs):
+    """Add the metrics of some steps, one dict each: those of one as a call of a step, those of several as by a loop."""
+    if len(rows) == 1:
+        sums.add(first, rows[0], **kwargs)
+        return
+    arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
+    columns = choose_columns(arrays, losses_in(arrays), kwargs.get("skip", "skipped"), sums.limit)
+    row_of, add_rows = compiled(columns)
+    numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
+    padded = numbers + numbers[-1:]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
+    sums.end_call(
+        first, len(rows), add_rows(sums.begin_call(columns, None), stacked, jnp.int32(len(rows))), NO_CONSTANTS
+    )
+
+
+def means(rows, steps_per_call=1, names=("m",), **kwargs):
+    sums = MetricSums()
+    number = sums.subscribe()
+    for first in range(0, len(rows), steps_per_call):
+        add(sums, first, rows[first : first + steps_per_call], **kwargs)
+    return sums.take(number).means(names)
+
+
+@pytest.mark.thorough(except_for=["bfloat16-100"])
+@pytest.mark.parametrize("steps_per_call", [1, 3, 100])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool]
+)
+def test_means_are_exact_in_every_dtype(dtype, steps_per_call):
+    values = np.random.default_rng(0).uniform(0, 100, 250)
+    values = [jnp.asarray(value).astype(dtype) for value in values]
+    exact = np.mean([np.asarray(value, np.float64) for value in values])
+    assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(exact, rel=1e-12)
+
+
+def test_integers_are_rounded_to_float32():
+    assert means([{"m": jnp.int32(2**24 + 1)}] * 3)["m"] == 2**24
+
+
+def test_a_small_value_next_to_large_ones():
+    values = [1e8, 1.0, -1e8, 1.0] * 10
+    assert means([{"m": jnp.float32(value)} for value in values])["m"] == 0.5
+    assert means([{"m": jnp.float32(value)} for value in values], 20)["m"] == 0.5
+
+
+@pytest.mark.thorough(except_for=["4"])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_skipped_steps_are_excluded_from_means(steps_per_call):
+    rows = [{"loss": jnp.float32(math.nan if n == 2 else n), "skipped": jnp.float32(n == 2)} for n in range(8)]
+    assert means(rows, steps_per_call, ["loss", "skipped"]) == {"loss": 26 / 7, "skipped": 1 / 8}
+    assert math.isnan(means(rows, steps_per_call, ["loss"], skip=None)["loss"])
+    assert means([{"m": jnp.float32(math.inf)}] * 3)["m"] == math.inf
+
+
+def test_pieces_of_a_long_interval_are_merged():
+    sums = MetricSums()
+    often, seldom = sums.subscribe(), sums.subscribe()
+    for n in range(100):
+        sums.add(n, {"loss": jnp.float32(math.nan if n == 77 else n), "skipped": jnp.float32(n == 77)})
+        assert sums.take(often).means(["skipped"]) == {"skipped": n == 77}
+    interval = sums.take(seldom)
+    assert len(interval._pieces) <= 33
+    assert interval.means(["loss", "skipped"]) == {"loss": (99 * 50 - 77) / 99, "skipped": 1 / 100}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])
+def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, value):
+    """Whether they end the run is for `NanLossHook` to say."""
+    sums, constants = MetricSums(), Constants({}, None)
+    number = sums.subscribe()
+    values = [jnp.asarray(value), jnp.asarray(1.0)]
+    with setting(True):
+        for step, one in enumerate(values):
+            sums.add(step, {"loss": one}, constants.skipped, constants)
+        totals = sums.take(number).totals
+    assert totals.bad.step == 1
+    np.testing.assert_array_equal(totals.sums["loss"], (value, 2.0))
