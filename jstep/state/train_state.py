@@ -24,6 +24,7 @@ from jstep.slots.roles import NO_ROLES, Init, Role, Roles, roles_in, state_roles
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step, require_alive
+from jstep.state.packed_slots import Packing, pack
 
 # Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
 
@@ -134,7 +135,7 @@ class TrainState(Generic[P]):
     # `__getattr__`.
     _layout: ClassVar[Any] = None
     _children: ClassVar[tuple[Any, ...]]
-    _static: ClassVar[tuple[Roles]]
+    _static: ClassVar[tuple[Roles, Packing | None]]
     params: P
     slots: Slots
     global_step: Array
@@ -142,11 +143,12 @@ class TrainState(Generic[P]):
 
     @shortens_tracebacks
     def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
-        children = (params, dict(slots) if type(slots) is dict else slots, global_step)
-        self.__dict__.update(vars(_unflatten((roles,), children)))
+        # JAX and users may put anything there, such as one sharding for all slots.
+        stored, packing = pack(params, slots) if type(slots) is dict else (slots, None)
+        self.__dict__.update(vars(_unflatten((roles, packing), (params, stored, global_step))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self._children, *self._static)
+        return type(self), (self.params, self.slots, self.global_step, self._static[0])
 
     @overload
     @classmethod
@@ -350,7 +352,7 @@ def _flatten_with_keys(state: TrainState) -> tuple[list[tuple[Any, Any]], Any]:
     return list(zip(map(jax.tree_util.GetAttrKey, _FIELDS), state._children, strict=True)), state._static
 
 
-def _unflatten(static: tuple[Roles], children: Any) -> TrainState:
+def _unflatten(static: tuple[Roles, Packing | None], children: Any) -> TrainState:
     # JAX calls it at each step: setting the attributes of a frozen dataclass takes twice as long.
     state = object.__new__(TrainState)
     fields = state.__dict__
@@ -363,8 +365,16 @@ def _unflatten(static: tuple[Roles], children: Any) -> TrainState:
 
 
 def _copied_slots(state: TrainState) -> Any:
-    slots = state._children[1]
-    return dict(slots) if type(slots) is dict else slots  # JAX and users may put anything there
+    stored = state._children[1]
+    packing = state._static[1]
+    if type(stored) is not dict:
+        return stored
+    if packing is None:
+        return dict(stored)
+    fields = state.__dict__
+    if "_unpacked" not in fields:
+        fields["_unpacked"] = packing.unpack(stored)
+    return dict(fields["_unpacked"])
 
 
 TrainState.slots = property(_copied_slots)  # type: ignore[assignment]

@@ -1,0 +1,126 @@
+"""Slots of few of the parameters, stored without a None for each of the others.
+
+A slot has the structure of the parameters, with None where it has no value. The slots of a partition with many labels
+consist almost entirely of None: labels × leaves of them, which JAX visits whenever it flattens the state, at each step.
+A `TrainState` therefore stores such a slot as nested dicts of its own leaves. Paths and order are those of the whole
+slot, so that checkpoints and sharding rules do not differ. `TrainState.slots` has all slots with all their None.
+"""
+
+import collections
+import dataclasses
+import weakref
+from typing import Any
+
+import jax
+
+from jstep.core.trees import Params, Slots
+
+_PACKINGS: weakref.WeakValueDictionary[Any, "Packing"] = weakref.WeakValueDictionary()
+MIN_ABSENT = 32
+"""The number of None above which a slot is packed: a few cost less than the dicts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnLeaves:
+    """The nested dicts of a packed slot, and the index of each of its leaves among those of the parameters."""
+
+    treedef: Any
+    indices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packing:
+    """How the slots of a state are packed, which depends on their structure alone.
+
+    It is part of the structure of a state, and equal only to itself: JAX compares structures at each call of a compiled
+    step, and a comparison of all its parts would take longer than the step. `pack` returns one object for all states
+    that are packed alike.
+    """
+
+    params: Any
+    slots: dict[str, _OwnLeaves]
+
+    def unpack(self, stored: Slots) -> Slots:
+        """Return the slots with the structure of the parameters."""
+        slots = dict(stored)
+        for name, own in self.slots.items():
+            slots[name] = self._unpacked(own, stored[name])
+        return slots
+
+    def _unpacked(self, own: _OwnLeaves, tree: Any) -> Any:
+        leaves: list[Any] = [None] * self.params.num_leaves
+        try:
+            values = own.treedef.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            return tree  # a prefix, such as `in_axes` of vmap
+        for index, value in zip(own.indices, values, strict=True):
+            leaves[index] = value
+        return self.params.unflatten(leaves)
+
+
+def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
+    """Return slots as a state stores them; None if all are stored as they are."""
+    treedef = jax.tree.structure(params)
+    found: dict[str, _OwnLeaves] = {}
+    stored = dict(slots)
+    for name, tree in slots.items():
+        values = _values(treedef, tree)
+        if values is None:
+            continue
+        indices = tuple(index for index, value in enumerate(values) if value is not None)
+        nested = _nested(params, indices)
+        if nested is None:
+            continue
+        own = _OwnLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
+        found[name] = own
+        stored[name] = own.treedef.unflatten([values[index] for index in own.indices])
+    if not found:
+        return stored, None
+    key = (treedef, tuple((name, own.indices) for name, own in sorted(found.items())))
+    packing = _PACKINGS.get(key)
+    if packing is None:
+        packing = _PACKINGS.setdefault(key, Packing(treedef, found))
+    return stored, packing
+
+
+def _values(params: Any, tree: Any) -> list[Any] | None:
+    """Return a value or None for each parameter if nearly all are None."""
+    structure = jax.tree.structure(tree)
+    absent = params.num_leaves - structure.num_leaves
+    if absent < MIN_ABSENT or absent < structure.num_leaves or jax.tree_util.treedef_is_leaf(structure):
+        return None
+    try:
+        values: list[Any] = params.flatten_up_to(tree)
+    except (ValueError, TypeError):  # of another structure
+        return None
+    return values
+
+
+def _nested(params: Params, indices: tuple[int, ...]) -> Any:
+    """Return nested dicts of the indices at the paths of their leaves, in this order; None if that is impossible."""
+    paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    # JAX sorts the keys of a dict, which may not be the order of the fields of a class.
+    for kind in (dict, collections.OrderedDict):
+        root: Any = kind()
+        for index in indices:
+            *above, last = map(_key, paths[index])
+            node = root
+            for key in above:
+                node = node.setdefault(key, kind())
+            if not isinstance(node, kind) or last in node:
+                return None  # a user's class that gives two children one key
+            node[last] = index
+        try:
+            leaves = jax.tree.leaves(root)
+        except ValueError:  # keys that cannot be sorted
+            continue
+        if leaves == list(indices):
+            return root
+    return None
+
+
+def _key(entry: Any) -> Any:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
