@@ -115,7 +115,8 @@ def over_axes(sharding: object, state: Tree) -> Any:
     def leaf(axes: object) -> Any:
         if not is_axes(axes):
             return axes
-        mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
+        mesh = meshes.mesh_of(state)
+        what = f"batch_sharding={axes!r}"
         if mesh is None:
             raise ValueError(
                 f"{what}: the state must be on a mesh with this axis; put it on one by jstep.shard_state(state, mesh)"
@@ -272,7 +273,8 @@ def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
         >>> hash_batch({"x": np.ones(2)}) == hash_batch({"x": np.ones((3, 2))}, is_stacked=True)
         True
     """
-    layout, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    layout = hashlib.blake2b(digest_size=8)
+    content = hashlib.blake2b(digest_size=8)
     with meshes.internal_transfers():
         for path, leaf in trees.leaves_with_paths(batch):
             for place, whole in _own_parts(leaf):

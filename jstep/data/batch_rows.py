@@ -82,7 +82,8 @@ class Share:
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
             _check_divides(sizes, process[1])
-        self.sizes, self._process = sizes, process
+        self.sizes = sizes
+        self._process = process
 
     def of(self, size: int) -> tuple[int, int]:
         if self._process is None:
@@ -104,7 +105,8 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 # The rows of each batch.
 
-ROWS, _ORDER = 1, 2
+ROWS = 1
+_ORDER = 2
 
 
 def derive_seed(seed: int, purpose: int, name: str = "") -> int:
@@ -242,7 +244,8 @@ class PlanReader:
         ((num_rows, _),) = plan.streams
         run = plan.sizes.runs.at(step)
         low, high = plan.share.of(run.at(step))
-        start, count = run.position_at(step) + low, high - low
+        start = run.position_at(step) + low
+        count = high - low
         epoch, offset = divmod(start, num_rows)
         if not plan.shuffle or offset + count > num_rows:
             return ahead.stream(start, count, plan.shuffle)

@@ -91,7 +91,8 @@ def batches(
         ((4, 2), True)
     """
     rows = open_rows(arrays)
-    shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
+    shuffle = as_bool(shuffle, "shuffle")
+    drop_remainder = as_bool(drop_remainder, "drop_remainder")
 
     def check(value: object, name: str) -> int:
         size = as_int(value, name, 1)
@@ -166,7 +167,8 @@ def _check_process(index: object, count: object) -> tuple[int, int] | None:
         return None
     if index is None or count is None:
         raise ValueError(f"process_index={index!r}, process_count={count!r}: give both of them, or neither")
-    index, count = as_int(index, "process_index"), as_int(count, "process_count")
+    index = as_int(index, "process_index")
+    count = as_int(count, "process_count")
     if not 0 <= index < count:
         raise ValueError(f"process_index={index}: must be in range({count}), as process_count={count}")
     return index, count
@@ -188,15 +190,18 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
             left = num_rows - offset
             period = _steps_in(left, size, drop_remainder)
             if not period:
-                epoch, offset = epoch + 1, 0
+                epoch += 1
+                offset = 0
                 continue
             run_stop = min(stop, first + (1 if offset else end - epoch) * period)
             last = size if drop_remainder else left - (period - 1) * size
             run = StepRange(first, run_stop, size, period, last, before, epoch * num_rows + offset, num_rows)
             runs.append(run)
             epochs, i = divmod(run_stop - 1 - first, period)
-            epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
-            first, before = run_stop, run.before_step(run_stop)
+            epoch += epochs
+            offset = min(offset + (i + 1) * size, num_rows)
+            first = run_stop
+            before = run.before_step(run_stop)
     return Sizes(Staircase(tuple(run.first for run in runs), tuple(runs)))
 
 
@@ -259,7 +264,8 @@ def mixture(
     stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
     sizes = _sizes_in_epochs(NO_END, stairs, True, None)  # without a last batch of an epoch
     stages = _as_weights(weights, names)
-    seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
+    seed = as_int(seed, "seed", 0)
+    shuffle = as_bool(shuffle, "shuffle")
     share = Share(stairs, _check_process(process_index, process_count))
     streams = tuple((len(rows[name]), derive_seed(seed, ROWS, name)) for name in names)
     plan = _weighted(RowPlan(streams, sizes, share, seed, shuffle), stages)
@@ -341,7 +347,8 @@ class Mixture(BatchSequence[T]):
 
     def rows_of(self, step: int) -> list[tuple[str, int]]:
         """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
-        names, pairs_by_index = sorted(self._rows), dict[int, tuple[str, int]]()
+        names = sorted(self._rows)
+        pairs_by_index = dict[int, tuple[str, int]]()
         for some in self._rows_of(step):
             pairs = zip(as_row_numbers(some.indices).tolist(), as_row_numbers(some.rows).tolist(), strict=True)
             pairs_by_index |= {index: (names[some.source], row) for index, row in pairs}

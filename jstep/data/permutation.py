@@ -124,7 +124,8 @@ class Lookahead:
             self._keys = (epoch, keys)
             positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
             block = permute(self._domain, keys, positions.ravel()).reshape(count, width)
-            self._block, line = (epoch, start, distance, block), 0
+            self._block = (epoch, start, distance, block)
+            line = 0
         return block[line:]
 
     def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
@@ -134,7 +135,8 @@ class Lookahead:
             taken = min(count, self._domain.n - offset)
             rows = slice(offset, offset + taken)
             pieces.append(self.lines(epoch, offset, 1, 1, taken)[:taken, 0] if shuffle else rows)
-            start, count = start + taken, count - taken
+            start += taken
+            count -= taken
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])

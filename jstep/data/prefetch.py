@@ -66,7 +66,8 @@ def prefetch_to_device(
         ) from None
     size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
-    place, fresh = make_placer(sharding), isinstance(source, BatchIterator)
+    place = make_placer(sharding)
+    fresh = isinstance(source, BatchIterator)
     return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=fresh)), state_fn)
 
 

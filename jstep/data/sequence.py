@@ -35,7 +35,8 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
-        reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
+        reader = PlanReader(self._plan)
+        sources = [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.single_source_rows, sources[0].take)
         return functools.partial(_read, reader, sources)
@@ -144,8 +145,10 @@ class BatchSequence(abc.ABC, Generic[T]):
             raise IndexError(f"row={row}: must be in range({num_rows}), the rows of the source")
         if stop is None and self.is_endless:
             raise ValueError("stop=None: these batches have no end; give stop, the step after the last one to look at")
-        start, stop = self._as_step(start, end=1), self._steps.count if stop is None else self._as_step(stop, end=1)
-        source, hits = sorted(self._rows).index(name), set[int]()
+        start = self._as_step(start, end=1)
+        stop = self._steps.count if stop is None else self._as_step(stop, end=1)
+        source = sorted(self._rows).index(name)
+        hits = set[int]()
         for first, part in self._steps.numbered(start, stop):
             steps = range(min(part[0], part[-1]), max(part[0], part[-1]) + 1)
             hits |= {first + part.index(n) for n in steps_with(self._plan, source, row, steps) if n in part}
@@ -167,7 +170,8 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     def next_change(self, step: int) -> int | None:
         """Return the next step whose batch has a different number of rows, or None."""
-        step, sizes = self._as_step(step), self._plan.sizes
+        step = self._as_step(step)
+        sizes = self._plan.sizes
         size = sizes.at(self._steps[step])
         for first, part in self._steps.numbered(step + 1):
             for inner, run in sizes.split(part):
@@ -187,7 +191,8 @@ class BatchSequence(abc.ABC, Generic[T]):
             >>> [batch.tolist() for batch in data.skip(1, 10)[:3]]
             [[0, 1], [20, 21], [22, 23]]
         """
-        start, stop = as_int(start, "start", 0), as_int(stop, "stop", 0)
+        start = as_int(start, "start", 0)
+        stop = as_int(stop, "stop", 0)
         if stop <= start:
             raise ValueError(
                 f"skip({start}, {stop}): must have start < stop; stop is the step after the last one to skip"

@@ -35,7 +35,8 @@ class Steps:
         ranges = []
         for part, first in windows if numbers.step > 0 else reversed(windows):
             inner = clamp_range(numbers, first, first + range_length(part))
-            start, stride = part.start + (inner.start - first) * part.step, part.step * inner.step
+            start = part.start + (inner.start - first) * part.step
+            stride = part.step * inner.step
             ranges.append(range(start, start + range_length(inner) * stride, stride))
         return Steps(ranges)
 
@@ -48,7 +49,8 @@ class Steps:
 
     def changes(self, stages: Iterable[tuple[int, int | None, T]]) -> dict[int, T]:
         values: dict[int, T] = {}
-        ascending, last = list(stages), None
+        ascending = list(stages)
+        last = None
         for number, part in self.numbered(0):
             for first, stop, value in ascending if part.step > 0 else reversed(ascending):
                 inner = clamp_range(part, first, NO_END if stop is None else stop)

@@ -139,7 +139,8 @@ class ConfusionMatrix(_Totals):
         Raises:
             ValueError: A prediction or a label is not a class index.
         """
-        matrix, unknown = read_total(self.matrix), int(read_total(self.unknown))
+        matrix = read_total(self.matrix)
+        unknown = int(read_total(self.unknown))
         if unknown:
             raise ValueError(
                 f"num_classes={len(matrix)}: must cover all labels and predictions, {unknown} examples have others"
@@ -286,7 +287,8 @@ class AUC:
         # From the highest score to the lowest; equal scores are one threshold.
         spans = np.stack([low, high], axis=1)[seen]
         order = np.lexsort((spans[:, 0], np.where(spans[:, 0] == spans[:, 1], spans[:, 0], spans.mean(axis=1))))[::-1]
-        spans, counts = spans[order], counts[seen][order]
+        spans = spans[order]
+        counts = counts[seen][order]
         first = np.flatnonzero(np.r_[True, (spans[1:] != spans[:-1]).any(axis=1)])
         positive, negative = np.add.reduceat(counts, first).T
         is_span = (spans[:, 0] < spans[:, 1])[first]
@@ -342,7 +344,8 @@ def auc(
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
     counts = jnp.stack([per_element(truth, weight), per_element(~truth, weight)], axis=1)
-    bins, most = Thresholds(values, values, counts), number * _FINER
+    bins = Thresholds(values, values, counts)
+    most = number * _FINER
     if values.size > most:
         return AUC(_fewer(bins, most), curve)
     # The number of bins is the same for all batches, so that `merge` is compiled once.
@@ -356,7 +359,8 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     if not total:
         return 0.0  # as scikit-learn
     size = positive + negative
-    true, seen = np.cumsum(positive), np.cumsum(size)
+    true = np.cumsum(positive)
+    seen = np.cumsum(size)
     precision = true / seen
     is_first = np.arange(len(seen)) == 0
     before = np.where(is_first, 1, seen - size)
@@ -411,7 +415,8 @@ def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
 
 
 def _differs(vector: Array) -> Array:
-    before, after = vector[:-1], vector[1:]
+    before = vector[:-1]
+    after = vector[1:]
     return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
 
 
@@ -424,7 +429,8 @@ def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array
 
 
 def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    array, truth = _numbers(logits, "logits"), indices(labels, "labels")
+    array = _numbers(logits, "logits")
+    truth = indices(labels, "labels")
     if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
             f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...]"

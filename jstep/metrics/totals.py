@@ -94,7 +94,8 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
 
     Source: `keras.metrics.Mean`, which is 0 if Σ count is 0.
     """
-    numerator, denominator = _scalar(total, "total"), _scalar(count, "count")
+    numerator = _scalar(total, "total")
+    denominator = _scalar(count, "count")
     return MeanOf(jnp.where(denominator == 0, jnp.zeros_like(numerator), numerator), denominator)
 
 

@@ -51,7 +51,8 @@ class _PartOptimizer:
 
         if not all(self._is_own):
             context = nested.inner_context(at.context, whole, self.own)
-            updates, at = self.own(updates), at._replace(params=self.params, context=context)
+            updates = self.own(updates)
+            at = at._replace(params=self.params, context=context)
         return nested.call_update(self.optimizer, updates, slots, at, exact=exact)
 
     def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
@@ -372,7 +373,8 @@ class _Partition:
             yield labels, parts
 
     def _labels_of(self, params: Params) -> Labels:
-        named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
+        named = leaf_values.own_leaves(params)
+        is_function = trees.is_function(self.labels)
         if is_function:
             names = [self.labels(path, leaf) for path, leaf in named]
         else:

@@ -83,9 +83,11 @@ class Coordinator:
                 raise exc_info[1].with_traceback(exc_info[2])
             first = not self._stopped
             if first:
-                self._stopped, self._exc_info = True, exc_info
+                self._stopped = True
+                self._exc_info = exc_info
                 self._changed.notify_all()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            self._callbacks = []
         for callback in callbacks:
             callback()
         if exc_info and first:

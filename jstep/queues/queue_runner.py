@@ -96,7 +96,8 @@ class QueueRunner:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
         """
         _check_coordinator(coord)
-        daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
+        daemon = as_bool(daemon, "daemon")
+        start = as_bool(start, "start")
         with self._lock:
             if self.is_running():
                 raise RuntimeError("create_threads: threads of an earlier call have not ended; join them first")
@@ -206,7 +207,8 @@ def start_queue_runners(
         [0 1 2 3 4]
     """
     _check_coordinator(coord)
-    daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
+    daemon = as_bool(daemon, "daemon")
+    start = as_bool(start, "start")
     with _collections_lock:
         runners = list(_open_runners(collection))
     if not runners:

@@ -318,12 +318,14 @@ class BoundedQueue:
 
     def _await_batch(self, n: int) -> None:
         self._wait(lambda: not self._collecting)
-        self._collecting, self._room = n, max(self._capacity, n + self._min_after)
+        self._collecting = n
+        self._room = max(self._capacity, n + self._min_after)
         self._wake()  # there may be room for enqueues now
         try:
             self._wait(lambda: self.size() >= self._min_after + n or self._has_ended(), for_elements=True)
         finally:
-            self._collecting, self._room = 0, self._capacity
+            self._collecting = 0
+            self._room = self._capacity
             self._wake()
 
     def _has_ended(self) -> bool:
@@ -411,7 +413,8 @@ class RandomShuffleQueue(BoundedQueue):
         self._random = random.Random(seed if seed is None else as_int(seed, "seed"))
 
     def _take(self) -> Any:
-        pool, items = self._pool, self._items
+        pool = self._pool
+        items = self._items
         if self._min_after:
             while items and len(pool) <= self._min_after:
                 pool.append(items.popleft())

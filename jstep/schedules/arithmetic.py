@@ -189,7 +189,8 @@ class Periods(NamedTuple):
 
 def divide_steps(step: Array, length: Fraction) -> Periods:
     """Divide an integer step by a period, in integers: step / length = whole + fraction."""
-    largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
+    largest = int(np.iinfo(step.dtype).max)
+    real = trees.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)
         return Periods(jnp.zeros_like(fraction), fraction, 1 - fraction)
@@ -197,11 +198,15 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
     # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step.
-    n, d = length.numerator, length.denominator
+    n = length.numerator
+    d = length.denominator
     # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.
-    size, in_real = jnp.full_like(step, n), jnp.asarray(n, real)
-    u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
-    carry, v = jax.lax.div(v * d, size), jax.lax.rem(v * d, size)
+    size = jnp.full_like(step, n)
+    in_real = jnp.asarray(n, real)
+    u = jax.lax.div(step, size)
+    v = jax.lax.rem(step, size)
+    carry = jax.lax.div(v * d, size)
+    v = jax.lax.rem(v * d, size)
     return Periods(u.astype(real) * d + carry.astype(real), v.astype(real) / in_real, (n - v).astype(real) / in_real)
 
 

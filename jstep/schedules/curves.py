@@ -304,7 +304,8 @@ def cosine_decay_restarts(
 
     def growing(step: Step, /) -> Any:
         step = as_steps(step)
-        real, last = trees.default_float(), int(np.iinfo(step.dtype).max)
+        real = trees.default_float()
+        last = int(np.iinfo(step.dtype).max)
         begins = _restarts(length, stretch, last)
         firsts = [math.ceil(begin) for begin in begins[1:-1]]
         index = jnp.searchsorted(jnp.asarray(np.array(firsts, step.dtype)), step, side="right")
@@ -367,7 +368,8 @@ def linear_cosine_decay(
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     count = arithmetic.as_tf_number("num_periods", num_periods)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
-    above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
+    above = _fraction("alpha", alpha)
+    floor = _fraction("beta", beta)
     arithmetic.refuse_count("num_periods", num_periods, 100, "a few")
 
     def schedule(step: Step, /) -> Any:
@@ -425,7 +427,8 @@ def one_cycle(
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
     shape = "cosine" if check_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
-    peak, end = share * length - 1, length - 1
+    peak = share * length - 1
+    end = length - 1
     falling = _curve(top, last, end - peak, shape, peak) if end > peak else _curve(top, top, Fraction(1), shape)
     rising = _curve(first, top, peak, shape)
     if peak <= 0:

@@ -25,7 +25,8 @@ _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     """Return new parameters, placed like the old ones, and the slots, with their copies updated."""
-    roles, treedef = roles_in(state), trees.structure(state.params)
+    roles = roles_in(state)
+    treedef = trees.structure(state.params)
     placement.refuse_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:
         raise ValueError(
@@ -61,12 +62,15 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
         precise.append(np.dtype(np.float32))
     whole = _as_old_type(leaf, old, path, precise)
     with meshes.using_mesh(meshes.mesh_of(whole)):
-        stored, new = whole.astype(old.dtype), Slots()
+        stored = whole.astype(old.dtype)
+        new = Slots()
         if remainders:
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
-            whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
+            whole = compact_numbers.join_halves(stored, low)
+            new = dict.fromkeys(remainders, low)
         for name in (n for n in slots if roles[n] is not Role.REMAINDER):
-            value, half = whole if remainders or roles[name] in _MASTERS else stored, roles.halves.get(name, "")
+            value = whole if remainders or roles[name] in _MASTERS else stored
+            half = roles.halves.get(name, "")
             if half in slots:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
@@ -97,7 +101,8 @@ def _placed(value: Any, old: Any) -> Any:
 
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
-    roles, treedef = roles_in(state), trees.structure(state.params)
+    roles = roles_in(state)
+    treedef = trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = WARNED.get()

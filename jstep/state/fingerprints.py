@@ -95,7 +95,8 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     require_alive(tree)
     found = StateLeaves(tree)
-    paths, leaves = found.paths, found.values
+    paths = found.paths
+    leaves = found.values
     for path, leaf in zip(paths, leaves, strict=True):
         _check(path, leaf)
     if len(set(paths)) < len(paths):
@@ -168,7 +169,8 @@ class LeafFingerprints:
 
     def __init__(self, tree: Tree) -> None:
         self._prepare(tree)
-        self._structure, self._kinds = trees.structure(tree), list[Any]()
+        self._structure = trees.structure(tree)
+        self._kinds = list[Any]()
 
     def _prepare(self, tree: Tree) -> None:
         self._paths, leaves, keys = leaves_with_hash_keys(tree)
@@ -182,7 +184,9 @@ class LeafFingerprints:
             kinds = []
         if structure != self._structure or kinds != self._kinds or not kinds:
             self._prepare(tree)
-        self._structure, self._kinds = structure, kinds  # the next comparison finds the same objects
+        # The next comparison finds the same objects, and is faster.
+        self._structure = structure
+        self._kinds = kinds
         try:
             return Fingerprints(self._paths, _start(self._groups, leaves))
         except RuntimeError as error:
@@ -244,7 +248,8 @@ def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
 
 
 def combine_sums(sums: Any, key: Any) -> Any:
-    a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
+    a = sums[..., 0] ^ key[..., 0]
+    b = sums[..., 1] ^ key[..., 1]
     a = a + finalize(b + key[..., 2])
     b = b + finalize(a + key[..., 3])
     a = a + finalize(b ^ key[..., 0])
@@ -345,7 +350,8 @@ def _keys(shape: tuple[int, ...]) -> Any:
     return key
 
 
-_GROUP, _SMALL = 16, 2**14
+_GROUP = 16
+_SMALL = 2**14
 """The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
 
 

@@ -187,7 +187,8 @@ def later_step(step: Any, by: Any = 1) -> Array:
     if isinstance(step, np.ndarray):
         step = _as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)
-    before, amount = trees.concrete(step), trees.concrete(by)
+    before = trees.concrete(step)
+    amount = trees.concrete(by)
     if before is not None and amount is not None and int(before) + int(amount) > last:
         raise ValueError(f"global_step: {before} + {amount} does not fit {step.dtype}; enable jax_enable_x64")
     by = jnp.asarray(by).astype(step.dtype)

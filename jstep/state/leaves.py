@@ -74,7 +74,8 @@ class StateLeaves:
             self._structure = _structure_of(treedef)
         except TypeError:  # a node whose static part has no hash
             self._structure = _Structure(treedef)
-        self.keys, self.paths = self._structure.keys, self._structure.paths
+        self.keys = self._structure.keys
+        self.paths = self._structure.paths
 
     @property
     def indices(self) -> Any:

@@ -133,11 +133,14 @@ def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
     size = array.dtype.itemsize
     if size == 1:  # some types of one byte have no infinity
         return NAN if np.isnan(array).any() else INFINITE if np.isinf(array).any() else FINITE
-    flat, step, largest = np.ascontiguousarray(array).reshape(-1), _BLOCK // size, 0
+    flat = np.ascontiguousarray(array).reshape(-1)
+    step = _BLOCK // size
+    largest = 0
     signed, unsigned, sign, infinity = _integers(array.dtype)
     for at in range(0, flat.size, step):
         block = flat[at : at + step]
-        positive, negative = np.maximum.reduce(block.view(signed)), np.maximum.reduce(block.view(unsigned))
+        positive = np.maximum.reduce(block.view(signed))
+        negative = np.maximum.reduce(block.view(unsigned))
         largest = max(largest, int(positive), int(negative) - sign)
     return FINITE if largest < infinity else INFINITE if largest == infinity else NAN
 
@@ -211,4 +214,5 @@ class NanLossDuringTrainingError(WrongStateError, RuntimeError):
 
     def __init__(self, message: str, step: int = 0, *, may_save: bool = False) -> None:
         super().__init__(message)  # pickle calls it with these
-        self.step, self.may_save = step, may_save
+        self.step = step
+        self.may_save = may_save

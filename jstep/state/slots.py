@@ -96,7 +96,8 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 def master_params(state: TrainState) -> trees.Params:
     roles = roles_in(state)
-    treedef, leaves = trees.structure(state.params), placement.on_devices(jax.tree.leaves(state.params))
+    treedef = trees.structure(state.params)
+    leaves = placement.on_devices(jax.tree.leaves(state.params))
     for name in roles.of(Role.MASTER, Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
             values = treedef.flatten_up_to(placement.on_devices(state.slots[name]))

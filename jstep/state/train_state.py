@@ -275,7 +275,8 @@ class TrainState(Generic[P]):
         if _is_count(changes.get("global_step")):
             changes["global_step"] = placement.back(create_global_step(changes["global_step"]), self.global_step)
         if MODEL_STATE in changes:
-            slots, variables = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
+            slots = dict(changes.get("slots", self.slots))
+            variables = changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
         return dataclasses.replace(self, **{name: trees.copy_numpy(value, name) for name, value in changes.items()})
@@ -430,7 +431,8 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
 
 def _is_equal(a: object, b: object) -> bool:
     """Whether two trees are bitwise identical, as far as this host sees."""
-    (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
+    leaves, structure = trees.flatten(a)
+    others, other = trees.flatten(b)
     try:
         with meshes.internal_transfers():
             return bool(structure == other) and all(map(trees.has_same_bits, leaves, others))

@@ -64,12 +64,14 @@ class ObjectAppender:
         self._objects = objects
         self._next_key = next_key
         self._header = header
-        self._period, self._segment = max(secs, PERIOD), segment or SEGMENT
+        self._period = max(secs, PERIOD)
+        self._segment = segment or SEGMENT
         self._lock = threading.Lock()
         self._failing = False
         self._last = -math.inf
         self._full: list[tuple[str, bytes]] = []  # not uploaded yet
-        self._key, self._data = next_key(), bytearray(kept or header)
+        self._key = next_key()
+        self._data = bytearray(kept or header)
         self._uploaded = -1  # the bytes of `_data` that the store has
         self.path = objects.at(self._key)
         """The URL of the first object."""
@@ -87,7 +89,8 @@ class ObjectAppender:
 
     def _begin_segment(self) -> None:
         self._full.append((self._key, bytes(self._data)))
-        self._key, self._data = self._next_key(), bytearray(self._header)
+        self._key = self._next_key()
+        self._data = bytearray(self._header)
         self._uploaded = len(self._header)
 
     def due(self) -> float:
@@ -120,7 +123,8 @@ class ObjectAppender:
             self._objects.write(*self._full[0])
             del self._full[0]
         with self._lock:
-            key, data = self._key, bytes(self._data)
+            key = self._key
+            data = bytes(self._data)
             is_new = len(data) > self._uploaded
         if is_new:
             self._objects.write(key, data)
@@ -372,9 +376,11 @@ def append_to(path: str, is_line: Callable[[bytes], bool]) -> LineFile | LineObj
 
 
 def _end_of_lines(file: BinaryIO) -> int:
-    start, last = file.seek(0, os.SEEK_END), -1
+    start = file.seek(0, os.SEEK_END)
+    last = -1
     while start and last < 0:
-        end, start = start, max(0, start - _HEAD)
+        end = start
+        start = max(0, start - _HEAD)
         file.seek(start)
         last = file.read(end - start).rfind(b"\n")
     return start + last + 1

@@ -210,13 +210,15 @@ def _rescale(x: Array) -> Array:
     def of(else_value: float) -> Array:
         return jnp.where(finite, x, jnp.array(else_value, x.dtype))
 
-    low, high = jnp.min(of(jnp.inf)), jnp.max(of(-jnp.inf))
+    low = jnp.min(of(jnp.inf))
+    high = jnp.max(of(-jnp.inf))
     zero = jnp.where(low < 0, 127.0, 0.0).astype(x.dtype)
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     is_flat = ~jnp.isfinite(largest) | (largest < _ZERO * 0.0625)
     # Normalized to 1 first, so that the scale neither overflows nor underflows.
     unit = jnp.where(is_flat, 1.0, largest).astype(x.dtype)
-    low, high = low / unit, high / unit
+    low /= unit
+    high /= unit
     down = 127.0 / jnp.maximum(-low, _ZERO)
     up = jnp.where(low < 0, 128.0, 255.0) / jnp.maximum(high, _ZERO)
     scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up)).astype(x.dtype)

@@ -100,7 +100,8 @@ def _images(part: Images) -> Iterator[Values]:
         return
     tag = part.tags[0]
     value = proto("Summary").Value
-    batches, added = _stacked(part.pixels, 4, tag), _stacked(part.added, 0, tag)
+    batches = _stacked(part.pixels, 4, tag)
+    added = _stacked(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
             f"summary {tag!r}: must not be averaged over microbatches; make images outside of the loss function"

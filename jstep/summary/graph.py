@@ -20,7 +20,8 @@ GRADIENTS = "gradients"
 
 class _Graph:
     def __init__(self) -> None:
-        self.proto, self.refs = proto("GraphDef")(), dict[Any, str]()
+        self.proto = proto("GraphDef")()
+        self.refs = dict[Any, str]()
         self.proto.versions.producer = 22
         self._names = set[str]()
 
@@ -43,7 +44,8 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _graph_of_traced(traced: Any) -> Any:
-    graph, program = _Graph(), traced.jaxpr.jaxpr
+    graph = _Graph()
+    program = traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
     arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
     paths = [path.partition("/")[2] for path in arguments]
@@ -63,7 +65,8 @@ def _graph_of_traced(traced: Any) -> Any:
 def _graph_of_lowered(lowered: Any) -> Any:
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
     main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
-    graph, block = _Graph(), main.regions[0].blocks[0]
+    graph = _Graph()
+    block = main.regions[0].blocks[0]
     for argument in block.arguments:
         graph.add("arg", "Parameter", results=[argument])
     for view in block.operations:

@@ -106,7 +106,8 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
 
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     """The end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints."""
-    above, directory = resolve_path(logdir), resolve_path(where)
+    above = resolve_path(logdir)
+    directory = resolve_path(where)
     if is_url(above) == is_url(directory):
         directory = os.path.relpath(directory, above)
     return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"

@@ -243,7 +243,8 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
         what = f"merge_all({key!r}) was called inside a function that JAX is tracing"
         raise RuntimeError(f"{what}; wrap it before: jax.jit(jstep.summary.collect(fn))")
     if collector is not None:
-        merged, collector.parts = collector.parts, []
+        merged = collector.parts
+        collector.parts = []
         return merge_parts(merged) if merged else None
     with _lock:
         parts = list(_eager.pop(key, {}).values())

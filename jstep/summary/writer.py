@@ -195,7 +195,8 @@ class Worker:
                 events, errors = self._encode(what, step, wall_time)
             records = [frame(event) for event in events]
         except Exception as error:
-            records, errors = [], [error]
+            records = []
+            errors = [error]
         for problem in errors:
             self._keep(problem)
         if records and not self._buffer:
@@ -208,7 +209,8 @@ class Worker:
             self._error = error
 
     def _flush(self) -> None:
-        buffer, self._buffer = self._buffer, []
+        buffer = self._buffer
+        self._buffer = []
         if not buffer or self._broken is not None:
             return
         try:

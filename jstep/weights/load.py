@@ -211,7 +211,8 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
     names = leaf_records.unique(trees.path_str(keys) for keys, _ in flat)
     arrays: dict[str, Tensor] = {}
     for name, (_, details) in zip(names, flat, strict=True):
-        shape, dtype = getattr(details, "shape", None), getattr(details, "dtype", None)
+        shape = getattr(details, "shape", None)
+        dtype = getattr(details, "dtype", None)
         if shape is not None and dtype is not None:  # not a string
             dtype = jnp.dtype(dtype)
             arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)

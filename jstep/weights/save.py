@@ -40,7 +40,8 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for item in items:
-        tensor, end = item.tensor, start + item.tensor.nbytes
+        tensor = item.tensor
+        end = start + item.tensor.nbytes
         header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -86,7 +87,8 @@ class NewFiles:
         # If the older index refers to shards of the same names, the new ones get interim names first.
         clash = sharded and not set(older).isdisjoint(self.names)
         entry = index if sharded else self._base
-        is_new, is_switched = entry not in older, False
+        is_new = entry not in older
+        is_switched = False
         interim = f".{self._token[-8:]}{self._suffix}"
         first = [name.removesuffix(self._suffix) + interim for name in self.names] if clash else self.names
         moved: list[tuple[str, str]] = []
@@ -197,7 +199,8 @@ def save_weights(
     Source: https://huggingface.co/docs/safetensors
     """
     package()
-    path, metadata = _file(path), _metadata(metadata)
+    path = _file(path)
+    metadata = _metadata(metadata)
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
     placement.refuse_shapes(params, "params")
     items = _items(params, names)
@@ -268,7 +271,8 @@ def _items(params: Tree, names: object) -> list[_Item]:
 def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if item.transform is not None:
         array = call_transform(item.transform, array, item.path)
-    code, shape = item.tensor.code, item.tensor.shape
+    code = item.tensor.code
+    shape = item.tensor.shape
     if (dtype_code(array.dtype), array.shape) != (code, shape):
         raise ValueError(
             f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "

@@ -84,7 +84,8 @@ def read_header(path: str) -> dict[str, Tensor]:
     entries.pop(METADATA, None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        code, start = entry["dtype"], 8 + size + entry["data_offsets"][0]
+        code = entry["dtype"]
+        start = 8 + size + entry["data_offsets"][0]
         tensors[name] = Tensor(name, code, tuple(entry["shape"]), _DTYPES.get(code), path, start)
     return tensors
 
@@ -130,7 +131,8 @@ def in_groups(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterat
     for name, nbytes, item in items:
         if group and (name in group or nbytes > left):
             yield group
-            group, left = {}, max_bytes
+            group = {}
+            left = max_bytes
         group[name] = item
         left -= nbytes
     if group:
