@@ -201,7 +201,9 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
             item = jax.tree_util.tree_map_with_path(_as_known, item)
         item = device_values.from_host(item, "batch")
         leaves, treedef = trees.flatten(item)
-    return leaves if fresh else [_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves], treedef
+    if not fresh:
+        leaves = [_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return leaves, treedef
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:

@@ -55,6 +55,8 @@ class StepRange(NamedTuple):
 
 
 class Sizes(NamedTuple):
+    """The number of rows of each batch, before it and in it, at the same cost for any step."""
+
     runs: Staircase[StepRange]
 
     def at(self, step: int) -> int:
@@ -64,11 +66,13 @@ class Sizes(NamedTuple):
         return self.runs.at(step).before_step(step)
 
     def total(self, steps: range) -> int:
-        # Step by step only if the last batch of an epoch is smaller.
-        return sum(
-            range_length(inner) * run.size if run.last == run.size else sum(map(run.at, inner))
-            for inner, run in self.split(steps)
-        )
+        total = 0
+        for inner, run in self.split(steps):
+            if run.last == run.size:
+                total += range_length(inner) * run.size
+            else:  # the last batch of an epoch is smaller: steps with a stride must be counted one by one
+                total += sum(map(run.at, inner))
+        return total
 
     def split(self, steps: range) -> Iterator[tuple[range, StepRange]]:
         runs = self.runs.values
@@ -79,6 +83,8 @@ class Sizes(NamedTuple):
 
 
 class Share:
+    """The rows of a batch that this process has: those of the processes are consecutive parts of it."""
+
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
             _check_divides(sizes, process[1])
@@ -105,6 +111,8 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 # The rows of each batch.
 
+# What a seed is drawn for: the permutations of a source, and the order of a batch. Another number is another order, in
+# which no run of before could resume.
 ROWS = 1
 _ORDER = 2
 
@@ -148,43 +156,57 @@ class RowPlan(NamedTuple):
         return (rows,) if self.counts is None else self.counts.at(rows).counts(rows)
 
     def counts_of(self, steps: range) -> tuple[int, ...]:
-        if self.counts is None and abs(steps.step) != 1:
+        """Return the number of rows of each source in the batches of some steps."""
+        is_consecutive = abs(steps.step) == 1
+        if is_consecutive:
+            first = min(steps[0], steps[-1])
+            return self._counts_between(first, first + range_length(steps))
+        if self.counts is None:
             return (self.sizes.total(steps),)
-        first = min(steps[0], steps[-1])
-        stretches = (
-            [(first, first + range_length(steps))] if abs(steps.step) == 1 else ((step, step + 1) for step in steps)
-        )
-        counts = (0,) * len(self.streams)
-        for ends in stretches:
-            low, high = (self.counts_at(self.sizes.before(end)) for end in ends)
-            counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
-        return counts
+        by_step = [self._counts_between(step, step + 1) for step in steps]
+        return tuple(map(sum, zip(*by_step, strict=True)))
+
+    def _counts_between(self, first: int, stop: int) -> tuple[int, ...]:
+        before = self.counts_at(self.sizes.before(first))
+        after = self.counts_at(self.sizes.before(stop))
+        return tuple(b - a for a, b in zip(before, after, strict=True))
 
 
 def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[int]:
-    num_rows, seed = plan.streams[source]
-
-    def positions(first: int, stop: int) -> Iterator[int]:
-        for epoch in range(first // num_rows, -(-stop // num_rows)):
-            at = epoch * num_rows + (position_in_epoch(num_rows, seed, epoch, row) if plan.shuffle else row)
-            if first <= at < stop:
-                yield at
-
-    if plan.counts is not None:
-
-        def before(step: int) -> int:
-            return plan.counts_at(plan.sizes.before(step))[source]
-
-        for at in positions(before(steps[0]), before(steps[-1] + 1)):
-            yield steps[0] - 1 + bisect.bisect_right(steps, at, key=before)
+    """Yield the steps, of consecutive ones, whose batches have a row of a source: one evaluation for each epoch."""
+    if plan.counts is None:
+        yield from _steps_of_single_source(plan, row, steps)
         return
+
+    def before(step: int) -> int:
+        return plan.counts_at(plan.sizes.before(step))[source]
+
+    for position in _positions(plan, source, row, before(steps[0]), before(steps[-1] + 1)):
+        yield steps[0] - 1 + bisect.bisect_right(steps, position, key=before)
+
+
+def _steps_of_single_source(plan: RowPlan, row: int, steps: range) -> Iterator[int]:
     for inner, run in plan.sizes.split(steps):
-        for at in positions(run.position_at(inner[0]), run.position_at(inner[-1]) + run.at(inner[-1])):
-            epochs, offset = divmod(at - run.position, run.distance)
+        first = run.position_at(inner[0])
+        stop = run.position_at(inner[-1]) + run.at(inner[-1])
+        for position in _positions(plan, 0, row, first, stop):
+            epochs, offset = divmod(position - run.position, run.distance)
             i, row_in_batch = divmod(offset, run.size)
             step = run.first + epochs * run.period + i
-            if i < run.period and row_in_batch < run.at(step) and step in inner:
+            # At the end of an epoch, a row may be among those that fill no batch, and are left out.
+            is_used = i < run.period and row_in_batch < run.at(step)
+            if is_used and step in inner:
                 yield step
+
+
+def _positions(plan: RowPlan, source: int, row: int, first: int, stop: int) -> Iterator[int]:
+    """Yield the positions of a row in the stream of its source's epochs: one in each epoch."""
+    num_rows, seed = plan.streams[source]
+    for epoch in range(first // num_rows, -(-stop // num_rows)):
+        in_epoch = position_in_epoch(num_rows, seed, epoch, row) if plan.shuffle else row
+        position = epoch * num_rows + in_epoch
+        if first <= position < stop:
+            yield position
 
 
 class PlanReader:

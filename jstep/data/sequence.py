@@ -96,22 +96,22 @@ class BatchSequence(abc.ABC, Generic[T]):
             >>> found["rows"], found["batch_size"], found["steps"]
             (100, {'0': 4}, [[0, 10, 1], [12, None, 1]])
         """
-        size = self.batch_size
-        weights = self.weights()
         plan = self._plan
-        ends = {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder}
-        return {
-            "kind": type(self).__name__,
-            "batch_size": {str(step): rows for step, rows in (size if isinstance(size, dict) else {0: size}).items()},
-            **({"weights": {str(step): by_name for step, by_name in weights.items()}} if weights else {}),
-            "rows": self.num_rows,
-            "seed": plan.seed,
-            "shuffle": plan.shuffle,
-            **({} if plan.drop_remainder is None else ends),
-            "steps": [
-                [part.start, None if part.stop >= NO_END else part.stop, part.step] for part in self._steps.parts
-            ],
-        }
+        size = self.batch_size
+        sizes = size if isinstance(size, dict) else {0: size}
+        found: dict[str, Any] = {"kind": type(self).__name__}
+        found["batch_size"] = {str(step): rows for step, rows in sizes.items()}
+        weights = self.weights()
+        if weights:
+            found["weights"] = {str(step): by_name for step, by_name in weights.items()}
+        found |= {"rows": self.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
+        if plan.drop_remainder is not None:  # a mixture has no epochs of its own
+            found |= {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder}
+        found["steps"] = []
+        for part in self._steps.parts:
+            stop = None if part.stop >= NO_END else part.stop
+            found["steps"].append([part.start, stop, part.step])
+        return found
 
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
@@ -127,7 +127,10 @@ class BatchSequence(abc.ABC, Generic[T]):
         hashed = hashlib.blake2b(digest_size=16)
         used = {name: rows for name, rows in self._counts_before(count).items() if rows}
         hashed.update(repr((count, sorted(used.items()))).encode())
-        for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
+        # The counts, and the rows of the batches at each quarter and at the end: a hash of all rows would take as long
+        # as an epoch.
+        samples = {count * i // 4 for i in range(4)} | {count - 1}
+        for step in sorted(samples) if count else ():
             for some in self._rows_of(step):
                 hashed.update(repr(names[some.source]).encode())
                 for numbers in (some.indices, some.rows):
@@ -223,10 +226,9 @@ class BatchSequence(abc.ABC, Generic[T]):
     def __getitem__(self, step: object) -> Any:
         if not isinstance(step, slice):
             return self._read(self._steps[self._as_step(step)])
-        start, stop, stride = (
-            None if part is None else as_int(part, f"slice {name}", if_traced=_IF_TRACED)
-            for part, name in ((step.start, "start"), (step.stop, "stop"), (step.step, "step"))
-        )
+        start = _as_bound(step.start, "start")
+        stop = _as_bound(step.stop, "stop")
+        stride = _as_bound(step.step, "step")
         if min(start or 0, stop or 0) < 0:
             raise IndexError(f"slice {start}:{stop}: must not be negative, steps count up from 0")
         if stride is not None and stride < 0 and start is None and self.is_endless:
@@ -243,6 +245,10 @@ class BatchSequence(abc.ABC, Generic[T]):
         if step >= self._steps.count + end:
             raise IndexError(f"step={step}: past the end, these batches have the steps 0 to {self._steps.count - 1}")
         return step
+
+
+def _as_bound(part: object, name: str) -> int | None:
+    return None if part is None else as_int(part, f"slice {name}", if_traced=_IF_TRACED)
 
 
 def _take(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int) -> Any:

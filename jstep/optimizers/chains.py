@@ -135,16 +135,22 @@ class _Chain:
 
     def parts(self, params: Params) -> list[_PartOptimizer]:
         is_all = [True] * len(jax.tree.leaves(params))
-        is_trained = is_all if (names := self.labels(params)) is None else [name is not None for name in names]
-        return [
-            _PartOptimizer(params, is_all if needs_all_params(element) else is_trained, element)
-            for element in self._named.values()
-        ]
+        labels = self.labels(params)
+        is_trained = is_all if labels is None else [label is not None for label in labels]
+        parts = []
+        for element in self._named.values():
+            is_own = is_all if needs_all_params(element) else is_trained
+            parts.append(_PartOptimizer(params, is_own, element))
+        return parts
 
     def labels(self, params: Params) -> Labels | None:
-        labeled = [names for element in self._named.values() if (names := init_labels(element, params)) is not None]
-        rows = list(zip(*labeled, strict=True))
-        return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
+        """Return the labels of the leaves in all partitions of the chain; a leaf that one of them freezes has none."""
+        labels_by_element = [init_labels(element, params) for element in self._named.values()]
+        partition_labels = [labels for labels in labels_by_element if labels is not None]
+        if not partition_labels:
+            return None
+        rows = zip(*partition_labels, strict=True)
+        return [None if None in row else "/".join(map(str, row)) for row in rows]
 
     def init(self, params: Params, step: Step) -> Slots:
         with leaf_values.partial_params(params):
@@ -185,12 +191,17 @@ class _Chain:
 def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
     """Map optimizers to the bytes of their slots for leaves without a label."""
     sizes: dict[str, int] = {}
-    for name, tree in ((name, tree) for name, trees_of in slots.items() for tree in trees_of.values()):
-        if labels is not None and trees.is_like(params, tree):
+    if labels is None:
+        return sizes
+    for name, slots_of_optimizer in slots.items():
+        for tree in slots_of_optimizer.values():
+            if not trees.is_like(params, tree):
+                continue
             leaves = zip(trees.structure(params).flatten_up_to(tree), labels, strict=True)
             frozen = [leaf for leaf, label in leaves if label is None and leaf is not None]
             size = sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in frozen)
-            sizes |= {name: sizes.get(name, 0) + size} if size else {}
+            if size:
+                sizes[name] = sizes.get(name, 0) + size
     return sizes
 
 
