@@ -18,6 +18,8 @@ _ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
 
 
 class ArraySource:
+    """Rows of an array in memory, of a memory map, or of an array of PRNG keys, which stays on its devices."""
+
     def __init__(self, array: Any, path: str) -> None:
         self.path = path
         self._is_of_keys = isinstance(array, jax.Array) and is_key(array)
@@ -31,18 +33,21 @@ class ArraySource:
         return len(self._array)
 
     def rows(self, rows: RowNumbers) -> Any:
-        is_range = isinstance(rows, slice)
-        if self._takes and not is_range:
-            array = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
-        elif self._is_of_keys:
+        if self._is_of_keys:
             with internal_transfers():
                 return self._array[rows]
+        if isinstance(rows, slice):
+            array = self._array[rows].copy()  # not a view, which the caller could write to
+        elif self._takes:
+            array = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
         else:
-            array = self._array[rows].copy() if is_range else self._array[rows]
+            array = self._array[rows]
         return native(array, self.path, "")
 
 
 class ItemSource:
+    """Rows of an object with `__len__` and `__getitem__`: its items, stacked. Lists of indices are used if possible."""
+
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
@@ -147,10 +152,17 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
 
 
 def _is_of_same_rows(cls: type) -> bool:
-    # In the class itself: a wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which
-    # knows nothing of the wrapper's items.
-    names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)
-    return "__getitems__" in next(filter(None, names), ()) and callable(getattr(cls, "__getitems__", None))
+    """Whether the class that defines `__getitem__` defines `__getitems__` as well.
+
+    A wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which knows nothing of the
+    wrapper's items; so has a subclass that overrides `__getitem__` alone.
+    """
+    for base in cls.__mro__:
+        if "__getitems__" in vars(base):
+            return callable(getattr(cls, "__getitems__", None))
+        if "__getitem__" in vars(base):
+            return False
+    return False
 
 
 _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
@@ -158,10 +170,14 @@ _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("tor
 
 
 def _takes_lists(cls: type) -> bool:
-    # A subclass may override it, and a module of the user may have the name of a library.
     method = getattr(cls, "__getitem__", None)
-    classes = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
-    return any(isinstance(c, type) and issubclass(cls, c) and method is getattr(c, "__getitem__", 0) for c in classes)
+    for module, name in _LIBRARIES:
+        library_class = getattr(sys.modules.get(module), name, None)
+        # A module of the user may have the name of a library, and a subclass may override the method.
+        is_derived = isinstance(library_class, type) and issubclass(cls, library_class)
+        if is_derived and method is getattr(library_class, "__getitem__", 0):
+            return True
+    return False
 
 
 def _as_array(leaf: object) -> Any:
