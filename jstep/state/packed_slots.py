@@ -85,7 +85,7 @@ def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
 
 def _values(params: Any, tree: Any) -> list[Any] | None:
     """Return a value or None for each parameter if nearly all are None."""
-    structure = jax.tree.structure(tree)
+    structure: Any = jax.tree.structure(tree)
     absent = params.num_leaves - structure.num_leaves
     if absent < MIN_ABSENT or absent < structure.num_leaves or jax.tree_util.treedef_is_leaf(structure):
         return None
