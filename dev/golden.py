@@ -54,7 +54,7 @@ def environment(secs: int, devices: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
         "GOLDEN_SECS": str(secs),
     }
 
