@@ -22,7 +22,7 @@ def params():
 
 
 def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(x @ params["w"].astype(x.dtype) + params["b"][None]) - x) ** 2)
+    return jnp.mean((jnp.tanh(x @ params["w"].astype(x.dtype) + params["b"].astype(x.dtype)[None]) - x) ** 2)
 
 
 def metric_fn(params, x):

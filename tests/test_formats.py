@@ -49,10 +49,10 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     extra += [origin.ENDED, origin.STOPPED, origin.HELD_VALUES, origin.RUN_KEY, origin.PARENT]
     yield "manifest, the extra of a run", manifest.FORMAT, sorted(extra)
     yield "database of arrays", manifest.DATABASE, ["OCDBT", "zarr3", "bytes", "crc32c"]
-    yield "tagged values", tagged_json.TAGS_FORMAT, sorted([*tagged_json._WHOLE, tagged_json._FILE])
-    yield "tagged values, an array", tagged_json.TAGS_FORMAT, sorted(tagged_arrays._ARRAY_PARTS)
+    yield "tagged values", manifest.TAGS_FORMAT, sorted([*tagged_json._WHOLE, tagged_json._FILE])
+    yield "tagged values, an array", manifest.TAGS_FORMAT, sorted(tagged_arrays._ARRAY_PARTS)
     key = tagged_arrays.jax_parts(jax.random.key(0))["$jax"]
-    yield "tagged values, an array of JAX", tagged_json.TAGS_FORMAT, sorted(key)
+    yield "tagged values, an array of JAX", manifest.TAGS_FORMAT, sorted(key)
     yield "record of hooks' states", hook_states.RECORD_FORMAT, sorted(hook_states._RECORD_KEYS)
     yield "record of hooks' states, a state", hook_states.RECORD_FORMAT, sorted(hook_states._STATE_KEYS)
     for hook in (jstep.EvaluationHook, MetricCallback, jstep.KeepBest, jstep.History):

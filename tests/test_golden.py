@@ -63,7 +63,7 @@ def test_each_checkpoint_is_restored(golden):
             assert hashes_of(saver.restore(step=int(step))) == expected, name
 
 
-@pytest.mark.thorough(except_for=["everything", "from_loop"])
+@pytest.mark.thorough(except_for=[f"{VERSIONS[-1]}-everything", f"{VERSIONS[-1]}-from_loop"])
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "bucket"])
 def test_each_run_is_continued(golden, name, caplog):
     caplog.set_level("INFO", "jstep")
@@ -111,23 +111,3 @@ def test_the_commands_show_each_run(golden, capsys, tmp_path):
     shown("report", golden / "everything", "-o", tmp_path / "page.html")
     assert "eval/loss" in (tmp_path / "page.html").read_text()
     shown("diff", golden / "everything" / "fingerprints.jsonl", golden / "everything" / "fingerprints.jsonl")
-
-
-def test_a_run_in_a_bucket_is_continued(golden, monkeypatch):
-    from fake_gcs import FakeGCS
-
-    store = FakeGCS()
-    for name, value in store.environment().items():
-        monkeypatch.setenv(name, value)
-    try:
-        for path in (golden / "bucket").rglob("*"):
-            if path.is_file():
-                store.put("bkt", f"run/{path.relative_to(golden / 'bucket').as_posix()}", path.read_bytes())
-        with jstep.Saver("gs://bkt/run") as saver:
-            assert saver.all_steps() == [6]
-        state = RUNS["bucket"]("gs://bkt/run", 8)
-        assert jstep.global_step(state) == 8
-        lines = [json.loads(line)["step"] for line in store.data("run/fingerprints.jsonl").splitlines()]
-        assert lines == [2, 4, 6, 8]
-    finally:
-        store.close()

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
-from jstep.stores.tagged_json import TAGS_FORMAT
 from jstep.stores.untrusted import decode_json, is_seconds, is_step, is_utf8, is_word
 
 MANIFEST_FILE = "manifest.json"
@@ -24,6 +23,8 @@ FORMAT = 4
 """The number of the format of manifests. Formats 1 to 3 were written before the first release."""
 DATABASE = 1
 """The number of the format of the database of arrays."""
+TAGS_FORMAT = 1
+"""The number of the format of tagged values, which `stores/tagged_json.py` writes: positions, and states of hooks."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _MAX_DIMENSIONS = 64  # of an array of NumPy
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already

@@ -1,6 +1,7 @@
 """The `Hook` protocol, the check of `train(hooks=…)`, and the results that hooks may return."""
 
 import dataclasses
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -131,6 +132,26 @@ _ALSO_OF_CALLBACKS = ("begin", "get_state", "set_state")
 _ALSO_OF_FILES = ("flush", "close")
 
 
+_SIMILAR = 0.84
+"""How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like `closed`."""
+
+
+def _misspelt_method(hook: object) -> tuple[str, str]:
+    """Return a method of the user's that looks like one of a hook that is not defined, and this one; or empty ones."""
+    known = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
+    missing = [name for name in known if not defines(hook, name)]
+    for cls in type(hook).__mro__[:-1]:
+        if cls.__module__.partition(".")[0] == "jstep":
+            continue
+        for name, value in vars(cls).items():
+            if name.startswith("_") or name in known or not callable(value) or isinstance(value, type):
+                continue
+            similar = difflib.get_close_matches(name, missing, n=1, cutoff=_SIMILAR)
+            if similar:
+                return name, similar[0]
+    return "", ""
+
+
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     if hasattr(hooks, "after_step") or not isinstance(hooks, Iterable):
         raise TypeError(f"hooks={format_value(hooks)}: must be a sequence of hooks, got {describe_type(hooks)}")
@@ -147,6 +168,12 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
         names: tuple[str, ...] = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
         if isinstance(hook, Hook):
             names = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
+        misspelt, meant = _misspelt_method(hook)
+        if misspelt:
+            raise TypeError(
+                f"hooks[{i}]={format_value(hook)}: has a method {misspelt!r}, which a run does not call; rename it: a "
+                f"hook has {meant!r} (or begin its name with an underscore)"
+            )
         if type(hook) is not Hook and not any(defines(hook, name) for name in names):
             raise TypeError(
                 f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook. A function "

@@ -43,6 +43,17 @@ def as_strict_json(value: object) -> str:
     return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")  # the others are escaped already
 
 
+JSON_VERSION = 1
+"""The number of the fields of `--json`: raised if one has another meaning, or is no longer there."""
+
+
+def as_json_answer(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    """Return the line of a command's `--json`: an object that begins with its version, or a list of such objects."""
+    if isinstance(fields, Mapping):
+        return as_strict_json({"version": JSON_VERSION, **fields})
+    return as_strict_json([{"version": JSON_VERSION, **item} for item in fields])
+
+
 def _plain(x: object) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
@@ -52,10 +63,15 @@ def _plain(x: object) -> Any:
     return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
 
 
-def answer(arguments: argparse.Namespace, fields: object, lines: Iterable[str], code: int = OK) -> int:
+def answer(
+    arguments: argparse.Namespace,
+    fields: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    lines: Iterable[str],
+    code: int = OK,
+) -> int:
     """Print the fields with `--json`, otherwise the lines, folded at the width of the terminal; return the code."""
     if arguments.json:
-        print(as_strict_json(fields))
+        print(as_json_answer(fields))
         return code
     most = terminal_width()
     for line in (printable(line) for text in lines for line in text.split("\n")):

@@ -17,7 +17,7 @@ from jstep.checkpoint.listing import has_data
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, fold, html_table, printable
-from jstep.look.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
+from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
 from jstep.look.run_folder import run_folder, run_folders, table_of_starts
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.record.differences import is_setting, values_of
@@ -401,7 +401,7 @@ def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
         if not arguments.json and starts:
             print("\n".join([*([f"{name}:"] if len(rows) > 1 else []), *table_of_starts(starts)]))
     if arguments.json:
-        print(as_strict_json(found))
+        print(as_json_answer(found))
     return DIFFERENT if any(row.run.error for row in rows) else OK
 
 
@@ -422,7 +422,7 @@ def _print_runs(arguments: argparse.Namespace) -> int:
         fields = list(map(as_json_fields, summaries))
         for i, run_fields in enumerate(fields if arguments.differences else ()):
             run_fields["differences"] = {name: values[i] for name, values in differences.items()}
-        print(as_strict_json(fields))
+        print(as_json_answer(fields))
     else:  # without a terminal, lines are whole
         print("\n".join(_lines(rows, metrics, differences)))
     complain("runs", *shared_ids(summaries))

@@ -20,8 +20,6 @@ from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 from jstep.stores.untrusted import UntrustedError, check_keys
 
-TAGS_FORMAT = 1
-"""The number of the format of tagged values. See docs/how/compatibility.md."""
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_SEED_BITS = 2**16
 _MAX_BITS = 4096  # bits of an integer: Python does not write much longer ones in decimal

@@ -74,7 +74,7 @@ def test_a_file_that_is_no_start(sound, tmp_path, data):
 def test_a_damaged_card_is_none(sound, tmp_path):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     for file in (bad / "starts").glob("*.card.json"):
-        file.write_bytes(b'{"card": {"programs": 7, "stages": [1]}}')
+        file.write_bytes(b'{"version": 1, "card": {"programs": 7, "stages": [1]}}')
     check(good, bad)
     assert [run.status for run in jstep.runs(tmp_path)] == ["finished", "finished"]
 

@@ -99,7 +99,7 @@ def test_a_start_of_a_newer_version(tmp_path):
     write_run(tmp_path, prefix="new", version=99, step={"from": 1})
     old, new = jstep.runs(tmp_path)
     assert (old.status, old.prefix, new.status, new.prefix) == ("finished", "model", "unreadable", "new")
-    assert "this jstep reads 1: update jstep" in new.error
+    assert "this jstep reads 2: update jstep" in new.error
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path, "new")
 

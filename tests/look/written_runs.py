@@ -4,7 +4,7 @@ import json
 import os
 
 import jstep
-from jstep.record.starts import VERSION, path_of
+from jstep.record.starts import CARD_VERSION, VERSION, path_of
 from jstep.stores.owners import this_process
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
@@ -39,7 +39,10 @@ def write_start(folder, start, card=None):
     fields = start if isinstance(start, dict) else {"prefix": "model", "number": 1}
     path = path_of(str(folder), fields["prefix"] or "model", fields["number"])
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    for name, value in ((path, start), (f"{path.removesuffix('.json')}.card.json", {"card": card})):
+    for name, value in (
+        (path, start),
+        (f"{path.removesuffix('.json')}.card.json", {"version": CARD_VERSION, "card": card}),
+    ):
         if name == path or card is not None:
             with open(name, "wb") as file:
                 file.write(value if isinstance(value, bytes) else json.dumps(value).encode())
