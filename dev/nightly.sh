@@ -78,5 +78,9 @@ else
 fi
 
 printf '\n'
-printf '%s\n' "${results[@]}"
+# dev/release.py compares the tree.
+{
+    echo "tree $(git rev-parse 'HEAD^{tree}' 2> /dev/null || echo unknown)"
+    printf '%s\n' "${results[@]}"
+} | tee "$logs/table"
 exit "$code"

@@ -5,6 +5,7 @@ The exit code is 1 if something is left.
 
 import pathlib
 import re
+import subprocess
 import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -41,7 +42,45 @@ def problems(root: pathlib.Path = ROOT) -> list[str]:
     return found
 
 
+TABLE = ".nightly/table"
+"""The table of the nightly run, whose first line is the hash of the tree that it has run on."""
+
+
+def table_problems(root: pathlib.Path) -> list[str]:
+    """Return what is wrong with the table of the nightly run: there is none, it is another tree's, or not all passed."""
+    path = root / TABLE
+    if not path.is_file():
+        return [f"{TABLE}: there is none; run dev/nightly.sh on the commit to be released"]
+    first, *rows = path.read_text(encoding="utf-8").splitlines()
+    tree = _git(root, "rev-parse", "HEAD^{tree}")
+    if first != f"tree {tree}":
+        return [f"{TABLE}: it is of {first!r}, and the tree of this commit is {tree!r}; run dev/nightly.sh again"]
+    if _git(root, "status", "--porcelain", "--untracked-files=no"):
+        return [f"{TABLE}: the checkout has changes that are not committed"]
+    return [f"{TABLE}: {row}" for row in rows if " passed " not in f"{row} " and "not installed" not in row]
+
+
+def by_a_person(root: pathlib.Path, version: str) -> list[str]:
+    """Return what nobody but a person can do, or decide."""
+    found = []
+    if ".dev" in version:
+        found.append(f"pyproject.toml: the version is {version}, of no release")
+    if not (root / "THIRD_PARTY_NOTICES.md").is_file():
+        found.append("THIRD_PARTY_NOTICES.md: there is none, and the package includes files of others")
+    if not (root / "tests" / "golden" / version).is_dir():
+        found.append(f"tests/golden/{version}: there is none; write it once with dev/golden.py if a format has changed")
+    if f"v{version}" not in _git(root, "tag", "--points-at", "HEAD").split():
+        found.append(f"git: no tag v{version} at this commit")
+    return found
+
+
+def _git(root: pathlib.Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip()
+
+
 if __name__ == "__main__":
-    left = problems()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    left = [*problems(), *table_problems(ROOT), *by_a_person(ROOT, version)]
     print("\n".join(left) or "nothing is left to do")
     raise SystemExit(bool(left))

@@ -3,6 +3,7 @@
 #
 #   dev/versions.sh lowest [pytest arguments]
 #   dev/versions.sh newest [pytest arguments]
+#   dev/versions.sh smoke                      the lowest versions, and a short run in place of the tests
 #   PYTHON=python3.14 dev/versions.sh newest
 #
 # "newest" takes the newest Python of this machine, because new versions of JAX leave out old ones of Python.
@@ -10,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-which=${1:?"usage: dev/versions.sh lowest|newest [pytest arguments]"}
+which=${1:?"usage: dev/versions.sh lowest|newest|smoke [pytest arguments]"}
 shift
 
 # The newest Python of this machine, on the path or in pyenv, that starts and is not a pre-release.
@@ -39,7 +40,7 @@ echo "$which: $("$python" --version) ($(type -P "$python"))"
 "$python" -m venv --clear "$venv"
 
 case $which in
-    lowest)
+    lowest | smoke)
         # The run-time dependencies, each at its lower bound; test dependencies may be newer.
         "$venv/bin/python" - > "$venv/constraints.txt" <<'PY'
 import re
@@ -47,15 +48,23 @@ import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 wanted = list(project["dependencies"])
-for extra in ("summaries", "plot", "progress"):
+# Not those with their own packages of JAX, which need other machines, nor those of maintainers.
+for extra in project["optional-dependencies"].keys() - {"cuda13", "tpu", "aot-cuda", "docs", "test"}:
     wanted += project["optional-dependencies"][extra]
-for requirement in wanted:
+for requirement in sorted(wanted):
     name, version = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)", requirement).groups()
-    print(f"{name}=={version}")
+    if name != "jstep":
+        print(f"{name}=={version}")
 PY
         # matplotlib 3.9 uses names that pyparsing 3.3 deprecates, and warnings are errors in the tests.
         echo 'pyparsing<3.3' >> "$venv/constraints.txt"
         cat "$venv/constraints.txt"
+        if [ "$which" = smoke ]; then
+            # What a user has: no test dependencies. `python -W error` is not for other packages.
+            "$venv/bin/pip" install -q -c "$venv/constraints.txt" -e '.[summaries,plot,progress,weights]'
+            "$venv/bin/python" dev/smoke.py
+            exit
+        fi
         "$venv/bin/pip" install -q -c "$venv/constraints.txt" -e '.[test]'
         ;;
     newest)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from source_files import MODULES, ROOT, text_of
 
 sys.path.insert(0, str(ROOT / "dev"))
 
-from release import PLACEHOLDER, PRIVATE, URLS, problems
+from release import PLACEHOLDER, PRIVATE, URLS, by_a_person, problems, table_problems
 
 FILES = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "SECURITY.md", "mkdocs.yml", "CHANGELOG.md")
 
@@ -73,3 +74,35 @@ def test_nothing_says_that_jstep_is_on_an_index() -> None:
     if any(PRIVATE in one for one in problems()):
         claims = {str(page): claim.findall(text_of(page)) for page in pages if page.name != "CONTRIBUTING.md"}
         assert not {page: found for page, found in claims.items() if found}
+
+
+def git(root, *words):
+    subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, timeout=60)
+
+
+def test_the_table_of_the_nightly_run_must_be_of_this_tree_and_have_passed(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")
+    assert "there is none; run dev/nightly.sh" in table_problems(tmp_path)[0]
+    tree = subprocess.run(
+        ["git", "-C", str(tmp_path), "rev-parse", "HEAD^{tree}"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+    table = tmp_path / ".nightly" / "table"
+    table.parent.mkdir()
+    table.write_text("tree 123\nsoak         passed      3 s\n")
+    assert "it is of 'tree 123'" in table_problems(tmp_path)[0]
+    table.write_text(f"tree {tree}\nsoak         passed      3 s\nslurm        not run, SLURM is not installed\n")
+    assert table_problems(tmp_path) == []
+    table.write_text(f"tree {tree}\nsoak         FAILED      3 s\ntypes        not run\n")
+    assert len(table_problems(tmp_path)) == 2
+    (tmp_path / "a").write_text("2")
+    assert "not committed" in table_problems(tmp_path)[0]
+
+
+def test_what_a_person_has_to_do_is_found(tmp_path):
+    git(tmp_path, "init", "-q")
+    found = by_a_person(tmp_path, "1.0.0.dev0")
+    for words in ("of no release", "THIRD_PARTY_NOTICES.md", "tests/golden/1.0.0.dev0", "no tag v1.0.0.dev0"):
+        assert any(words in one for one in found)

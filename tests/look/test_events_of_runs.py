@@ -155,7 +155,8 @@ def test_no_link_leads_out_of_a_run_of_others(tmp_path):
 
 def scalars(cli, *arguments, code=0):
     found = json.loads(cli("events", *arguments, "--json", code=code).out, parse_constant=pytest.fail)
-    assert all(list(row) == ["run", "name", "step", "value"] for row in found)
+    assert all(list(row) == ["version", "run", "name", "step", "value"] for row in found)
+    assert all(row.pop("version") == 1 for row in found)
     return [tuple(row.values()) for row in found]
 
 

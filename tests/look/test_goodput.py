@@ -59,7 +59,15 @@ def test_several_starts(tmp_path, capsys):
     found_json = json.loads(out)
     assert (found_json.pop("notes"), found_json.pop("computing")) == ([*found.notes], 0.0)
     parts = {part: secs for part, secs in found.parts.items() if part != "stalled"}
-    expected = {**parts, "starts": 4, "steps": 200, "processes": 1, "total": 300.0, "fraction": found.fraction}
+    expected = {
+        "version": 1,
+        **parts,
+        "starts": 4,
+        "steps": 200,
+        "processes": 1,
+        "total": 300.0,
+        "fraction": found.fraction,
+    }
     assert found_json == expected
 
 

@@ -176,7 +176,7 @@ def test_values_that_are_not_finite(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found[0]["metrics"]["loss"] is None
     assert found[0]["nonfinite"] == run.nonfinite == ["loss"]
-    assert found[0].keys() == vars(run).keys() | {"nonfinite"}
+    assert found[0].keys() == vars(run).keys() | {"version", "nonfinite"}
     assert cli.main(["runs", str(tmp_path), "--sort", "loss"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "b", "a", "a:"]

@@ -65,7 +65,7 @@ def test_no_command_leaves_a_start_out(moved, capsys):
         assert "start 5 cannot be read: it is no JSON" in text
     rows = json.loads(shown(capsys, "runs", moved, "--starts", "--json"))
     of_diff = json.loads(shown(capsys, "diff", moved, "--json"))["starts"]
-    assert [{**row, "run": "mix"} for row in of_diff] == rows
+    assert [{"version": 1, **row, "run": "mix"} for row in of_diff] == rows
 
 
 def test_the_table_of_runs_names_the_newest_checkpoint_and_former_names(moved, capsys):
