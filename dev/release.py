@@ -47,7 +47,7 @@ TABLE = ".nightly/table"
 
 
 def table_problems(root: pathlib.Path) -> list[str]:
-    """Return what is wrong with the table of the nightly run: there is none, it is another tree's, or not all passed."""
+    """Return what is wrong with the table of the nightly run: it is missing, is another tree's, or not all passed."""
     path = root / TABLE
     if not path.is_file():
         return [f"{TABLE}: there is none; run dev/nightly.sh on the commit to be released"]
