@@ -141,13 +141,18 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
         return [(where, None) for where, name in folders if name == FOLDER]
     found: list[tuple[str, OSError | None]] = []
     seen = set[tuple[int, int]]()
+    # A link to a directory above leads to runs that were not asked for.
     for parent in pathlib.Path(os.path.realpath(above)).parents:
         with contextlib.suppress(OSError):
             seen.add(_identity(os.stat(parent)))
-    waiting, links = [above], list[str]()
+    waiting = [above]
+    links: list[str] = []
     while waiting or links:
         if not waiting:
-            waiting, links = sorted(links, reverse=True), []
+            # Not in the order of the names: a directory that is also found without a link has its own path, not that
+            # of the link.
+            waiting = sorted(links, reverse=True)
+            links = []
         folder = waiting.pop()
         try:
             about = os.stat(folder)
@@ -156,13 +161,20 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             seen.add(_identity(about))
             with os.scandir(folder) as entries:
                 below = {entry.name: entry for entry in entries}
-            if MANIFEST_FILE in below and has_data(folder):  # other programs have files of that name, too
+            # With data beside it: other programs have files of that name, too.
+            if MANIFEST_FILE in below and has_data(folder):
                 continue
-            links += [entry.path for entry in below.values() if entry.is_symlink()]
-            inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
-            if inner.pop(FOLDER, None) is not None:
-                found.append((folder, None))
-            waiting += sorted(inner.values(), reverse=True)
+            inner: list[str] = []
+            for name, entry in below.items():
+                if entry.is_symlink():
+                    links.append(entry.path)
+                elif not entry.is_dir(follow_symlinks=False):
+                    continue
+                elif name == FOLDER:
+                    found.append((folder, None))
+                else:
+                    inner.append(entry.path)
+            waiting += sorted(inner, reverse=True)
         except OSError as error:
             if not is_absent(error):
                 found.append((folder, error))

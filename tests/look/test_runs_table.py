@@ -39,6 +39,15 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
     assert [run.path for run in jstep.runs(tmp_path / "link")] == [f"{tmp_path}/link/{name}" for name in paths_of(top)]
 
 
+def test_a_link_gives_no_name_to_what_has_one_and_leads_to_no_run_above(tmp_path):
+    for name in ("top/z/run", "beside"):
+        write_run(tmp_path / name)
+    (tmp_path / "top/a").symlink_to("z/run")
+    (tmp_path / "top/z/up").symlink_to(tmp_path)
+    (tmp_path / "top/z/run/here").symlink_to("..")
+    assert paths_of(tmp_path / "top") == ["z/run"]
+
+
 def test_only_a_checkpoint_is_not_searched(tmp_path):
     for name in ("page/run", "page", "page/model-7"):
         write_run(tmp_path / name)
