@@ -394,7 +394,9 @@ def mutate(run, draw, outside):
     if kind == "weights":
         change_weights(run / "weights.safetensors", draw)
         return kind, WEIGHTS
-    victims = sorted(path for path in run.rglob("*") if not path.is_symlink() and "page.html" not in path.name)
+    # Files of weights may be links, as those of the Hugging Face Hub are.
+    left_out = {"page.html", "weights.safetensors"}
+    victims = sorted(path for path in run.rglob("*") if not path.is_symlink() and path.name not in left_out)
     change_kind(draw.choice(victims), draw, outside)
     return kind, [*CHECKPOINT, *RECORD, *LOGS, *LINES, *WEIGHTS]
 
