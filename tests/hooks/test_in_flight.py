@@ -1,4 +1,4 @@
-"""The calls that the device has not finished, of which there are fewer than max(2, calls of one second)."""
+"""The calls that the device has not finished yet: fewer than max(2, the calls of one second)."""
 
 import io
 import os
