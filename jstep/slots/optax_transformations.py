@@ -181,7 +181,7 @@ class _StateSlots:
         counted = set[CountedSlot]()
         for count, node in self.slots.items():
             is_scalar = self.parts_of[count] is None and np.shape(node) == ()
-            if not is_scalar or not np.issubdtype(getattr(node, "dtype", np.float32), np.integer):
+            if not is_scalar or not jnp.issubdtype(getattr(node, "dtype", np.float32), jnp.integer):
                 continue
             for slot, parts in self.parts_of.items():
                 if parts is not None and self._keys[slot][:-1] == self._keys[count][:-1]:
