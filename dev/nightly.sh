@@ -5,7 +5,7 @@
 #
 #   dev/nightly.sh [pytest arguments]
 #   STEPS="lowest soak" dev/nightly.sh      only these of: benchmarks tools newest lowest optimized soak strangers
-#                                             accelerator types compilers peers launchers slurm
+#                                             accelerator types workflows compilers peers launchers slurm
 #
 #   CONTINUE=1 dev/nightly.sh               without the steps that have passed for this commit: after it was cut
 #
@@ -59,6 +59,12 @@ types() {
     "$python" -m pip install -q pyright && "$python" -m pytest -m "" tests/typed
 }
 
+# The workflows only call scripts of this repository, which run here, too; what is left is whether a host accepts them.
+workflows() {
+    "$python" -m pip install -q check-jsonschema &&
+        "$python" -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+}
+
 step benchmarks env PYTHONPATH=. "$python" benchmarks/check.py # first, while nothing else has begun
 step tools "$python" -m pytest -m "" dev/tests benchmarks/tests
 step newest env -u PYTHON dev/versions.sh newest -m "" "$@"
@@ -68,6 +74,7 @@ step soak env PYTHONPATH=. "$python" dev/soak.py
 step strangers "$python" dev/strangers.py # a minute of mutants of what somebody else may have written
 step accelerator env PYTHON="$python" benchmarks/accelerator.sh --quick --out "$logs/accelerator"
 step types types
+step workflows workflows
 step compilers dev/compilers.sh "$@"
 step peers env PYTHON="$python" dev/peers.sh "$@"
 step launchers env PYTHON="$python" dev/launchers.sh "$@"

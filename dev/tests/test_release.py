@@ -32,7 +32,7 @@ def ready(tmp_path):
         change(name, (PLACEHOLDER, "example.com"))
     change("mkdocs.yml", ("^site_name", "site_url: https://example.com\nrepo_url: https://example.com\nsite_name"))
     change("mkdocs.yml", ("^site_url", "\nsite_url"))
-    change("pyproject.toml", (r'(?m)^version = ".*"', 'version = "0.4.0"'))
+    change("pyproject.toml", (r'(?m)^version = "[^"]*"', 'version = "0.4.0"'))
     change("CHANGELOG.md", (r"## \[Unreleased\].*?\n## \[", "## [Unreleased]\n\n## ["))
     return change, tmp_path
 
