@@ -300,7 +300,6 @@ def change_weights(path, draw):
 def change_kind(path, draw, outside):
     """Something else of the same name."""
     is_directory = path.is_dir()
-    is_checkpoint = is_directory and "-" in path.name  # which may be a link as a whole, as a user makes one
     shutil.rmtree(path) if is_directory else path.unlink()
     kind = draw.randrange(6)
     if kind == 0:
@@ -308,7 +307,8 @@ def change_kind(path, draw, outside):
     elif kind == 1:
         path.mkdir()
     elif kind == 2:
-        path.symlink_to(outside if is_directory and not is_checkpoint else outside / "secret")
+        # Not a directory elsewhere: a search for runs follows links to directories, and so may a checkpoint be one.
+        path.symlink_to(path.parent if is_directory else outside / "secret")
     elif kind == 3:
         path.symlink_to("/dev/zero")
     elif kind == 4:
