@@ -153,6 +153,8 @@ def __getattr__(name: str) -> object:
     import sys
 
     place, public_names = _EXPORTS.get(name), importlib.import_module("jstep.core.public_names")
+    if name in public_names.MOVED:
+        return getattr(sys.modules[__name__], public_names.new_name("jstep", name))
     if place is None:
         raise public_names.attribute_error("module 'jstep'", name, sys.modules[__name__])
     if place == "jstep":  # a package of names

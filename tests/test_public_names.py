@@ -23,6 +23,7 @@ import jstep
 import jstep.distributed
 import jstep.metrics
 import jstep.summary
+from jstep.core import public_names
 
 PACKAGES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
@@ -122,6 +123,14 @@ def bare_signature(name: str) -> str:
 
 def test_signatures_match_the_contract() -> None:
     assert [name + bare_signature(name) for name, *_ in (line.split("(") for line in SIGNATURES)] == SIGNATURES
+
+
+def test_an_old_name_works_with_a_warning_that_shows_the_new_one(monkeypatch):
+    monkeypatch.setitem(public_names.MOVED, "adam_with_decay", "adamw")
+    with pytest.warns(DeprecationWarning, match=r"jstep\.adam_with_decay is called jstep\.adamw now") as warned:
+        assert jstep.adam_with_decay is jstep.adamw
+    assert warned[0].filename == __file__
+    assert "adam_with_decay" not in dir(jstep)
 
 
 TENSORFLOWS = """

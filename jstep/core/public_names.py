@@ -7,10 +7,22 @@ import inspect
 import sys
 import tomllib
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 _T = TypeVar("_T")
+
+
+MOVED: dict[str, str] = {}
+"""Old name in `jstep` → new one. The old one works for two minor releases, with a DeprecationWarning."""
+
+
+def new_name(package: str, name: str) -> str:
+    new = MOVED[name]
+    # The level of the program: this function is called by the `__getattr__` of the package.
+    warnings.warn(f"{package}.{name} is called {package}.{new} now", DeprecationWarning, stacklevel=3)
+    return new
 
 
 def show_in(package: str, value: object) -> None:
