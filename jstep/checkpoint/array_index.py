@@ -153,12 +153,12 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     _require_database_files(paths)
     count = body.number()
     shared = [0, *body.numbers(max(0, count - 1))]
-    rest = body.numbers(count)
+    unshared = body.numbers(count)
     common = body.numbers(count) if height else ()
-    key_bytes = sum(shared) + sum(rest) + count * len(node.prefix)
+    key_bytes = sum(shared) + sum(unshared) + count * len(node.prefix)
     if key_bytes > _KEY_ROOM + _MAX_KEY_RATIO * node.extent.length:
         raise UntrustedError(f"a node of {node.extent.length} bytes has keys of {key_bytes}")
-    keys = list(_keys(body, shared, rest))
+    keys = list(_keys(body, shared, unshared))
     if height:
         extents = body.extents(paths, count)
         body.numbers(3 * count)  # statistics
@@ -172,9 +172,9 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     return [], zip([node.prefix + key for key in keys], values, strict=True)
 
 
-def _keys(body: "_Body", shared: Sequence[int], rest: Sequence[int]) -> Iterator[bytes]:
+def _keys(body: "_Body", shared: Sequence[int], unshared: Sequence[int]) -> Iterator[bytes]:
     key = b""
-    for begin, length in zip(shared, rest, strict=True):
+    for begin, length in zip(shared, unshared, strict=True):
         if begin > len(key):
             raise UntrustedError("a key shares more bytes with the one before than that has")
         key = key[:begin] + body.take(length)
@@ -285,11 +285,11 @@ class _Body:
         """Take the table of files: their paths, each with the beginning that it shares with the one before."""
         count = self.number()
         shared = [0, *self.numbers(max(0, count - 1))]
-        rest = self.numbers(count)
+        unshared = self.numbers(count)
         self.numbers(count)  # how much of each path is that of a database which was merged into this one
-        if sum(shared) + sum(rest) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
+        if sum(shared) + sum(unshared) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
             raise UntrustedError("the paths of its files are longer than it is")
-        return [path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], rest)]
+        return [path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], unshared)]
 
     def extents(self, paths: Sequence[str], count: int) -> list[Extent]:
         ids = self.numbers(count)

@@ -121,13 +121,13 @@ class ChunkFiles:
     def _read_chunk(self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int) -> bool:
         """Read a chunk of some bytes, of which the beginning is kept, and return whether its checksum matches."""
         assert self._extend is not None
-        rest = np.empty(nbytes - beginning.size + _CRC_BYTES, np.uint8)
+        remainder = np.empty(nbytes - beginning.size + _CRC_BYTES, np.uint8)
         if isinstance(place, bytes):
             if len(place) != nbytes + _CRC_BYTES:
                 return False
             data = np.frombuffer(place, np.uint8)
             beginning[:] = data[: beginning.size]
-            rest[:] = data[beginning.size :]
+            remainder[:] = data[beginning.size :]
             crc = self._extend(0, beginning)
         else:
             if place.length != nbytes + _CRC_BYTES:
@@ -139,10 +139,10 @@ class ChunkFiles:
                 if not _read_exactly(handle, piece, place.start + first):
                     return False
                 crc = self._extend(crc, piece)
-            if not _read_exactly(handle, rest, place.start + beginning.size):
+            if not _read_exactly(handle, remainder, place.start + beginning.size):
                 return False
-        crc = self._extend(crc, rest[:-_CRC_BYTES])
-        return crc == int.from_bytes(rest[-_CRC_BYTES:].tobytes(), "little")
+        crc = self._extend(crc, remainder[:-_CRC_BYTES])
+        return crc == int.from_bytes(remainder[-_CRC_BYTES:].tobytes(), "little")
 
     def _handle(self, file: str) -> int:
         with self._lock:

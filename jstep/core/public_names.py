@@ -118,8 +118,8 @@ def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any
     shown = [name for name in positional if name != "self"]
     what = f"what follows {shown[-1]}" if shown else "each argument"
     shown += [f"{name}=…" for name in keyword_only[:surplus]]
-    more = ", …" if surplus < len(keyword_only) else ""
-    return f"; use {owner}({', '.join(shown)}{more}): {what} is given by name"
+    ellipsis = ", …" if surplus < len(keyword_only) else ""
+    return f"; use {owner}({', '.join(shown)}{ellipsis}): {what} is given by name"
 
 
 def explains_attributes(cls: type[_T]) -> type[_T]:

@@ -277,7 +277,9 @@ class HookRunner:
     def _acts_at_end(self, hook: Any) -> bool:
         if hook in self._run.evaluations:
             return self._course.position.step not in hook.results
-        return defines(hook, "end") and not is_public(type(hook)) and any(hook is own for own in self._options.hooks)
+        return (
+            defines(hook, "end") and not is_public(type(hook)) and any(hook is option for option in self._options.hooks)
+        )
 
     def end(self) -> bool:
         """Call `end` of all hooks but savers; return False if a signal has left one out."""

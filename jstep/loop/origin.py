@@ -391,8 +391,8 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], 
             state = target if parent.edited else saver.restore(target, step=step)
         extra = {}
         if isinstance(saved, dict):
-            own = with_own_position(saved, read)
-            extra = tagged_json.with_files(own, lambda name: tagged_json.LargeBytes(read(name)))
+            saved_here = with_own_position(saved, read)
+            extra = tagged_json.with_files(saved_here, lambda name: tagged_json.LargeBytes(read(name)))
         is_replaced = saver.extra(step) != saved
     except FileNotFoundError:
         return None

@@ -47,10 +47,10 @@ def shared_names(roles: Iterable[Roles]) -> set[str]:
     """The names of slots that several optimizers may have, because all of them count draws there."""
     names: set[str] = set()
     others: set[str] = set()
-    for one in roles:
-        drawn = set(one.of(Role.DRAWN))
+    for slot_roles in roles:
+        drawn = set(slot_roles.of(Role.DRAWN))
         names |= drawn
-        others |= one.keys() - drawn
+        others |= slot_roles.keys() - drawn
     return names - others
 
 

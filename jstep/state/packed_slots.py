@@ -43,17 +43,17 @@ class Packing:
     def unpack(self, stored: Slots) -> Slots:
         """Return the slots with the structure of the parameters."""
         slots = dict(stored)
-        for name, own in self.slots.items():
-            slots[name] = self._unpacked(own, stored[name])
+        for name, leaves_of_slot in self.slots.items():
+            slots[name] = self._unpacked(leaves_of_slot, stored[name])
         return slots
 
-    def _unpacked(self, own: _OwnLeaves, tree: Any) -> Any:
+    def _unpacked(self, slot: _OwnLeaves, tree: Any) -> Any:
         leaves: list[Any] = [None] * self.params.num_leaves
         try:
-            values = own.treedef.flatten_up_to(tree)
+            values = slot.treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
             return tree  # a prefix, such as `in_axes` of vmap
-        for index, value in zip(own.indices, values, strict=True):
+        for index, value in zip(slot.indices, values, strict=True):
             leaves[index] = value
         return self.params.unflatten(leaves)
 
@@ -71,12 +71,12 @@ def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
         nested = _nested(params, indices)
         if nested is None:
             continue
-        own = _OwnLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
-        found[name] = own
-        stored[name] = own.treedef.unflatten([values[index] for index in own.indices])
+        slot = _OwnLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
+        found[name] = slot
+        stored[name] = slot.treedef.unflatten([values[index] for index in slot.indices])
     if not found:
         return stored, None
-    key = (treedef, tuple((name, own.indices) for name, own in sorted(found.items())))
+    key = (treedef, tuple((name, slot.indices) for name, slot in sorted(found.items())))
     packing = _PACKINGS.get(key)
     if packing is None:
         packing = _PACKINGS.setdefault(key, Packing(treedef, found))

@@ -79,9 +79,9 @@ COLLECTIONS = frozenset({"batch_stats", "cache", "intermediates", "perturbations
 def refuse_untrained(params: Tree) -> None:
     """Reject a whole `nnx.Module`, or all variables of a Linen module: running statistics would not be updated."""
     if isinstance(params, Mapping) and "params" in params and not COLLECTIONS.isdisjoint(params):
-        rest = sorted(COLLECTIONS.intersection(params))
+        untrained = sorted(COLLECTIONS.intersection(params))
         raise TypeError(
-            f"params: has Flax's collections {['params', *rest]}; {rest[0]!r} is not trained, but an optimizer would "
+            f"params: has Flax's collections {['params', *untrained]}; {untrained[0]!r} is not trained, but an optimizer would "
             "decay it: pass variables['params'] as params, and the others as model_state (the page 'From Flax' shows "
             "the loss)"
         )

@@ -120,8 +120,8 @@ class RecordedRun(NamedTuple):
         """
         if self.is_readers:
             return path
-        now = self.moved(path)
-        return now if is_below_or_beside(now, self.where) else None
+        moved = self.moved(path)
+        return moved if is_below_or_beside(moved, self.where) else None
 
     def moved(self, path: str) -> str:
         is_moved = self.directory is not None and not any(map(is_url, (self.directory, self.where, path)))

@@ -169,11 +169,13 @@ def known_updates(step: Any) -> StepUpdates | None:
     return found if owner is step else None
 
 
-def warn_of_unfrozen(name: str, first: int, before: Collection[StepUpdates], now: StepUpdates) -> None:
+def warn_of_unfrozen(name: str, first: int, before: Collection[StepUpdates], after: StepUpdates) -> None:
     """Warn if a stage trains leaves that no stage before it did, with the age of leaves that were trained."""
     updated = {path for stage in before for path in stage.updated}
     counted = {stage.age_of[path] for stage in before for path in stage.updated if path in stage.age_of}
-    unfrozen = [path for path in sorted(now.updated - updated) if path in now.age_of and now.age_of[path] in counted]
+    unfrozen = [
+        path for path in sorted(after.updated - updated) if path in after.age_of and after.age_of[path] in counted
+    ]
     if not unfrozen or jax.process_index() != 0:
         return
     log_once(

@@ -39,7 +39,7 @@ GIVEN: dict[str, Any] = {
     "total_steps": 10, "peak": 0.1, "base": 0.1, "max_value": 0.1, "value": 0.1, "start": 0.1, "end": 0.2,
     "beta1": 0.9, "beta3": 0.99, "initial_learning_rate": 0.1, "step_size_up": 3, "stable_steps": 3, "optimizer": SGD,
     "clip_norm": 1.0, "every_n_steps": 2, "decay": 0.9, "schedule": lambda step: 0.1, "first_decay_steps": 4,
-    "fn": lambda *args: None, "num_classes": 3, "k": 2, "n": 2, "inner": SGD, "arrays": {"x": np.zeros((20, 2))},
+    "fn": lambda *args: None, "problems": "damaged", "num_classes": 3, "k": 2, "n": 2, "inner": SGD, "arrays": {"x": np.zeros((20, 2))},
     "sources": {"a": {"x": np.zeros((20, 2))}}, "weights": {"a": 1.0}, "batch_size": 4, "batches": [()],
     "metric_fn": lambda params: {}, "evaluate": lambda state: {}, "metric": "loss", "loss_fn": lambda params: 0.0,
     "message": "text", "msg": "text", "text": "text", "tag": "tag", "tags": "tag", "name": "name", "prefix": "model",
