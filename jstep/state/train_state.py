@@ -81,9 +81,9 @@ def refuse_untrained(params: Tree) -> None:
     if isinstance(params, Mapping) and "params" in params and not COLLECTIONS.isdisjoint(params):
         untrained = sorted(COLLECTIONS.intersection(params))
         raise TypeError(
-            f"params: has Flax's collections {['params', *untrained]}; {untrained[0]!r} is not trained, but an optimizer "
-            "would decay it: pass variables['params'] as params, and the others as model_state (the page 'From Flax' shows "
-            "the loss)"
+            f"params: has Flax's collections {['params', *untrained]}; {untrained[0]!r} is not trained, but an "
+            "optimizer would decay it: pass variables['params'] as params, and the others as model_state (the page "
+            "'From Flax' shows the loss)"
         )
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
