@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.slots import roles as slot_roles
-from jstep.slots.roles import NO_ROLES, Role, Roles, infer_roles
+from jstep.slots.roles import NO_ROLES, ActsByStep, CountedSlot, Role, Roles, infer_roles
 
+WRAPPER = ActsByStep("update_every(2)", frozenset({("w",)}))
 FULL = Roles(
     {"m": None, "v": Role.ROWS, "age": Role.OWN_AGE, "last": Role.LAST_FINITE},
     holds={"m": "mean"},
@@ -19,6 +20,10 @@ FULL = Roles(
     computing={"v"},
     in_order={"m"},
     per_step={"v"},
+    by_step={WRAPPER},
+    counted={CountedSlot("age", "m"), CountedSlot("age", "v", ("w",))},
+    injected={"last"},
+    frozen={1},
 )
 
 
@@ -34,7 +39,10 @@ def test_roles_under_a_prefix_and_joined():
         "computing": {"a/v"},
         "in_order": {"a/m"},
         "per_step": {"a/v"},
-        "frozen": set(),
+        "by_step": {WRAPPER},
+        "counted": {CountedSlot("a/age", "a/m"), CountedSlot("a/age", "a/v", ("w",))},
+        "injected": {"a/last"},
+        "frozen": {1},
     }
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
         assert vars(one.joined(other)) == vars(FULL)
@@ -48,8 +56,11 @@ def test_roles_that_are_changed():
     assert FULL.ordered().in_order == set(FULL)
     assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
     carried = FULL.for_state()
-    assert (carried["age"], carried.halves, carried.computing) == (Role.AGE, FULL.halves, FULL.computing)
-    assert not any((carried.holds, carried.formats, carried.misplaced, carried.in_order))
+    assert carried["age"] is Role.AGE
+    for name in ("halves", "arguments", "computing", "counted", "injected"):
+        assert getattr(carried, name) == getattr(FULL, name)
+    for name in ("holds", "formats", "misplaced", "in_order", "per_step", "by_step", "frozen"):
+        assert not getattr(carried, name)
     assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
 
