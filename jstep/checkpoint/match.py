@@ -218,9 +218,9 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
 
 
 class _Age(NamedTuple):
-    """An age, the step of its state, and the leaves that it counts for, as indices of leaves."""
+    """The leaf of an age, the step of its state, and the leaves that it counts for, as indices of leaves."""
 
-    index: int
+    leaf: int
     step: int | None
     counted: list[int]
 
@@ -236,14 +236,14 @@ def _ages(target: StateLeaves) -> list[_Age]:
         if indices.global_step is None:
             continue
         for age, of_age in counted.items():
-            step = indices.global_step if roles_in(state).get(age) is Role.AGE else None
+            step: Any = indices.global_step if roles_in(state).get(age) is Role.AGE else None
             ages.append(_Age(indices.slots[age], step, of_age))
     return ages
 
 
 def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) -> None:
     """Start an age anew if no leaf that it counts for was restored; otherwise note which of these are new."""
-    leaf = leaves[age.index]
+    leaf = leaves[age.leaf]
     new = [i for i in age.counted if leaves[i].source is None]
     if len(new) < len(age.counted):
         for i in new:
@@ -252,7 +252,7 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
     if leaf.path in renamed or (not age.counted and leaf.source is not None):
         return
     fresh = FreshAge(age.step, None if age.step is None else leaves[age.step].leaf, leaf.leaf)
-    leaves[age.index] = dataclasses.replace(leaf, fresh_age=fresh)
+    leaves[age.leaf] = dataclasses.replace(leaf, fresh_age=fresh)
 
 
 def _difference(
