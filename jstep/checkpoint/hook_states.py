@@ -104,10 +104,12 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
     saved_records: dict[_HookIdentity, list[Any]] = {}
     reader = _Reader(argument, saved["jstep"])
     reader.check("their record in the checkpoint", saved, _RECORD_KEYS, RECORD_FORMAT)
+    own_keys = {record["key"] for record in saved["states"] if record["class"] is None}
     for record in saved["states"]:
         reader.check(_state_of(record), record, _STATE_KEYS)
         identity = _HookIdentity(record["key"], record["class"])
-        if identity not in hooks:  # perhaps the hook had no `key` of its own then, and has this one now
+        # Perhaps the hook had no `key` of its own then, and has this one now; not if another one had it then.
+        if identity not in hooks and record["key"] not in own_keys:
             identity = _HookIdentity(record["key"], None)
         saved_records.setdefault(identity, []).append(record)
     stop = False
