@@ -16,7 +16,7 @@ class FakeRun:
     """Has what `RunInfo` has, and calls its hook when it is due after each `after_step`."""
 
     is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
-    writer = background = config = None
+    writer = background = config = best_failure = None
     evaluations, examples = (), RunInfo.examples
 
     def __init__(self, hook, state, step=0):
@@ -69,6 +69,9 @@ class FakeRun:
 
     def require_finite(self, step, saver):
         return True
+
+    def check_step(self):
+        pass
 
     def freeze_batch_position(self):
         pass

@@ -78,10 +78,10 @@ def test_calls_of_a_save_in_a_run(kind, tmp_path, monkeypatch):
     state = jstep.TrainState.create({"kernel": jnp.ones(4), "bias": jnp.ones(2)}, optimizer)
     step = jstep.minimize(lambda params, x: jnp.mean((x @ params["kernel"] + params["bias"].sum()) ** 2), optimizer)
     jstep.train(step, state, batches, 20, checkpoint_dir=tmp_path, save_checkpoint_steps=5, progress=False)
-    _, *others, end = of_saves  # the first one claims the directory; the end finds all saved
-    assert [calls[hook_states.get_states.__code__] for calls in of_saves] == [1] * 5
-    assert len(others) == 3
-    assert end.total() < 60
+    _, *others, end = of_saves  # the first one claims the directory; the last one waits
+    assert [calls[hook_states.get_states.__code__] for calls in of_saves] == [1] * 4
+    assert len(others) == 2
+    assert end.total() <= 320
     assert max(calls.total() for calls in others) <= 300
     with jstep.Saver(tmp_path) as saver:
         pasts = {saved: saver.extra(saved)["past"] for saved in saver.all_steps()}

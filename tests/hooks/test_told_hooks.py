@@ -168,11 +168,34 @@ def test_failed_gets_the_very_exception_when_all_is_saved(error, tmp_path):
     seen = []
 
     def look(step, found):
-        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-7")))
+        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-5")))
 
     hook = Told(failed=look)
     with pytest.raises(error) as found:
         train(20, hook, jstep.every(1, fail), **saving(tmp_path))
+    assert [call[0] for call in hook.calls] == ["saved", "failed", "closed"]  # nothing of the iteration is saved
+    assert hook.calls[1] == ("failed", 7, found.value)
+    assert seen[0][1:] == (7, True)
+    assert seen[0][0]
+    assert not os.path.isdir(tmp_path / "run" / "model-7")
+
+
+@pytest.mark.thorough(except_for=["ValueError"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failed_gets_the_very_exception_of_a_loader_when_all_is_saved(error, tmp_path):
+    def batches():
+        for _ in range(7):
+            yield jnp.float32(1.0)
+        raise error("stop")
+
+    seen = []
+
+    def look(step, found):
+        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-7")))
+
+    hook = Told(failed=look)
+    with pytest.raises(error) as found:
+        train(20, hook, batches=batches(), **saving(tmp_path))
     assert [call[0] for call in hook.calls] == ["saved", "saved", "failed", "closed"]
     assert hook.calls[2] == ("failed", 7, found.value)
     assert seen[0][1:] == (7, True)
