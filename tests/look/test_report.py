@@ -5,7 +5,6 @@ import html
 import math
 import os
 import re
-import shutil
 
 import html5lib
 import jax.numpy as jnp
@@ -75,7 +74,6 @@ def restarted(tmp_path_factory):
     )
     with contextlib.suppress(ValueError):
         train(9, where, evaluation, jstep.every(7, fail), save_checkpoint_steps=4)
-    shutil.rmtree(where / "model-7")
     train(9, where, evaluation, save_checkpoint_steps=4)
     train(12, above / "branch", start_from=where / "model-8")
     return above

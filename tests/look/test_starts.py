@@ -224,7 +224,7 @@ def test_a_signal_while_the_thread_that_opens_the_record_starts(tmp_path, monkey
         if has_begun or not is_opening:
             start(thread)
         if is_opening:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(threads.Thread, "start", interrupted)
     monkeypatch.setattr(recorder, "read_starts", slow)

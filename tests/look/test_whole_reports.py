@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,8 @@ def commands():
         params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16)} | more
         return jstep.TrainState.create(params, optimizer, global_step=step)
 
-    with tempfile.TemporaryDirectory() as folder:
+    # A version of one length: lines are broken before it is known which words are masked.
+    with mock.patch.object(jstep, "__version__", "VERSION"), tempfile.TemporaryDirectory() as folder:
         paths = {}
         many = {f"p{i:02}": jnp.float32(i) for i in range(42)}
         runs = {
@@ -196,8 +198,8 @@ def commands():
 
 
 def masked(out, folder):
-    """Return a text without what differs between runs: times, the folder and the version."""
-    out = out.replace(folder, "FOLDER").replace(jstep.__version__, "VERSION")
+    """Return a text without what differs between runs: times and the folder."""
+    out = out.replace(folder, "FOLDER")
     out = re.sub(
         r"\d{4}-\d\d-\d\d([ T])\d\d:\d\d(:\d\d(\.\d+)?)?([+-]\d\d:\d\d)?",
         lambda time: "TIME".ljust(len(time[0]), "."),
