@@ -37,7 +37,7 @@ class NanLossHook(RunHook):
         fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
             without a checkpoint.
         max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops the run with the
-            same error; the state is saved.
+            same error, at the end of the iteration; the state is saved.
 
     Source: `tf.train.NanTensorHook`.
     """
@@ -88,8 +88,15 @@ class NanLossHook(RunHook):
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.sums.take(self._number)
-        self._check_interval(before)
-        return self._bad or self._over
+        try:
+            self._check_interval(before)
+        except NanLossDuringTrainingError as error:
+            if not error.may_save:
+                raise
+            # Raised between two iterations instead, where the state can be saved.
+            self.run.log_failed(self, error, "after_step")
+            return False
+        return self._bad or (self._over and not self._fail)
 
     def before_save(self, step: int) -> bool:
         """Return True, to prevent the save, if a loss or the state is not finite."""
