@@ -233,10 +233,11 @@ def _ages(target: StateLeaves) -> list[_Age]:
             if age in indices.slots and slot in indices.slots:
                 of_slot = jax.tree_util.tree_leaves_with_path(indices.slots[slot])
                 counted.setdefault(age, []).extend(i for path, i in of_slot if keys in (None, path))
-        if indices.global_step is None:
+        step_of_state: Any = indices.global_step
+        if step_of_state is None:
             continue
         for age, of_age in counted.items():
-            step: Any = indices.global_step if roles_in(state).get(age) is Role.AGE else None
+            step = step_of_state if roles_in(state).get(age) is Role.AGE else None
             ages.append(_Age(indices.slots[age], step, of_age))
     return ages
 
