@@ -23,12 +23,12 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     loop = loop or {}
     course = {"first": 2, "status": "between", "activity": Activity.CALLING, "restoring": None, "is_first_known": True}
     step = loop.get("step", 5)
-    opened = types.SimpleNamespace(
+    components = types.SimpleNamespace(
         feeder=types.SimpleNamespace(steps=2, received_at=3), batches=types.SimpleNamespace(count=4),
         dispatch=dispatch or dispatch_of(),
     )  # fmt: skip
     fields = {
-        "is_open": True, "opened": opened, "step": step, "is_over": loop.get("is_over", False), "saver": None,
+        "is_open": True, "components": components, "step": step, "is_over": loop.get("is_over", False), "saver": None,
         "writer": None, "file": None, "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
         "course": types.SimpleNamespace(**course | loop, has_trained=step > 2),
         "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: []}, visits=lambda part: []),
