@@ -157,10 +157,10 @@ def raise_os_error(step, values):
 
 
 class FailingSaver(jstep.CheckpointSaverHook):
-    def save(self, step, state, *, wait=False):
+    def save(self, step, state, **options):
         if step == AT:
             fail()
-        return super().save(step, state, wait=wait)
+        return super().save(step, state, **options)
 
 
 HOOKS = {
