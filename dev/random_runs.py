@@ -368,6 +368,7 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
     lines = Lines()
     logger = logging.getLogger("jstep")
     logger.addHandler(lines)
+    level_before = logger.level
     logger.setLevel(logging.INFO)
     found: dict[str, Any] = {"ended": "finished", "notes": []}
     try:
@@ -380,6 +381,7 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
             found["traceback"] = traceback.format_exc()
     finally:
         logger.removeHandler(lines)
+        logger.setLevel(level_before)
     found["lines"] = lines.lines
     found["calls"] = dict(Come.calls)
     return found

@@ -140,11 +140,17 @@ def _misspelt_method(hook: object) -> tuple[str, str]:
     """Return a method of the user's that looks like one of a hook that is not defined, and this one; or empty ones."""
     known = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
     missing = [name for name in known if not defines(hook, name)]
-    for cls in type(hook).__mro__[:-1]:
-        if cls.__module__.partition(".")[0] == "jstep":
+    classes = type(hook).__mro__[:-1]
+    of_jstep = [cls for cls in classes if cls.__module__.partition(".")[0] == "jstep"]
+    # A method that a hook of jstep has, and a subclass overrides, is meant: `save` of a CheckpointSaverHook.
+    overridden = {name for cls in of_jstep for name in vars(cls)}
+    for cls in classes:
+        if cls in of_jstep:
             continue
         for name, value in vars(cls).items():
             if name.startswith("_") or name in known or not callable(value) or isinstance(value, type):
+                continue
+            if name in overridden:
                 continue
             similar = difflib.get_close_matches(name, missing, n=1, cutoff=_SIMILAR)
             if similar:
