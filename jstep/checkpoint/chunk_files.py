@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import math
 import os
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 
 from jstep.checkpoint.array_index import Extent
 from jstep.core.placement import ShardBounds
+from jstep.stores.files import open_regular
 
 _THREADS = min(4, os.cpu_count() or 1)
 _PIECE = 2**20
@@ -147,13 +147,9 @@ class ChunkFiles:
     def _handle(self, file: str) -> int:
         with self._lock:
             if file not in self._handles:
-                # Not a link, and not a FIFO, at which opening would wait.
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                handle = os.open(os.path.join(self._directory, file), flags)
-                self._closing.callback(os.close, handle)
-                if not stat.S_ISREG(os.fstat(handle).st_mode):
-                    raise OSError(f"{file} is not a regular file")
-                self._handles[file] = handle
+                opened = open_regular(os.path.join(self._directory, file), follow_link=False)
+                self._closing.callback(opened.close)
+                self._handles[file] = opened.fileno()
             return self._handles[file]
 
 

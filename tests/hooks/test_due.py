@@ -66,13 +66,6 @@ def test_metrics_without_a_loss_are_refused_once_after_the_first_call():
     assert not [note for note in caught.value.__notes__ if "Additionally" in note]
 
 
-def test_one_hook_twice_reports_the_last_step_once():
-    rows = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=4)
-    train(6, [hook, hook])
-    assert rows == [4, 4, 6]
-
-
 def test_a_guard_that_stops_at_the_last_step_has_not_stopped_the_run(tmp_path, caplog):
     caplog.set_level("INFO", "jstep")
     optimizer = jstep.skip_nonfinite(jstep.gradient_descent(0.1))
