@@ -122,14 +122,20 @@ def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any
     return f"; use {owner}({', '.join(shown)}{ellipsis}): {what} is given by name"
 
 
-def explains_attributes(cls: type[_T]) -> type[_T]:
-    """Class decorator: errors of attributes that another library has say what to type."""
+def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> type[_T]:
+    """Class decorator: errors of attributes that another library has say what to type.
+
+    Args:
+        owner: What the error calls an object; by default that of its class.
+        typed: The name that the table has for the class; by default its own.
+    """
 
     def missing(self: object, name: str) -> NoReturn:
+        shown = owner or f"{type(self).__name__!r} object"
         # Protocols (`__array__`, `__setstate__`, IPython's `_repr_png_`) look for names that no library's user types.
         if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise attribute_error(f"{type(self).__name__!r} object", name, self, f"{cls.__name__}.")
+            raise AttributeError(f"{shown} has no attribute {name!r}")
+        raise attribute_error(shown, name, self, f"{typed or cls.__name__}.")
 
     cls.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers know all attributes
     return cls

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
 
 from jstep.core.checks import array_type, format_list, format_value
-from jstep.core.public_names import attribute_error
+from jstep.core.public_names import explains_attributes
 from jstep.core.tracebacks import shortens_tracebacks
 
 MAX_TEXT_LENGTH, MAX_ITEMS = 200, 50
@@ -103,11 +103,6 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
 class RememberedFunction(RecordedCall):
     """A schedule: the function, which is called with a step, and the call that made it."""
 
-    if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise attribute_error("a schedule", name, self, "Schedule.")
-
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
         functools.update_wrapper(self, function)  # also copies the attributes of a function that is already remembered
         super().__init__(call.function, call.positional, call.args, call.kwargs)
@@ -115,6 +110,9 @@ class RememberedFunction(RecordedCall):
     @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+explains_attributes(RememberedFunction, owner="a schedule", typed="Schedule")
 
 
 class ShownAsTyped:

@@ -114,12 +114,13 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
     functions = _Chain(named)
+    is_negative = len(flips) % 2 == 1
     init = Init(
         functions.init,
         lambda params: nested.merge_roles(named, params),
         finished=bool(finished),
         # Of the whole chain, besides the one sign that `finished` tells.
-        negates=len(flips) % 2 != bool(finished),
+        negates=is_negative != bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=functions.labels,
         needs_all=any(map(needs_all_params, elements)),
