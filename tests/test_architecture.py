@@ -195,6 +195,7 @@ def test_the_root_contains_only_packages() -> None:
 
 SHARED_TESTS = {
     "architecture",
+    "dense_statements",
     "docstrings",
     "golden",
     "names",
