@@ -62,7 +62,7 @@ state = jstep.train(
             prefix="validation",
             callbacks=[
                 jstep.KeepBest(directory, "loss", prefix="best"),
-                jstep.EarlyStopping("loss", task.patience),
+                jstep.EarlyStopping("loss", patience=task.patience),
             ],
         ),
     ],

@@ -25,8 +25,10 @@ STEPS = (
     "lowest",
     "optimized",
     "soak",
+    "strangers",
     "accelerator",
     "types",
+    "workflows",
     "compilers",
     "peers",
     "launchers",
@@ -53,7 +55,8 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "dev/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
-        "python": 'case "$*" in dev/soak.py*) step=soak ;; benchmarks/*) step=benchmarks ;; '
+        "python": 'case "$*" in dev/soak.py*) step=soak ;; dev/strangers.py*) step=strangers ;; '
+        "benchmarks/*) step=benchmarks ;; *check_jsonschema*) step=workflows ;; "
         "*typed*) step=types ;; *dev/tests*) step=tools ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
