@@ -63,6 +63,8 @@ class ReadResult(NamedTuple):
 
 
 class PendingOperation:
+    """An operation that tensorstore has begun."""
+
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects = objects
         self._future = future
@@ -71,20 +73,18 @@ class PendingOperation:
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
         self._until = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
-        self._patience = 20 if verb == "list" else 0
 
     def result(self) -> Any:
         """Return the result; raise an OSError if the operation fails or takes too long."""
         left = self._until - time.monotonic()
         # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:
-            while not self._is_done(left) and self._patience and self._responds():
-                self._patience, left = self._patience - 1, SECONDS
+            self._wait(left)
             result = self._future.result(timeout=0.01)
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            where = f"Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
+            where = f"Check the network and the address: {self._endpoint()}"
             reason = recent_outage(self._bucket) or f"{store}. {where}"  # the reason of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
@@ -96,17 +96,111 @@ class PendingOperation:
             _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
 
-    def _is_done(self, secs: float) -> bool:
+    def _wait(self, secs: float) -> bool:
+        """Wait at most so long; return whether the operation has ended."""
         with contextlib.suppress(TimeoutError, *_ERRORS):
             self._future.result(timeout=max(0.01, secs))
         return bool(self._future.done())
 
+    def _endpoint(self) -> str:
+        return ENDPOINT[self._bucket.partition("://")[0]]
+
+
+class PendingList(PendingOperation):
+    """A list that tensorstore has begun.
+
+    One of many pages takes long, and that of a stranger's store may have no end.
+    """
+
+    def _wait(self, secs: float) -> bool:
+        """Wait as long as the store responds, and as what it sends may be a list."""
+        before: _ListTraffic | None = None
+        until = time.monotonic() + secs
+        patience = 20
+        while not super()._wait(min(_SECONDS_PER_LOOK, until - time.monotonic())):
+            # Not before the loop: most lists have ended by now, and reading the metrics takes 0.3 ms.
+            traffic = _ListTraffic.now()
+            before = before or traffic
+            received = traffic.since(before)
+            if received.is_endless():
+                self._future.cancel()
+                raise EndlessListError(
+                    f"{self.url}: cannot list: the list has not ended after {received.pages} pages with "
+                    f"{received.nbytes / 1e6:.1f} MB. Pass a URL further below in the bucket, or check the address: "
+                    f"{self._endpoint()}"
+                )
+            if time.monotonic() >= until:
+                if patience == 0 or not self._responds():
+                    return False
+                patience -= 1
+                until = time.monotonic() + SECONDS
+        return True
+
     def _responds(self) -> bool:
-        """Return whether the store responds to another request: a list of many pages takes long."""
+        """Return whether the store responds to another request."""
         with contextlib.suppress(OSError):
             Objects(self._objects.url).read(MARK)
             return True
         return False
+
+
+_SECONDS_PER_LOOK = 0.5
+"""Seconds between two looks at what a list has received."""
+_MAX_LIST_BYTES = 2**29
+"""The maximum bytes of the pages of a list, which has then more than a million objects."""
+_MAX_SMALL_PAGES = 1000
+"""The maximum pages of a list, if they are smaller than `_BYTES_PER_PAGE` on average."""
+_BYTES_PER_PAGE = 20_000
+"""The least bytes of a page that is not the last one.
+
+It has 1,000 objects, each of which takes 100 bytes or more, in S3's XML as in Google's JSON.
+"""
+
+
+class _ListTraffic(NamedTuple):
+    """What this process has received since its start, other than the responses to reads and writes.
+
+    tensorstore returns a list as a whole, and in its metrics alone its progress is seen. They are those of the process,
+    so that what else runs meanwhile has to be subtracted.
+    """
+
+    pages: int
+    nbytes: float
+
+    @classmethod
+    def now(cls) -> "_ListTraffic":
+        import tensorstore as ts  # not at the top: importing tensorstore is slow
+
+        pages = 0
+        nbytes = 0.0
+        # Not the requests, which count once more at each retry of a store that is busy.
+        for response in _metric("/tensorstore/http/response_codes", ts):
+            if response["code"] == "200":
+                pages += response["value"]
+        for responses in _metric("/tensorstore/http/response_bytes", ts):
+            nbytes += responses["mean"] * responses["count"]
+        for driver in ("s3", "gcs"):
+            for reads in _metric(f"/tensorstore/kvstore/{driver}/batch_read", ts):
+                pages -= reads["value"]
+            for writes in _metric(f"/tensorstore/kvstore/{driver}/write", ts):
+                pages -= 2 * writes["value"]  # S3 asks for an object before it writes it on a condition
+            for received in _metric(f"/tensorstore/kvstore/{driver}/bytes_read", ts):
+                nbytes -= received["value"]
+        return cls(pages, nbytes)
+
+    def since(self, before: "_ListTraffic") -> "_ListTraffic":
+        return _ListTraffic(self.pages - before.pages, self.nbytes - before.nbytes)
+
+    def is_endless(self) -> bool:
+        if self.nbytes > _MAX_LIST_BYTES:
+            return True
+        return self.pages > _MAX_SMALL_PAGES and self.nbytes < self.pages * _BYTES_PER_PAGE
+
+
+def _metric(name: str, ts: Any) -> Iterable[dict[str, Any]]:
+    for metric in ts.experimental_collect_matching_metrics(name):
+        if metric["name"] == name:
+            yield from metric["values"]
 
 
 _Item = TypeVar("_Item")
@@ -189,7 +283,7 @@ class Objects:
         import tensorstore as ts
 
         bounds = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
-        keys = self._begin("list", "", lambda kv: kv.list(bounds)).result()
+        keys = self._begin("list", "", lambda kv: kv.list(bounds), pending=PendingList).result()
         return sorted(key.decode(errors="surrogateescape") for key in keys)
 
     # Time.
@@ -208,10 +302,12 @@ class Objects:
         """Return the monotonic time by which this thread's operations must end."""
         return float(getattr(self._deadline, "at", float("inf")))
 
-    def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> PendingOperation:
+    def _begin(
+        self, verb: str, key: str, ask: Any, nbytes: int = 0, pending: type[PendingOperation] = PendingOperation
+    ) -> PendingOperation:
         store = self._store
         try:
-            return PendingOperation(self, ask(store), verb, key, nbytes)
+            return pending(self, ask(store), verb, key, nbytes)
         except _ERRORS as error:
             problem = translate_error(error, verb, self.at(key))
         raise problem
@@ -381,6 +477,10 @@ class StoreError(OSError):
 
 class BusyError(StoreError):
     """A store accepted no request for half a minute (429 and 5xx)."""
+
+
+class EndlessListError(StoreError):
+    """A list has more pages than a bucket of checkpoints needs."""
 
 
 class LostError(StoreError):
