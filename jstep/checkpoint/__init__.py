@@ -8,6 +8,7 @@
 - `chunk_files`: chunks are read from the files of a directory.
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
+- `engine`: what a `Saver` does, and what only a run may call of it.
 - `hook_states`: the states of hooks and callbacks.
 - `leaf_records`: records of a state's leaves.
 - `listing`: which checkpoints a directory has.
@@ -18,7 +19,7 @@
 - `opening`: what a run finds when it opens its checkpoints.
 - `reading`: finding, verifying and restoring.
 - `retention`: which checkpoints are deleted.
-- `saver`: `Saver`.
+- `saver`: `Saver`, as users see it.
 - `shared_directory`: whether all processes see one directory.
 - `shared_reads`: arrays that several processes need are read once.
 - `store`: the base class of stores.

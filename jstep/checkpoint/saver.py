@@ -1,34 +1,23 @@
-"""`Saver`: writing of checkpoints, one at a time in the background."""
+"""`Saver`: what users see of `SaverEngine`, which writes checkpoints one at a time in the background."""
 
 import contextlib
-import functools
 import os
-import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, overload
-
-import jax
-import numpy as np
+from typing import Any, overload
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.attempts import SaveJob, array_writer
-from jstep.checkpoint.best_record import BestRecord, best_step
-from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
+from jstep.checkpoint.best_record import best_step
+from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.match import Names
-from jstep.checkpoint.reading import CheckpointReader, short
-from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
-from jstep.core import exceptions, meshes, placement, processes, trees
+from jstep.core import exceptions, placement
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.public_names import explains_attributes
 from jstep.core.selection import VarList, check_form
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T, Tree
-from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
-from jstep.state.nonfinite import StateContents
+from jstep.state.leaves import PARAMS
 from jstep.state.slots import as_average_names
 from jstep.state.train_state import TrainState
 
@@ -98,26 +87,24 @@ class Saver:
     ) -> None:
         self.directory = naming.check_directory(directory)
         self.prefix = naming.as_prefix(prefix)
-        self._store = naming.open_store(self.directory, self.prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
         hours = keep_checkpoint_every_n_hours
         if hours is not None:
             meaning = "None keeps none permanently"
             hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
-        self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=time.time())
-        self._async_save = as_bool(async_save, "async_save")
+        async_save = as_bool(async_save, "async_save")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
         self.allow_nonfinite = as_bool(allow_nonfinite, "allow_nonfinite")
-        self._saving: str | None = None
-        self.saves_begun = 0
-        self._failure: Exception | None = None
-        self._flushes: list[Callable[[], None]] = []
-        self._listener: Listener | None = None
-        self._reader = CheckpointReader(self._store, self.prefix)
-        self._lock = threading.RLock()
-        self._closed = False
+        self._engine = SaverEngine(
+            self.directory,
+            self.prefix,
+            max_to_keep=max_to_keep,
+            keep_every_n_hours=hours,
+            is_async=async_save,
+            leave_out=leave_out,
+        )
 
     def claim(self, state: Tree = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
@@ -133,15 +120,7 @@ class Saver:
             OSError: The directory cannot be created or written.
             ValueError: The Saver is closed, or leave_out matches no parameter of the state.
         """
-        with self._exclusive():
-            self._check_open()
-            self.wait()
-            if state is not None and self.leave_out is not None:
-                StateLeaves(state).left_out(self.leave_out)
-            problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
-            claim = self._store.claim if jax.process_index() == 0 else lambda: None
-            # If the first process fails, all raise: a process that continued would wait forever.
-            processes.on_all_processes(claim, problem, CheckpointError)
+        self._engine.claim(state)
 
     @shortens_tracebacks
     def save(self, state: Tree, extra: object = None) -> str:
@@ -163,17 +142,12 @@ class Saver:
             ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; or the
                 Saver is closed.
         """
-        with self._exclusive():
-            self._check_open()
+        engine = self._engine
+        with engine.exclusive():
+            engine.check_open()
             _check_tree(state, "state", "save(state, extra=None), whose global_step names the checkpoint")
             placement.refuse_compile_only(state, "state")
-            content = CheckpointExtra.of(extra)
-            number, microseconds = self._begin()
-            with meshes.internal_transfers():
-                path = self._save(state, content, number, microseconds / 1e6)
-            if not self._async_save:
-                self.wait()
-            return path
+            return engine.save(state, CheckpointExtra.of(extra))
 
     @overload
     def restore(
@@ -248,9 +222,9 @@ class Saver:
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
-        with self._between_saves():
+        with self._engine.between_saves() as reader:
             placement.refuse_compile_only(target, "target")
-            return self._reader.restore(target, step, partial, averages, names)
+            return reader.restore(target, step, partial, averages, names)
 
     def restore_params(
         self,
@@ -294,10 +268,10 @@ class Saver:
                 "or shapes from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
-        with self._between_saves():
+        with self._engine.between_saves() as reader:
             placement.refuse_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
-            return self._reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
+            return reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
@@ -308,8 +282,8 @@ class Saver:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
         """
-        with self._between_saves():
-            return self._reader.extra(_step_or_none(step))
+        with self._engine.between_saves() as reader:
+            return reader.extra(_step_or_none(step))
 
     def read_file(self, name: str, step: int) -> bytes:
         """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
@@ -320,26 +294,7 @@ class Saver:
             CheckpointError: The file is corrupted, or the checkpoint has no such file.
             FileNotFoundError: There is no checkpoint of that step.
         """
-        return self._reader.file(name, as_int(step, "step", 0))
-
-    def check_run(self, state: Tree, step: int) -> None:
-        """Check that a run with this state can resume from a checkpoint; only its manifest is read.
-
-        Args:
-            state: The state, or its shapes.
-            step: The step of the checkpoint.
-
-        Raises:
-            CheckpointError: The manifest is corrupted, or a save failed in the background.
-            FileNotFoundError: There is no checkpoint of that step.
-            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
-        """
-        with self._between_saves():
-            self._reader.check_run(state, as_int(step, "step", 0))
-
-    def set_listener(self, listener: "Listener | None") -> None:
-        """Notify a listener of each permanent checkpoint, from the next save on."""
-        self._listener = listener
+        return self._engine.reader.file(name, as_int(step, "step", 0))
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.
@@ -351,30 +306,7 @@ class Saver:
             TypeError: step is not an integer.
             ValueError: The Saver is closed.
         """
-        with self._exclusive():
-            step = as_int(step, "step", 0)
-            self.claim()
-            path = self._store.at(self.prefix, step)
-            if processes.any_process(path is None):
-                raise FileNotFoundError(
-                    f"step={step}: there is no checkpoint {format_name(self.prefix, step)} in {self.directory}"
-                )
-            assert path is not None
-            if self._listener is not None:
-                self._listener.wait(path)
-            delete = functools.partial(self._retention.delete, step, path)
-            problem = f"{path} was not deleted; see the error of process 0"
-            # The other processes return when it is deleted.
-            processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
-
-    def delete_alone(self, step: int) -> None:
-        """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""
-        with self._exclusive():
-            self._check_open()
-            self.settle()
-            path = self._store.at(self.prefix, step)
-            if path is not None:
-                self._retention.delete(step, path)
+        self._engine.delete(as_int(step, "step", 0))
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order.
@@ -382,13 +314,11 @@ class Saver:
         Raises:
             CheckpointError: A save failed in the background; so do `latest_step` and `last_checkpoints`.
         """
-        with self._between_saves():
-            return sorted(step for step, _ in self._store.newest_first(self.prefix))
+        return sorted(self._engine.steps())
 
     def latest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None."""
-        with self._between_saves():
-            return next((step for step, _ in self._store.newest_first(self.prefix)), None)
+        return next(iter(self._engine.steps()), None)
 
     def best_step(self) -> int | None:
         """Return the step of the best checkpoint that a `KeepBest` has kept, for `restore(state, step=…)`.
@@ -403,7 +333,7 @@ class Saver:
             ValueError: No checkpoint of this prefix is of a `KeepBest`.
         """
         steps = self.all_steps()
-        best = best_step({step: self.best(step) for step in steps})
+        best = best_step({step: self._engine.best(step) for step in steps})
         if best is None and steps:
             raise ValueError(
                 f"best_step: must have checkpoints of a KeepBest, got {format_name(self.prefix, steps[-1])} in "
@@ -412,16 +342,10 @@ class Saver:
             )
         return best
 
-    def best(self, step: int) -> BestRecord | None:
-        """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
-        with self._between_saves():
-            return self._reader.best(step)
-
     @property
     def last_checkpoints(self) -> list[str]:
         """The paths of the checkpoints that `max_to_keep` counts, oldest first: all but those kept permanently."""
-        with self._between_saves():
-            return self._retention.evictable()
+        return self._engine.evictable()
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk.
@@ -429,29 +353,7 @@ class Saver:
         Raises:
             CheckpointError: The save failed.
         """
-        with self._exclusive():
-            self.settle()
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                self._give_up(failure)
-            self._saving = None
-
-    def is_saving(self) -> bool:
-        """Return whether a save is in progress, without waiting for anything."""
-        return self._store.is_writing()
-
-    @property
-    def published(self) -> Published | None:
-        """The newest checkpoint of this Saver that is on disk; None before the first one, and on other processes."""
-        return self._retention.published
-
-    def settle(self) -> None:
-        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
-        with self._exclusive():
-            try:
-                self._store.wait()
-            except Exception as error:
-                self._failure = self._failure or error
+        self._engine.wait()
 
     @contextlib.contextmanager
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
@@ -472,16 +374,8 @@ class Saver:
             ...         _ = log.write("step 0\n"), log.flush()
             ...         path = saver.save(state)
         """
-        self._flushes.append(flush)
-        try:
+        with self._engine.flushing(flush):
             yield
-        finally:
-            self._flushes.remove(flush)
-
-    @property
-    def write_secs(self) -> float | None:
-        """The seconds of the latest save in the background, with the deletions after it; None until they have ended."""
-        return self._retention.write_secs
 
     def close(self, *, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
@@ -492,15 +386,7 @@ class Saver:
         Raises:
             CheckpointError: The last save failed.
         """
-        wait = as_bool(wait, "wait")
-        with self._exclusive():
-            try:
-                if wait:
-                    self.wait()
-            finally:
-                if not self._closed:
-                    self._closed = True
-                    self._store.close(wait)
+        self._engine.close(wait=as_bool(wait, "wait"))
 
     def __enter__(self) -> "Saver":
         return self
@@ -514,90 +400,12 @@ class Saver:
             exceptions.note(error, f"Additionally, {failure}")  # the error of the block matters more
 
     def __repr__(self) -> str:
-        return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
+        return f"<jstep.Saver {self._engine.path_of_prefix}-*>"
 
-    def _begin(self) -> list[int]:
-        """Return a number for this save, and its time in microseconds; all processes start it, or none of them."""
 
-        def begin() -> tuple[int, int]:
-            self.wait()
-            if jax.process_index() == 0:
-                self._store.claim()
-            return secrets.randbits(31), max(0, int(time.time() * 1e6))
-
-        problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
-        return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
-
-    def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
-        leaves = StateLeaves(state)
-        saved = SavedState.of(leaves, self.leave_out)
-        step = _step_of(state)
-        finite = extra.finite
-        if finite is None:
-            finite = StateContents(leaves, params_only=True).are_finite()
-        path = self._store.path(format_name(self.prefix, step))
-        self._saving = path
-        self._retention.begin()
-        try:
-            own_parts = array_writer().take(saved.arrays)
-            manifest = Manifest(
-                step=step,
-                saved_at=saved_at,
-                leaves=tuple(saved.leaves),
-                extra=extra.values,
-                parts={array.name: array.part for array in own_parts if array.part != array.shape},
-                finite=finite,
-                processes=jax.process_count(),
-                best=extra.best,
-            )
-            records, flushes = start_leaf_fingerprints(saved.left_out), tuple(self._flushes)
-            self.saves_begun += 1
-            end = EndOfSave(manifest, records, flushes, extra.temporary_secs, self._listener, self.saves_begun)
-            job = SaveJob(
-                name=str(number),
-                saved_at=saved_at,
-                process=jax.process_index(),
-                count=jax.process_count(),
-                nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
-                arrays=own_parts,
-                files=extra.files,
-                end=functools.partial(self._retention.finish, end),
-            )
-            self._store.save(path, job)
-        except Exception as error:
-            self._give_up(error)
-        return path
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        """Remove the leftovers of a failed save, and raise the error that explains it."""
-        path, self._saving = self._saving, None
-        if path is not None and jax.process_index() == 0:
-            self._store.abandon(path)
-        what = path or "the last checkpoint"
-        failure = CheckpointError(f"{what} was not saved: {short(error)}. Earlier checkpoints are unchanged.")
-        for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
-            exceptions.note(failure, text)
-        raise failure from error
-
-    @contextlib.contextmanager
-    def _between_saves(self) -> Iterator[None]:
-        """Hold the lock while no save is in progress, after raising the error of the last one."""
-        with self._exclusive():
-            self.wait()
-            yield
-
-    def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the lock; raise an error if a save may wait for this thread."""
-        if self._listener is not None and self._listener.is_calling():
-            raise RuntimeError(
-                f"Hook.saved: a save of this Saver may wait for this call, and the call for the save; read checkpoints "
-                f"with another one, jstep.Saver({self.directory!r})"
-            )
-        return self._lock
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"this Saver of {self.directory} is closed; create another one")
+def engine_of(saver: Saver) -> SaverEngine:
+    """Return what a run calls of its Saver beside the methods that users call."""
+    return saver._engine
 
 
 def _step_or_none(step: object) -> int | None:
@@ -616,24 +424,3 @@ def _check_tree(value: object, name: str, call: str) -> None:
             f"{name}={format_value(value)}: must be a TrainState, or another tree of arrays, got "
             f"{describe_type(value)}; the arguments are {call}"
         )
-
-
-def _step_of(state: Tree) -> int:
-    """Return the global step: a field, a key, or the common step of a population's members."""
-    step = field_of(state, GLOBAL_STEP)
-    if step is None:
-        if isinstance(state, tuple):
-            raise TypeError(f"state: must be a state, got {describe_type(state)}")
-        raise ValueError(
-            "state: it has no global step, which names the checkpoint; "
-            "add one with state.replace(global_step=jstep.create_global_step())"
-        )
-    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
-        steps = np.unique(np.asarray(step))
-        if len(steps) != 1:
-            raise ValueError(
-                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: must be one "
-                "step, which names the checkpoint; save the members on their own"
-            )
-        step = steps[0]
-    return as_int(step, "state: global_step", 0)

@@ -24,7 +24,7 @@ from jstep.checkpoint.hook_states import StateFormat
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.checkpoint.shared_directory import check_shared
 from jstep.core import processes
 from jstep.core.checks import as_int, format_list
@@ -195,7 +195,7 @@ class KeepBest(MetricReader):
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
         self._saver = saver
         self._paths = _SavedPaths(None if run is None else run.background)
-        saver.set_listener(self._paths)
+        engine_of(saver).set_listener(self._paths)
         self._failed = None
         self._saving_step = None
         self._read(saver)
@@ -220,7 +220,7 @@ class KeepBest(MetricReader):
         self._of_others = set()
         for step in saver.all_steps():
             try:
-                record = saver.best(step)
+                record = engine_of(saver).best(step)
                 if record is None or record.metric != self.metric:
                     raise ValueError(f"it is not kept for {self.metric!r}")
             except (CheckpointError, ValueError) as error:
@@ -404,7 +404,7 @@ class KeepBest(MetricReader):
     def _check_save(self, *, wait: bool = False) -> bool:
         """Called after each call of the loop, until the save in progress has ended: the run ends soon if it failed."""
         saver = self._saver
-        if saver is None or (saver.is_saving() and not wait):
+        if saver is None or (engine_of(saver).is_saving() and not wait):
             return saver is not None
         self._wait(saver)
         return False
@@ -432,7 +432,7 @@ class KeepBest(MetricReader):
     def _next_run_save(self) -> int:
         """The number of the next save of the run, which holds all that this evaluation changes."""
         run = self._run
-        return 0 if run is None or run.saver is None else run.saver.saves_begun + 1
+        return 0 if run is None or run.saver is None else engine_of(run.saver).saves_begun + 1
 
     def _supersede(self, step: int) -> None:
         """Take a checkpoint out of those that count, and delete it if no restart needs it.
@@ -446,7 +446,7 @@ class KeepBest(MetricReader):
         if run is None or run.saver is None:
             self._delete(step)
             return
-        published = run.saver.published
+        published = engine_of(run.saver).published
         is_made_again = made_before > (0 if published is None else published.number)
         if is_made_again:  # by each start that could use it
             self._delete(step)
@@ -461,7 +461,7 @@ class KeepBest(MetricReader):
             if self._saving_step is not None:
                 self._delete_all(self._superseded)
             return
-        published = run.saver.published
+        published = engine_of(run.saver).published
         number = 0 if published is None else published.number
         self._delete_all([step for step, needed in self._superseded.items() if needed <= number])
         if published is not None:
@@ -488,7 +488,7 @@ class KeepBest(MetricReader):
             if processes.is_single_process():
                 saver.delete(step)
             else:
-                saver.delete_alone(step)
+                engine_of(saver).delete_alone(step)
         except FileNotFoundError:
             pass
         except (OSError, CheckpointError) as error:

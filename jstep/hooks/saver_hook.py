@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jstep.checkpoint.manifest import CheckpointExtra
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks.run_hook import RunHook, RunInfo
@@ -73,6 +73,6 @@ def may_save(
 
 def write(run: RunInfo, saver: Saver, state: TrainState, extra: CheckpointExtra) -> None:
     """Begin to write a checkpoint, of which the run's hooks are told once it is complete."""
-    saver.set_listener(run.background)
+    engine_of(saver).set_listener(run.background)
     with internal_transfers():
         saver.save(state, extra=extra)

@@ -14,7 +14,7 @@ import numpy as np
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
 from jstep.checkpoint.opening import Claimed, open_for_run
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.checkpoint.store import Store
 from jstep.core import processes, trees
 from jstep.core.checks import format_list
@@ -234,7 +234,7 @@ def _what_it_lacks(parent: ParentCheckpoint) -> str:
     """Say that a best checkpoint has the state alone: it was saved within an iteration, and nothing resumes from it."""
     record = None
     with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
-        record = parent.saver.best(parent.step)
+        record = engine_of(parent.saver).best(parent.step)
     if record is None:
         return ""
     return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"

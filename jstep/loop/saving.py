@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
+from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.names import checkpoint_name, open_store
 from jstep.checkpoint.retention import ALWAYS
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -45,10 +46,10 @@ class SaveInterval:
     A save may block the loop for a hundredth of the time since the one before, and its write may take a tenth of it.
     """
 
-    def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self._saver = saver
+    def __init__(self, engine: SaverEngine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
         self._clock = clock
-        self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
+        self._least = BUCKET_SECS if is_url(engine.directory) else FIRST_SECS
         self._saved_at: float | None = None
         self.blocked_secs = 0.0  # how long the latest save blocked the loop
 
@@ -56,7 +57,8 @@ class SaveInterval:
         if self._saved_at is None:
             return FIRST_SECS
         passed = self._clock() - self._saved_at
-        busy = passed if self._saver.write_secs is None else self._saver.write_secs  # it is still being written
+        write_secs = self._engine.write_secs
+        busy = passed if write_secs is None else write_secs  # it is still being written
         secs = min(MAX_SECS, max(self._least, self.blocked_secs / _LOOP_SHARE, busy / _WRITER_SHARE))
         return max(secs - passed, 0.0)
 
@@ -86,7 +88,7 @@ class RunSaverHook(SaverHook):
         self._context = run
         self._contents = RunContents(run)
         self.saver = saver
-        self._interval = SaveInterval(saver) if options.save_checkpoint_secs == AUTO else None
+        self._interval = SaveInterval(engine_of(saver)) if options.save_checkpoint_secs == AUTO else None
         if self._interval is None:
             secs: Any = options.save_checkpoint_secs
             steps = ("save_steps", options.save_checkpoint_steps)
@@ -230,7 +232,7 @@ def where_resumed(run: RunContext) -> str:
     newest = "the newest checkpoint, if there is one"
     if processes.is_single_process() and not run.signals.received_twice:  # otherwise this could wait forever
         with contextlib.suppress(Exception):  # the save has failed, or the store cannot be reached
-            saver.settle()
+            engine_of(saver).settle()
             store = open_store(saver.directory)
             found = next(iter(store.newest_first(saver.prefix)), None)
             if found is None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.hook_states import check_stateful, get_states
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
@@ -134,7 +134,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
     assumed_first = run.plan.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
-            saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
+            engine_of(saver).check_run(run.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
     is_restoring = latest is not None and run.plan.parent is None
     with (

@@ -11,6 +11,7 @@ from comparisons import same
 
 import jstep
 from jstep.checkpoint.directory_store import DirectoryStore
+from jstep.checkpoint.saver import engine_of
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
@@ -143,7 +144,7 @@ def test_what_is_superseded_stays_until_a_checkpoint_of_the_run_has_seen_it(tmp_
 
     class Settle(jstep.Hook):
         def before_step(self, step, state):
-            saver.settle()  # what is seen below is no luck
+            engine_of(saver).settle()  # what is seen below is no luck
 
     best = keep(tmp_path)
 

@@ -10,6 +10,7 @@ from loop_runs import DATA, by_hand, make_state, run_of, same, start_of, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
+from jstep.checkpoint.saver import engine_of
 from jstep.record.starts import read_starts
 
 
@@ -179,7 +180,7 @@ def test_the_boundary_before_the_ends_is_temporary(mode, tmp_path):
             told.append(step)
 
         def end(self, step, state):
-            saver.settle()
+            engine_of(saver).settle()
             seen.append([(at, read_manifest(str(tmp_path / f"model-{at}")).temporary) for at in steps_in(tmp_path)])
             return doubled(state)
 

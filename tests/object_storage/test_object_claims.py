@@ -10,6 +10,7 @@ from object_states import state_at
 
 import jstep
 from jstep.checkpoint import claims
+from jstep.checkpoint.saver import engine_of
 from jstep.stores import owners
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -78,7 +79,7 @@ def test_claims_are_renewed_periodically(store, monkeypatch):
         for _ in range(300):
             if store.data("run/~claims/model") != first:
                 break
-            saver._store._claim._ended.wait(0.01)
+            engine_of(saver)._store._claim._ended.wait(0.01)
         assert store.data("run/~claims/model") != first
         saver.save(state_at(1))
 

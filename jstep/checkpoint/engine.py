@@ -1,0 +1,325 @@
+"""The engine of a `Saver`: one save at a time in the background, and reads between saves.
+
+`Saver` is what users see of it. The run of a Saver calls the engine for what no user may do: with another listener, or
+without the other processes, a checkpoint could be lost.
+"""
+
+import contextlib
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jstep.checkpoint import names as naming
+from jstep.checkpoint.attempts import SaveJob, array_writer
+from jstep.checkpoint.best_record import BestRecord
+from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
+from jstep.checkpoint.listing import format_name
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
+from jstep.checkpoint.reading import CheckpointReader, short
+from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
+from jstep.core import exceptions, meshes, processes, trees
+from jstep.core.checks import as_int, describe_type
+from jstep.core.selection import VarList
+from jstep.core.trees import Tree
+from jstep.state.leaves import GLOBAL_STEP, StateLeaves, field_of
+from jstep.state.nonfinite import StateContents
+
+
+class SaverEngine:
+    """The writes and reads of one `Saver`.
+
+    Attributes:
+        reader: Reads checkpoints; alone, without a lock, only what a save in progress does not touch.
+        saves_begun: The number of saves that have begun.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        prefix: str,
+        *,
+        max_to_keep: int | None,
+        keep_every_n_hours: float | None,
+        is_async: bool,
+        leave_out: VarList,
+    ) -> None:
+        self.directory = directory
+        self.prefix = prefix
+        self.leave_out = leave_out
+        self._is_async = is_async
+        self._store = naming.open_store(directory, prefix)
+        self._retention = Retention(self._store, prefix, max_to_keep, keep_every_n_hours, since=time.time())
+        self.reader = CheckpointReader(self._store, prefix)
+        self._flushes: list[Callable[[], None]] = []
+        self._listener: Listener | None = None
+        # Held by each call, and by nothing that runs in the background.
+        self._lock = threading.RLock()
+        self._is_closed = False
+        # The path of the save that is not acknowledged yet, and its error once it has ended with one.
+        self._saving: str | None = None
+        self._failure: Exception | None = None
+        self.saves_begun = 0
+
+    @property
+    def path_of_prefix(self) -> str:
+        return self._store.path(self.prefix)
+
+    # Which thread may call, and when.
+
+    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock; raise an error if a save may wait for this thread."""
+        if self._listener is not None and self._listener.is_calling():
+            raise RuntimeError(
+                f"Hook.saved: a save of this Saver may wait for this call, and the call for the save; read checkpoints "
+                f"with another one, jstep.Saver({self.directory!r})"
+            )
+        return self._lock
+
+    @contextlib.contextmanager
+    def between_saves(self) -> Iterator[CheckpointReader]:
+        """Hold the lock while no save is in progress, after raising the error of the last one."""
+        with self.exclusive():
+            self.wait()
+            yield self.reader
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"this Saver of {self.directory} is closed; create another one")
+
+    # Reads.
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, the newest first."""
+        with self.between_saves():
+            return [step for step, _ in self._store.newest_first(self.prefix)]
+
+    def evictable(self) -> list[str]:
+        """Return the checkpoints that `max_to_keep` counts, the oldest first."""
+        with self.between_saves():
+            return self._retention.evictable()
+
+    def best(self, step: int) -> BestRecord | None:
+        """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
+        with self.between_saves() as reader:
+            return reader.best(step)
+
+    def check_run(self, state: Tree, step: int) -> None:
+        """Check that a run with this state can resume from a checkpoint; only its manifest is read.
+
+        Args:
+            state: The state, or its shapes.
+            step: The step of the checkpoint.
+
+        Raises:
+            CheckpointError: The manifest is corrupted, or a save failed in the background.
+            FileNotFoundError: There is no checkpoint of that step.
+            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
+        """
+        with self.between_saves() as reader:
+            reader.check_run(state, step)
+
+    # Saves.
+
+    def claim(self, state: Tree = None) -> None:
+        """See `Saver.claim`."""
+        with self.exclusive():
+            self.check_open()
+            self.wait()
+            if state is not None and self.leave_out is not None:
+                StateLeaves(state).left_out(self.leave_out)
+            problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+            claim = self._store.claim if jax.process_index() == 0 else lambda: None
+            # If the first process fails, all raise: a process that continued would wait forever.
+            processes.on_all_processes(claim, problem, CheckpointError)
+
+    def save(self, state: Tree, extra: CheckpointExtra) -> str:
+        """Begin to save a state; return the path that its checkpoint will have."""
+        number, microseconds = self._begin()
+        with meshes.internal_transfers():
+            path = self._save(state, extra, number, microseconds / 1e6)
+        if not self._is_async:
+            self.wait()
+        return path
+
+    def _begin(self) -> list[int]:
+        """Return a number for this save, and its time in microseconds; all processes start it, or none of them."""
+
+        def begin() -> tuple[int, int]:
+            self.wait()
+            if jax.process_index() == 0:
+                self._store.claim()
+            return secrets.randbits(31), max(0, int(time.time() * 1e6))
+
+        problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
+        return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
+
+    def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
+        leaves = StateLeaves(state)
+        saved = SavedState.of(leaves, self.leave_out)
+        step = _step_of(state)
+        finite = extra.finite
+        if finite is None:
+            finite = StateContents(leaves, params_only=True).are_finite()
+        path = self._store.path(format_name(self.prefix, step))
+        self._saving = path
+        self._retention.begin()
+        try:
+            own_parts = array_writer().take(saved.arrays)
+            manifest = Manifest(
+                step=step,
+                saved_at=saved_at,
+                leaves=tuple(saved.leaves),
+                extra=extra.values,
+                parts={array.name: array.part for array in own_parts if array.part != array.shape},
+                finite=finite,
+                processes=jax.process_count(),
+                best=extra.best,
+            )
+            self.saves_begun += 1
+            end = EndOfSave(
+                manifest=manifest,
+                left_out=start_leaf_fingerprints(saved.left_out),
+                flushes=tuple(self._flushes),
+                temporary_secs=extra.temporary_secs,
+                listener=self._listener,
+                number=self.saves_begun,
+            )
+            job = SaveJob(
+                name=str(number),
+                saved_at=saved_at,
+                process=jax.process_index(),
+                count=jax.process_count(),
+                nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
+                arrays=own_parts,
+                files=extra.files,
+                end=functools.partial(self._retention.finish, end),
+            )
+            self._store.save(path, job)
+        except Exception as error:
+            self._give_up(error)
+        return path
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """Remove the leftovers of a failed save, and raise the error that explains it."""
+        path = self._saving
+        self._saving = None
+        if path is not None and jax.process_index() == 0:
+            self._store.abandon(path)
+        what = path or "the last checkpoint"
+        failure = CheckpointError(f"{what} was not saved: {short(error)}. Earlier checkpoints are unchanged.")
+        for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
+            exceptions.note(failure, text)
+        raise failure from error
+
+    @contextlib.contextmanager
+    def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
+        """See `Saver.flushing`."""
+        self._flushes.append(flush)
+        try:
+            yield
+        finally:
+            self._flushes.remove(flush)
+
+    def set_listener(self, listener: Listener | None) -> None:
+        """Notify a listener of each permanent checkpoint, from the next save on."""
+        self._listener = listener
+
+    # A save in progress.
+
+    def wait(self) -> None:
+        """See `Saver.wait`."""
+        with self.exclusive():
+            self.settle()
+            failure = self._failure
+            self._failure = None
+            if failure is not None:
+                self._give_up(failure)
+            self._saving = None
+
+    def settle(self) -> None:
+        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
+        with self.exclusive():
+            try:
+                self._store.wait()
+            except Exception as error:
+                self._failure = self._failure or error
+
+    def is_saving(self) -> bool:
+        """Return whether a save is in progress, without waiting for anything."""
+        return self._store.is_writing()
+
+    @property
+    def published(self) -> Published | None:
+        """The newest checkpoint of this Saver that is on disk; None before the first one, and on other processes."""
+        return self._retention.published
+
+    @property
+    def write_secs(self) -> float | None:
+        """The seconds of the latest save in the background, with the deletions after it; None until they have ended."""
+        return self._retention.write_secs
+
+    # Deletions, and the end.
+
+    def delete(self, step: int) -> None:
+        """See `Saver.delete`."""
+        with self.exclusive():
+            self.claim()
+            path = self._store.at(self.prefix, step)
+            if processes.any_process(path is None):
+                raise FileNotFoundError(
+                    f"step={step}: there is no checkpoint {format_name(self.prefix, step)} in {self.directory}"
+                )
+            assert path is not None
+            if self._listener is not None:
+                self._listener.wait(path)
+            delete = functools.partial(self._retention.delete, step, path)
+            problem = f"{path} was not deleted; see the error of process 0"
+            # The other processes return when it is deleted.
+            processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
+
+    def delete_alone(self, step: int) -> None:
+        """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""
+        with self.exclusive():
+            self.check_open()
+            self.settle()
+            path = self._store.at(self.prefix, step)
+            if path is not None:
+                self._retention.delete(step, path)
+
+    def close(self, *, wait: bool) -> None:
+        """See `Saver.close`."""
+        with self.exclusive():
+            try:
+                if wait:
+                    self.wait()
+            finally:
+                if not self._is_closed:
+                    self._is_closed = True
+                    self._store.close(wait)
+
+
+def _step_of(state: Tree) -> int:
+    """Return the global step: a field, a key, or the common step of a population's members."""
+    step = field_of(state, GLOBAL_STEP)
+    if step is None:
+        if isinstance(state, tuple):
+            raise TypeError(f"state: must be a state, got {describe_type(state)}")
+        raise ValueError(
+            "state: it has no global step, which names the checkpoint; "
+            "add one with state.replace(global_step=jstep.create_global_step())"
+        )
+    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
+        steps = np.unique(np.asarray(step))
+        if len(steps) != 1:
+            raise ValueError(
+                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: must be one "
+                "step, which names the checkpoint; save the members on their own"
+            )
+        step = steps[0]
+    return as_int(step, "state: global_step", 0)
