@@ -3,10 +3,12 @@
     python dev/random_runs.py 400             # seeds 0 to 399
     python dev/random_runs.py 20 --first 1000 --processes 2
 
-A program is a loop (`train`, `Run`, `every`, a body that makes its batches), with hooks that have memories and change
-the state, evaluations with callbacks, logs and savers. A fault is an error, an exit, an interrupt, a signal, SIGKILL or
-a full disk, in a method of a hook, a callback, an evaluation, a `write`, the body or a batch. Each start has one; after
-the last fault the program runs to its end, and is then started once more, which must do nothing.
+A program is a loop (`train`, `Run`, `every`, a body that makes its batches, a generator around the loop, a loop in the
+body of another one), with hooks that have memories and change the state, evaluations with callbacks, logs and savers.
+It ends at `last_step`, with its batches, or by a hook; its body may catch errors. A fault is an error, an exit, an
+interrupt, a signal, SIGKILL or a full disk, in a method of a hook, a callback, an evaluation, a `write`, the body or a
+batch. Each start has one; after the last fault the program runs to its end. Then it is started twice more, which must
+do nothing, and once with more steps to take.
 
 Compared are the bits of the state, the memories, the best checkpoints, the rows of History and of MetricsHook, and the
 newest point of each step in event files; of each start, the checkpoint that its note names, and how its record says
@@ -15,7 +17,9 @@ that it ended. The starts of a program with a SIGKILL are processes of their own
 
 import argparse
 import asyncio
+import contextlib
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -42,11 +46,14 @@ from jstep.record.starts import read_starts, valid
 
 PLACES = (
     *("begin", "before_step", "after_step", "end", "get_state", "set_state", "before_save", "saved", "closed"),
-    *("change", "callback", "evaluate", "write", "body", "batch", "fsync"),
+    *("change", "callback", "evaluate", "write", "body", "batch", "fsync", "inner"),
 )
 ERRORS = {"OSError": OSError, "SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt,
-          "CancelledError": asyncio.CancelledError}  # fmt: skip
-SIGNALS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL"
+          "CancelledError": asyncio.CancelledError, "GeneratorExit": GeneratorExit,
+          "StopIteration": StopIteration}  # fmt: skip
+SIGNALS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL", "SIGINT twice"
+MORE_STEPS = 3
+"""The steps that a program takes beyond its end, when it is continued."""
 START_SECS = 120.0
 
 
@@ -62,28 +69,41 @@ class Program(NamedTuple):
     """What is the same in all starts."""
 
     mode: str
+    ending: str
     steps_per_call: int
     last_step: int
     save_steps: int | None
+    save_secs: float | None
     hooks: tuple[str, ...]
     has_logdir: bool
     has_second_saver: bool
+    has_means: bool
+    best_to_keep: int
+    catches_errors: bool
     processes: int
 
 
 def draw(seed: int, processes: int) -> tuple[Program, list[Fault]]:
     rng = random.Random(seed)
-    mode = rng.choice(["train", "train", "run", "every", "loop"])
+    mode = rng.choice(["train", "train", "run", "every", "loop", "generator", "nested"])
+    endings = ["last_step", "last_step", "hook"]
+    if mode != "loop":
+        endings.append("batches")
     hooks = ["memory", "change", "history", "metrics", "evaluation", "second evaluation", "plain end"]
     chosen = rng.sample(hooks, rng.randint(2, len(hooks)))
     program = Program(
         mode=mode,
+        ending=rng.choice(endings),
         steps_per_call=1 if mode == "loop" else rng.choice([1, 1, 4]),
         last_step=rng.randint(4, 8),
         save_steps=rng.choice([1, 2, 3, None]),
+        save_secs=rng.choice([None, None, None, 1e-9]),
         hooks=tuple(chosen),
         has_logdir=rng.random() < 0.5,
         has_second_saver=rng.random() < 0.3,
+        has_means=rng.random() < 0.3,
+        best_to_keep=rng.choice([1, 1, 3]),
+        catches_errors=rng.random() < 0.2,
         processes=processes,
     )
     faults = []
@@ -117,7 +137,10 @@ class Come:
         if fault.kind == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
         elif cls.process == 0:  # one process receives a signal, and all have to agree
-            signal.raise_signal(getattr(signal, fault.kind))
+            name, _, twice = fault.kind.partition(" ")
+            signal.raise_signal(getattr(signal, name))
+            if twice:
+                signal.raise_signal(getattr(signal, name))
 
 
 def fail_fsync() -> None:
@@ -208,6 +231,30 @@ class PlainEnd(jstep.Hook):
         return scaled(state, 0.75)
 
 
+class Stops(jstep.Hook):
+    """A hook that stops the run at a step, and keeps it stopped."""
+
+    key = "stops"
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+        self._step = 0
+
+    def begin(self, state: Any) -> None:
+        self._step = 0
+
+    def after_step(self, step: int, state: Any, metrics: Any) -> bool:
+        self._step = step
+        return step >= self._last_step
+
+    def get_state(self) -> int:
+        return self._step
+
+    def set_state(self, value: int) -> bool:
+        self._step = value
+        return value >= self._last_step
+
+
 class Callback:
     """A callback that remembers the steps that it has seen, and changes the state."""
 
@@ -261,9 +308,45 @@ def scaled(state: Any, factor: float) -> Any:
     return state.replace(params=jax.tree.map(lambda leaf: leaf * jnp.float32(factor), state.params))
 
 
-def batch(step: int) -> Any:
-    Come.at("batch")
-    return np.full(3, np.sin(step), np.float32)
+def batches_until(end: float) -> Any:
+    def batch(step: int) -> Any:
+        if step >= end:
+            raise jstep.OutOfRangeError("there are no more batches")
+        Come.at("batch")
+        return np.full(3, np.sin(step), np.float32)
+
+    return batch
+
+
+def inner_result(directory: str, step: int) -> float:
+    """Train a few steps in the body of a step, in a directory of its own; return a number that depends on all of it."""
+    optimizer, step_fn, _ = compiled()
+    seen: list[int] = []
+
+    class Inner(jstep.Hook):
+        key = "inner"
+
+        def after_step(self, step: int, state: Any, metrics: Any) -> Any:
+            seen.append(step)
+            Come.at("inner")
+            return scaled(state, 1.25)
+
+        def end(self, step: int, state: Any) -> Any:
+            Come.at("inner")
+            return scaled(state, 0.5)
+
+        def get_state(self) -> Any:
+            return list(seen)
+
+        def set_state(self, value: Any) -> None:
+            seen[:] = value
+
+    state = jstep.TrainState.create({"w": jnp.full(3, 1.0 / step)}, optimizer)
+    state = jstep.train(
+        step_fn, state, lambda step: np.full(3, step, np.float32), 3, hooks=[Inner()], log_steps=None, progress=False,
+        checkpoint_dir=os.path.join(directory, "inner", str(step)), save_checkpoint_steps=1,
+    )  # fmt: skip
+    return float(state.params["w"][0]) + len(seen)
 
 
 @functools.cache
@@ -282,56 +365,75 @@ def run_program(program: Program, directory: str) -> dict[str, Any]:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         state = jstep.shard_state(state, mesh, jax.sharding.PartitionSpec())
     memory, change, callback, body = Memory(), Change(), Callback(), Body()
-    history = jstep.History(every_n_steps=3)
-    best = jstep.KeepBest(os.path.join(directory, "best"), "value", mode="max", **KEEP)
+    history = jstep.History(every_n_steps=3, mean=program.has_means)
+    best = jstep.KeepBest(os.path.join(directory, "best"), "value", mode="max", max_to_keep=program.best_to_keep)
     rows_path = os.path.join(directory, "rows.jsonl")
 
     def write(step: int, values: dict[str, float]) -> None:
         Come.at("write")
         with open(rows_path, "a") as file:
-            file.write(json.dumps([step, values["loss"]]) + "\n")
+            file.write(json.dumps([step, round(values["loss"], 5)]) + "\n")
 
     made = {
         "memory": memory, "change": change, "history": history, "plain end": PlainEnd(),
-        "metrics": jstep.MetricsHook(write, every_n_steps=2),
+        "metrics": jstep.MetricsHook(write, every_n_steps=2, mean=program.has_means),
         "evaluation": jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=[best, callback]),
         "second evaluation": jstep.EvaluationHook(evaluate, every_n_steps=3, prefix="second"),
     }  # fmt: skip
     hooks: list[Any] = [made[name] for name in program.hooks]
     if program.mode != "loop":
         hooks.append(body)
+    if program.ending == "hook":
+        hooks.append(Stops(program.last_step))
     if program.has_second_saver:
         hooks.append(jstep.CheckpointSaverHook(os.path.join(directory, "other"), save_steps=2))
     options: dict[str, Any] = {
-        "hooks": hooks, "checkpoint_dir": os.path.join(directory, "run"), "save_checkpoint_secs": None,
+        "hooks": hooks, "checkpoint_dir": os.path.join(directory, "run"), "save_checkpoint_secs": program.save_secs,
         "save_checkpoint_steps": program.save_steps, "log_steps": None, "progress": False,
         "steps_per_call": program.steps_per_call,
         "logdir": os.path.join(directory, "run") if program.has_logdir else None, "save_summaries_steps": 2,
     }  # fmt: skip
-    last_step = program.last_step
+    last_step = program.last_step if program.ending == "last_step" else program.last_step + 9
+    caught = [OSError] if program.catches_errors else []
+    batches = batches_until(program.last_step if program.ending == "batches" else float("inf"))
     if program.mode == "train":
-        state = jstep.train(step_fn, state, batch, last_step, **options)
-    elif program.mode == "loop":
-        with jstep.Run(step_fn, state, jstep.from_loop(body=body), last_step, **options) as run:
-            for step in run:
-                body.seen.append(step)
-                run.train_step(batch(step))
-                Come.at("body")
-                body.seen.append(-step)
+        state = jstep.train(step_fn, state, batches, last_step, **options)
+    elif program.mode == "generator":
+        run = jstep.Run(step_fn, state, batches, last_step, **options)
+        for step in steps_of(run):
+            run_body(program, run, step, body, directory)
         state = run.state
     else:
-        with jstep.Run(step_fn, state, batch, last_step, **options) as run:
-            for step in run if program.mode == "run" else run.every(3):
-                body.seen.append(step)
-                Come.at("body")
-                run.state = scaled(run.state, 1.125)
-                body.seen.append(-step)
+        source = jstep.from_loop(body=body) if program.mode == "loop" else batches
+        # An error of the run that the block swallows comes again where the block ends.
+        with jstep.Run(step_fn, state, source, last_step, **options) as run, contextlib.suppress(*caught):
+            for step in run.every(3) if program.mode == "every" else run:
+                run_body(program, run, step, body, directory)
         state = run.state
     return {
         "w": hashlib.sha256(np.asarray(state.params["w"].addressable_data(0)).tobytes()).hexdigest()[:12],
         "memories": [memory.seen, change.count, callback.seen, body.seen],
         "history": [[step, {k: round(v, 5) for k, v in row.items()}] for step, row in history._rows.items()],
     }
+
+
+def steps_of(run: Any) -> Any:
+    """A generator around the loop, which is dropped if the code that consumes it raises."""
+    with run:
+        yield from run
+
+
+def run_body(program: Program, run: Any, step: int, body: Body, directory: str) -> None:
+    body.seen.append(step)
+    with contextlib.suppress(*([OSError] if program.catches_errors else [])):
+        if program.mode == "loop":
+            run.train_step(np.full(3, np.sin(step), np.float32))
+        Come.at("body")
+    if program.mode == "nested":
+        run.state = scaled(run.state, inner_result(directory, step) / 16)
+    elif program.mode != "loop":
+        run.state = scaled(run.state, 1.125)
+    body.seen.append(-step)
 
 
 # One start, in a process of its own.
@@ -380,6 +482,7 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
         if found["ended"] in ("AssertionError", "AttributeError", "TypeError", "NameError", "KeyError"):
             found["traceback"] = traceback.format_exc()
     finally:
+        gc.collect()  # a generator around the loop is closed where nothing refers to it any more
         logger.removeHandler(lines)
         logger.setLevel(level_before)
     found["lines"] = lines.lines
@@ -487,14 +590,33 @@ def restored_step(found: dict[str, Any]) -> str | None:
     return None
 
 
-def named_checkpoint(found: dict[str, Any]) -> str | None:
+def named_checkpoint(program: Program, found: dict[str, Any]) -> str | None:
     text = " ".join([*found["notes"], found.get("text", ""), *(x for x in found["lines"] if "ends the run" in x)])
-    match = re.search(r"resumes from (model-\d+)|is saved as (model-\d+)|begins (from scratch)", text)
-    return None if match is None else match[1] or match[2] or "scratch"
+    matches = re.findall(r"resumes from (model-\d+)|is saved as (model-\d+)|begins (from scratch)", text)
+    if not matches:
+        return None
+    # What ends a run within another one has notes of both, the inner one's first.
+    resumed, saved, scratch = matches[-1 if program.mode == "nested" else 0]
+    return resumed or saved or (scratch and "scratch")
 
 
 ENDINGS = {"finished": {"finished"}, "killed": {"killed"}, "Preempted": {"interrupted", "finished"},
            "KeyboardInterrupt": {"interrupted", "failed", "finished"}}  # fmt: skip
+
+
+def differences(program: Program, faults: list[Fault], ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Compare what a program has returned and left behind with the same of an undisturbed one."""
+    problems = []
+    for name in theirs:
+        is_same = ours.get(name) == theirs[name]
+        if name == "rows":
+            # A run that a signal ends has a row of its last step, too; one that a tracker refused is lost.
+            is_refused = any(fault.place == "write" and fault.kind == "OSError" for fault in faults)
+            lost = [row for row in theirs[name] if row not in ours.get(name, [])]
+            is_same = len(lost) <= is_refused or program.has_means
+        if not is_same:
+            problems.append(f"{name}: {ours.get(name)}\n      undisturbed: {theirs[name]}")
+    return problems
 
 
 def problems_of(seed: int, processes: int, keep: str | None) -> tuple[list[str], int]:
@@ -521,41 +643,46 @@ def problems_of(seed: int, processes: int, keep: str | None) -> tuple[list[str],
             restored = restored_step(found)
             if named is not None and restored is not None and named != restored:
                 problems.append(f"a note named {named}, the next start restored {restored}")
-            named = named_checkpoint(found)
+            named = named_checkpoint(program, found)
             if "traceback" in found:
                 problems.append(found["traceback"])
             if fault is None and found["ended"] != "finished":
                 problems.append(f"the start without a fault ended: {found}")
-        for name in ("w", "memories", "history"):
-            if found.get(name) != expected.get(name):
-                problems.append(f"{name}: {found.get(name)}\n      undisturbed: {expected.get(name)}")
         result_path = os.path.join(above, "left")
-        ours = in_fork(result_path, lambda: left_behind(program, disturbed))
-        theirs = in_fork(result_path, lambda: left_behind(program, plain))
-        for name in theirs:
-            is_same = ours.get(name) == theirs[name]
-            if name == "rows":
-                # A run that a signal ends has a row of its last step, too; one that a tracker refused is lost.
-                is_refused = any(fault.place == "write" and fault.kind == "OSError" for fault in faults)
-                lost = [row for row in theirs[name] if row not in ours.get(name, [])]
-                is_same = len(lost) <= is_refused
-            if not is_same:
-                problems.append(f"{name}: {ours.get(name)}\n      undisturbed: {theirs[name]}")
+
+        def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+            names = ("w", "memories", "history")
+            ours = {name: ours.get(name) for name in names}
+            theirs = {name: theirs.get(name) for name in names}
+            ours |= in_fork(result_path, lambda: left_behind(program, disturbed))
+            theirs |= in_fork(result_path, lambda: left_behind(program, plain))
+            return differences(program, faults, ours, theirs)
+
+        problems += compare(found, expected)
         recorded = [start["end"][0] if start["end"] else None for start in starts_in(disturbed)]
         # A start that failed before its record was opened has none.
         for ended, status in zip(reversed(endings), reversed(recorded), strict=False):
-            if status not in ENDINGS.get(ended, {"failed"}):
+            allowed = ENDINGS.get(ended, {"failed"})
+            if program.mode == "nested" and ended == "Preempted":
+                allowed = {*allowed, "failed"}  # the run in the body obeys the signal, which is an error in the body
+            if status not in allowed:
                 problems.append(f"the record says {status} of a start that ended: {ended}; all: {recorded}, {endings}")
                 break
         before = files_of(disturbed)
-        idle = start(program, disturbed, None)
-        done = {"before_step", "after_step", "end", "callback", "evaluate", "write", "body", "change"}
-        # An evaluator reads its first batch when the run begins, for the shapes.
-        calls = {place: n for place, n in idle.get("calls", {}).items() if place in done - {"evaluate"}}
-        if idle["ended"] != "finished" or calls or idle["memories"] != found.get("memories"):
-            problems.append(f"a start with nothing to do: {calls} {idle['ended']} {idle.get('memories')}")
-        if files_of(disturbed) != before:
-            problems.append(f"a start with nothing to do has written: {set(files_of(disturbed)) ^ set(before)}")
+        for _ in range(2):
+            idle = start(program, disturbed, None)
+            done = {"before_step", "after_step", "end", "callback", "write", "body", "change", "inner"}
+            calls = {place: n for place, n in idle.get("calls", {}).items() if place in done}
+            if idle["ended"] != "finished" or calls or idle["memories"] != found.get("memories"):
+                problems.append(f"a start with nothing to do: {calls} {idle['ended']} {idle.get('memories')}")
+            if files_of(disturbed) != before:
+                problems.append(f"a start with nothing to do has written: {set(files_of(disturbed)) ^ set(before)}")
+        program = program._replace(last_step=program.last_step + MORE_STEPS)
+        expected = start(program, plain, None)
+        found = start(program, disturbed, None)
+        if expected["ended"] != "finished" or found["ended"] != "finished":
+            problems.append(f"continued: {found}\n      undisturbed: {expected}")
+        problems += [f"continued, {text}" for text in compare(found, expected)]
     finally:
         if keep and problems:
             shutil.copytree(above, os.path.join(keep, str(seed)), dirs_exist_ok=True)
@@ -567,7 +694,6 @@ def starts_in(directory: str) -> list[Any]:
     return [*valid(read_starts(os.path.join(directory, "run")).get("model", []))]
 
 
-KEEP: dict[str, int] = {}
 CACHE = os.path.join(tempfile.gettempdir(), "random-runs-cache")
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.hook_states import StateFormat
-from jstep.core import processes
+from jstep.core import processes, trees
 from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
 from jstep.core.logs import logger
@@ -24,7 +24,7 @@ from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.metering.intervals import merge_sums
-from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, sort_metrics
+from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics
 from jstep.state.train_state import TrainState
 from jstep.stores.files import refuse_links
 from jstep.stores.urls import location
@@ -87,6 +87,7 @@ class History(ReportingHook):
             "rows": {"steps": [], "columns": {}},
             "counts": {"steps": [], "columns": {}},
             "constants": [],
+            "newest": {},
         },
     )
 
@@ -104,7 +105,10 @@ class History(ReportingHook):
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
         self._first = 0  # the step at which the rows begin
         self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
-        self._saved_constants = set[str]()  # names of metrics that did not change in the start before
+        # Without means, the metrics of the step of a checkpoint that has no row yet. If a signal ends the run there,
+        # and the next start finds no batch, that step is the last one, and its row is made of these.
+        self._newest: Row = {}
+        self._saved_constants = set[str]()  # metrics that did not change in the start before
         self._evaluated = set[str]()  # the names of results of evaluations
         self._pulled: dict[str, int] = {}  # prefix of an evaluation → the step of the newest result that has a row
 
@@ -189,9 +193,11 @@ class History(ReportingHook):
         self._write()
 
     def make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
-        # Without metrics, no step was taken: an earlier start was killed before its end, in the middle of a row.
-        if step != self._last_row and (self._mean or metrics is not None):
-            self.when_due(step, state, metrics or {})
+        if step == self._last_row:
+            return
+        # Without metrics, this start took no step: an earlier one was killed or interrupted before its end, in the
+        # middle of a row.
+        self.when_due(step, state, self._newest if metrics is None else metrics)
 
     def end(self, step: int, state: TrainState) -> None:
         super().end(step, state)
@@ -247,6 +253,7 @@ class History(ReportingHook):
                 "rows": _columns(rows),
                 "counts": _columns(self._counts),
                 "constants": sorted(self._constants()),
+                "newest": self._newest_metrics(),
             }
 
     def set_state(self, value: Any) -> None:
@@ -263,7 +270,19 @@ class History(ReportingHook):
             for step, row in rows.items():
                 self._put(step, row)
             self._saved_constants = set(value["constants"])
+            self._newest = value["newest"]
             self._set_interval(self.run.step)
+
+    def _newest_metrics(self) -> Row:
+        """Return the metrics of the current step, if they have no row yet; with means, the sums have them."""
+        metrics = self.run.metrics
+        if self._mean or self._last_row == self.run.step:
+            return {}
+        if metrics is None:
+            return self._newest
+        if trees.is_donated(metrics):  # by a hook or a body that replaced the state, an array of which is a metric
+            return {}
+        return read_values(scalars(metrics, self._constants()))
 
     def flush(self) -> None:
         with self._lock, self.deferring_errors():

@@ -70,11 +70,16 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
         self._course = course
 
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        if error is None or isinstance(error, GeneratorExit):
+        course = self._course
+        if error is None:
             return
-        self._course.failure = original_error(error)
-        if self._course.failure is not error:
-            raise self._course.failure from None
+        if isinstance(error, GeneratorExit) and course.activity in (Activity.BODY, Activity.CLOSING):
+            # The iterator is closed where it waits for the body. One that code of the user raises, in a loader or a
+            # hook, is an error like any other.
+            return
+        course.failure = original_error(error)
+        if course.failure is not error:
+            raise course.failure from None
 
 
 class Run(Generic[P]):
@@ -476,11 +481,12 @@ class Run(Generic[P]):
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         failure = self._context.course.take_failure()
+        is_deliberate = error is not failure and self._is_deliberate(error)
         stack = self._stack
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
         self._context.watch.end_body()
-        if error is not None and not self._is_deliberate(error):
+        if error is not None and not is_deliberate:
             stack.__exit__(kind, error, trace)
             shorten(error)
             return
@@ -492,8 +498,8 @@ class Run(Generic[P]):
             finally:
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
-    def _is_deliberate(self, error: BaseException) -> bool:
-        """Whether a generator around the loop was closed, which stops the run as `break` does.
+    def _is_deliberate(self, error: BaseException | None) -> bool:
+        """Whether an error, which is not one of the loop, says that a generator around it was closed, as `break` does.
 
         Not if it was closed at a `yield` in the body: whoever consumed it has failed, or is done, and the rest of the
         body never comes. Its iteration would be saved in half.

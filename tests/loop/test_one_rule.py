@@ -1,5 +1,7 @@
 """One rule for `train` and `Run`: what ends an iteration saves nothing of it, and the end is one transaction."""
 
+import asyncio
+import contextlib
 import signal
 import time
 
@@ -114,6 +116,32 @@ def test_an_evaluation_whose_callback_raises_is_made_again_with_all_callbacks(mo
     go(mode, 8, tmp_path, [evaluation])
     assert list(evaluation.results) == [4, 6, 8]
     assert stop.bad == 3  # of four evaluations, the first one was the best
+
+
+@pytest.mark.thorough(except_for=["end-GeneratorExit-train", "batches-GeneratorExit-run"])
+@BOTH
+@pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("method", ["before_step", "after_step", "end", "batches"])
+def test_a_generator_exit_of_the_user_is_an_error_and_not_the_end_of_the_loop(mode, method, error, tmp_path):
+    """Only where a generator around the loop is closed outside of its body, it ends the run as `break` does."""
+    left = [error]
+
+    def batches(step):
+        if method == "batches" and step == 3 and left:
+            raise left.pop()
+        return DATA[step]
+
+    hooks = [Counts()] if method == "batches" else [Counts(), Raises(method, 5 if method == "end" else 3, error)]
+    with pytest.raises(type(error)) as caught:
+        go(mode, 5, tmp_path, hooks, batches=batches, save_checkpoint_steps=2)
+    saved = {"before_step": 2, "after_step": 2, "end": 5, "batches": 3}[method]
+    assert steps_in(tmp_path)[-1] == saved
+    assert end_of(tmp_path) == ["failed", type(error).__name__]
+    assert f"model-{saved}" in "".join(caught.value.__notes__)
+    counts = Counts()
+    state = go(mode, 5, tmp_path, [counts])
+    assert (counts.before, counts.after, counts.ends) == (5, 5, 1)
+    assert same(state, doubled(by_hand(5)))
 
 
 # The end.
@@ -313,6 +341,25 @@ def test_an_evaluation_that_a_hook_follows_which_changes_the_state_is_finished(i
     again = jstep.EvaluationHook(metric, every_n_steps=3)
     train(6, hooks=[again, change] if is_followed else [change, again], checkpoint_dir=tmp_path)
     assert {**evaluation.results, **again.results} == plain.results
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("ending", ["batches", "last_step"])
+def test_a_history_has_the_row_of_a_last_step_that_a_signal_interrupted(ending, mean, tmp_path):
+    """Its metrics are not made again: the next start has no step to take."""
+
+    def rows(directory, *others):
+        history = jstep.History(every_n_steps=3, mean=mean)
+        batches = DATA[:5] if ending == "batches" else DATA
+        with contextlib.suppress(jstep.Preempted):
+            train(5 if ending == "last_step" else None, batches, hooks=[history, *others], checkpoint_dir=directory)
+        return history.rows
+
+    expected = rows(None)
+    assert [row["step"] for row in expected] == [3, 5]
+    interrupted = rows(tmp_path, Raises("before_step", 4, signal.SIGTERM))
+    assert [row["step"] for row in interrupted] == [3]
+    assert rows(tmp_path) == expected
 
 
 # Time, and what is said too late.
