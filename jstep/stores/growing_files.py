@@ -256,7 +256,7 @@ def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
     earlier = _earlier_parts(path)
     for part in [*earlier, path]:
         try:
-            file = open_for_reading(part)
+            file = _open_part(path, part)
         except FileNotFoundError:
             if not earlier:
                 raise
@@ -264,6 +264,11 @@ def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
             continue
         with file:
             yield part, iter(functools.partial(file.readline, _MAX_LINE), b"")
+
+
+def _open_part(path: str, part: str) -> BinaryIO:
+    # The user has named the log, which may be a link, but not its parts, which whoever made the log has chosen.
+    return open_for_reading(part, follow_link=part == path)
 
 
 class LogTail(NamedTuple):
@@ -279,7 +284,7 @@ def read_tail(path: str) -> list[LogTail]:
     tails: list[LogTail] = []
     left = TAIL
     for part in reversed([*_earlier_parts(path), path]):
-        with contextlib.suppress(FileNotFoundError), open_for_reading(part) as file:
+        with contextlib.suppress(FileNotFoundError), _open_part(path, part) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - left))
             lines = file.read().splitlines(keepends=True)

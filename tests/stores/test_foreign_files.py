@@ -106,6 +106,19 @@ def test_links_to_regular_files_are_read_up_to_a_limit(tmp_path):
         read_small(str(tmp_path / "file"), 4)
 
 
+def test_a_part_of_a_log_that_is_a_link_is_not_read(tmp_path):
+    """The log itself may be a link: its user has named it."""
+    (tmp_path / "secret").write_bytes(b"secret\n")
+    (tmp_path / "log").write_bytes(LINE)
+    (tmp_path / "latest").symlink_to("log")
+    assert [list(lines) for _, lines in growing_files.read_log_files(str(tmp_path / "latest"))] == [[LINE]]
+    (tmp_path / "log.1").symlink_to("secret")
+    with pytest.raises(OSError, match="is a link, not a regular file"):
+        list(growing_files.read_log_files(str(tmp_path / "log")))
+    with pytest.raises(OSError, match="is a link, not a regular file"):
+        growing_files.read_tail(str(tmp_path / "log"))
+
+
 def ended_process():
     """Return the token of a process that has ended."""
     code = "from jstep.stores.owners import new_token; print(new_token())"
