@@ -1,7 +1,7 @@
 """Handwritten digits: train a small convolutional network to more than 99 % accuracy in less than a minute.
 
     python examples/digits.py                          # press Ctrl-C and start it again: it resumes
-    python -m jstep report runs/digits -o digits.html  # the curves on a page
+    jstep report runs/digits -o digits.html  # the curves on a page
     tensorboard --logdir runs/digits                   # also shows histograms, the hardest digits and the graph
 
 The images are the UCI handwritten digits that come with scikit-learn (1797 images of 8×8 pixels, no download).
@@ -180,7 +180,7 @@ def main(steps=1500, seed=0, directory=None):
         f"test accuracy of the best weights, after {jstep.global_step(best)} updates: {raw:.4f} raw, {averaged:.4f} "
         f"averaged weights (fingerprint of the weights: {fingerprint})"
     )
-    print(f"a page with its curves: python -m jstep report {directory}")
+    print(f"a page with its curves: jstep report {directory}")
     return raw, averaged
 
 

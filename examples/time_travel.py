@@ -154,12 +154,12 @@ def the_second_story(directory):
 
 
 def command(*arguments):
-    """Run `python -m jstep …` and show its output."""
+    """Run `jstep …` and show its output."""
     words = [str(word) for word in arguments]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         jstep_command(words)
-    print(f"\n    $ python -m jstep {' '.join(words)}\n{indented(out.getvalue())}\n")
+    print(f"\n    $ jstep {' '.join(words)}\n{indented(out.getvalue())}\n")
 
 
 def text(tree):

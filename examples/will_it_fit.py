@@ -5,7 +5,7 @@
     python examples/will_it_fit.py                                                   # all rows: an hour
     python examples/will_it_fit.py --model 7b --topology h100:1 --layout replicated --compact    # 7 bytes a parameter
     python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # print each `jstep.cost`
-    python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
+    jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
 
 XLA's compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
 'jstep[tpu]'` for TPUs, `pip install 'jstep[aot-cuda]'` for GPUs. Nothing is run, and no array is allocated.
@@ -110,7 +110,7 @@ def tokens(rows):
 
 
 def gpt_1b():
-    """For the command line: python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8."""
+    """For the command line: jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8."""
     make_params, optimizer, train_step = parts("1b")
     state = jax.eval_shape(lambda: jstep.TrainState.create(make_params, optimizer))
     return train_step, state, tokens(rows=256)

@@ -11,7 +11,7 @@ The state of a run is one immutable pytree, (params, slots, global_step). Optimi
 functions under jit, vmap and scan. The global step counts the steps completed; schedules, bias corrections, batches,
 random keys, checkpoints, logs and the stop condition are functions of it, so that the loop resumes bit for bit.
 
-The command line is `python -m jstep --help`. The public names by topic and module follow; `help(jstep.<name>)` has the
+The command line is `jstep --help`. The public names by topic and module follow; `help(jstep.<name>)` has the
 details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are packages of names.
 """
 

@@ -2,7 +2,7 @@
 
     python sweep.py trials=20        # start it again after any end: it resumes the trial, and then the study
     kill -USR1 PID                   # ends the current trial, not the study
-    python -m jstep runs runs/study  # the trials as a table
+    jstep runs runs/study  # the trials as a table
 
 docs/recipes/hydra-optuna.md explains it.
 """

@@ -186,7 +186,7 @@ class FingerprintHook(RunHook):
     `PATH.1`, `PATH.2`, …, and the log continues.
 
     If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared; the later line counts.
-    `python -m jstep diff A B` compares two logs. Changes by hooks that come before this one are included.
+    `jstep diff A B` compares two logs. Changes by hooks that come before this one are included.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.

@@ -181,7 +181,7 @@ def _check_loss(metrics: Metrics) -> None:
 def describe_nan_at_start(with_nan: list[str], step: int) -> str:
     return (
         f"{format_list(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that "
-        "contain NaN (python -m jstep inspect shows it), and start again"
+        "contain NaN (`jstep inspect` shows it), and start again"
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
+"""The command line, `jstep`: its commands, each in a module imported only when used, and their interface."""
 
 import argparse
 import fnmatch
@@ -153,10 +153,10 @@ COMMANDS = {
 
 _EPILOG = """\
 examples:
-  python -m jstep runs runs/
-  python -m jstep inspect run/model-1000 --verify
-  python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
-A path may be a URL (gs://, s3://). `python -m jstep COMMAND --help`: options.
+  jstep runs runs/
+  jstep inspect run/model-1000 --verify
+  jstep cost train.py:step_and_shapes --topology v5e:16x16
+A path may be a URL (gs://, s3://). `jstep COMMAND --help`: options.
 Exit codes: 0 on success; 1 if `diff` found a difference, `stalls` a process
 that hangs, or `runs` a run that cannot be read; 2 on an error: a missing path,
 a corrupted file, nothing to compare."""
@@ -197,7 +197,7 @@ class _PrintableFormatter(logging.Formatter):
 
 def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jstep",
+        prog="jstep",
         description="Inspect the files of a run, and estimate the cost of a training step.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -39,7 +39,7 @@ class RunList(list[RunSummary]):
         return html_table(f"{len(self)} run{'' if len(self) == 1 else 's'}", rows, head, messages(listed))
 
     def differences(self) -> dict[str, list[Any]]:
-        """Return what differs between the runs, by the names that `python -m jstep diff` shows, options first.
+        """Return what differs between the runs, by the names that `jstep diff` shows, options first.
 
         Returns:
             Name → the value of each run, in the order of the list; None if a run has none.
@@ -190,7 +190,7 @@ def hint_at_runs(path: str, below: Sequence[RunSummary]) -> str:
     if not below or any(resolve_path(run.path) == resolve_path(path) for run in below):
         return ""
     names = format_list(run_names(below), 5)
-    return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
+    return f"{path} is a directory of runs ({names}): `jstep runs {path}` lists them; give the path of one"
 
 
 # The table.

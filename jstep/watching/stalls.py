@@ -49,7 +49,7 @@ class StallHook(RunHook):
     that has not been seen before, such as the first compilation, may take 10 · warn_secs, and time in which the process
     computes counts for a tenth.
 
-    Each stall is a warning, and if the run has a directory, a file there, which `python -m jstep stalls` reads; see
+    Each stall is a warning, and if the run has a directory, a file there, which `jstep stalls` reads; see
     [When a run hangs](../help/stalls.md).
 
     Args:

@@ -20,7 +20,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS.parent / "examples"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(
-    r"^( *)```(?:python\n(?P<code>.*?)|text\n(?P<command> *\$ python -m jstep .*?\n)(?P<result>.*?))^\1```"
+    r"^( *)```(?:python\n(?P<code>.*?)|text\n(?P<command> *\$ jstep .*?\n)(?P<result>.*?))^\1```"
     r"(?:\n\n\1```text\n(?! *\$ )(?P<shown>.*?)^\1```)?",
     re.DOTALL | re.MULTILINE,
 )
@@ -61,7 +61,7 @@ def blocks_of(page, section=None):
         before, indent = text[: match.start()], len(match.group(1))
         code, command, result, shown = (_dedented(part, indent) for part in match.group(*_PARTS))
         if command:
-            arguments = shlex.split(command.removeprefix("$ python -m jstep"))
+            arguments = shlex.split(command.removeprefix("$ jstep"))
             code, shown = f"__import__('jstep.look.cli').look.cli.main({arguments})\n", result
         mark = BLOCK_NEEDS.search(before)
         needs = tuple(name.strip() for name in mark.group(1).split(",")) if mark else ()

@@ -105,17 +105,29 @@ def test_the_reference_has_every_command_and_exit_code() -> None:
     row = text_of(DOCS / "reference" / "index.md")
     for command in COMMANDS:
         assert re.search(rf"^\| `{command} ", page, re.MULTILINE), command
-        assert re.search(rf"`(python -m jstep )?{command}`", row), command
+        assert re.search(rf"`(jstep )?{command}`", row), command
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
     assert codes[:3] == [OK, DIFFERENT, TROUBLE]
     assert {STALL_EXIT_CODE, jstep.Preempted("").code, 128 + signal.SIGINT, 128 + signal.SIGKILL} < set(codes[3:])
 
 
 def test_pages_name_commands_that_exist() -> None:
-    texts = map(text_of, [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.py")])
-    named = {name for text in texts for name in re.findall(r"python -m jstep ([a-z]\w*)", text)}
+    named = set()
+    for path in [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.py")]:
+        text = text_of(path)
+        # `jstep runs` in a sentence, or after a prompt; without either, "jstep" begins many sentences.
+        named |= set(re.findall(r"(?:`|\$ )jstep ([a-z]\w*)", text))
+        for block in FENCE.finditer(text):
+            named |= set(re.findall(r"^ *jstep ([a-z]\w*)", block[0], re.MULTILINE))
     assert len(named) > 5
     assert named <= set(COMMANDS)
+
+
+def test_pages_recommend_the_script() -> None:
+    """Not `python -m jstep`: a file jstep.py in the current directory would be run in its place."""
+    for path in [*PAGES, ROOT / "README.md", *ROOT.glob("examples/**/*.py"), *ROOT.glob("jstep/**/*.py")]:
+        if path.name not in ("cli.md", "__main__.py"):
+            assert "python -m jstep" not in text_of(path), path
 
 
 def test_navigation_lists_every_page() -> None:

@@ -42,7 +42,7 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main() == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m jstep ")
+    assert out.startswith("usage: jstep ")
     for name, (words, _) in COMMANDS.items():
         assert any(line.split(maxsplit=1) == [name, words] for line in out.splitlines()), name
     assert max(map(len, out.splitlines())) <= 80

@@ -42,7 +42,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: python -m jstep" in capsys.readouterr().err
+    assert "usage: jstep" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path):

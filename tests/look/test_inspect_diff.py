@@ -118,7 +118,7 @@ def test_a_directory_of_runs_is_called_so(tmp_path, cli):
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name)
     message = cli("inspect", tmp_path / "runs", code=2).err
-    assert "is a directory of runs (a, b): `python -m jstep runs " in message
+    assert "is a directory of runs (a, b): `jstep runs " in message
     assert "no checkpoints in" in cli("inspect", tmp_path / "runs" / "a", code=2).err
 
 
