@@ -22,7 +22,6 @@ KNOWN = {
     "checkpoint.manifest",
     "checkpoint.match.match",
     "core.tables.html_table",
-    "data.batch_placement._taken_over",
     "differentiate.microbatches.accumulate.body",
     "hooks.history.History._repr_html_",
     "hooks.notebook.Below.html",

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         axis: The mesh axis (or a tuple of axes) over which rows are split.
 
     Returns:
-        A tree of global arrays of shape (rows of all processes, …), or of shapes with shardings for shapes.
+        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
+        tree of shapes with shardings.
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
@@ -54,37 +56,41 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
             raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
             return jax.device_put(rows, sharding)
-        here = np.shape(rows)[0]
+        count = np.shape(rows)[0]
         # With compile-only devices there are no other processes: the rows are the whole batch.
         processes = 1 if compiles_only(mesh) else len(part_owners(sharding))
         local_parts = max(1, parts // processes)
-        if here % local_parts:
+        if count % local_parts:
             raise ValueError(
-                f"local_batch: {named} has {here} rows: must be a multiple of {local_parts}, the parts of {axis!r} here"
+                f"local_batch: {named} has {count} rows: must be a multiple of {local_parts}, the parts of {axis!r} "
+                "here"
             )
         if compiles_only(mesh) or is_shape(rows):
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
-            return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
-        # A loader may reuse its buffer, whose memory an array on a CPU would share.
-        return place_rows(_copy(rows) if isinstance(rows, np.ndarray) else rows, sharding)
+            return jax.ShapeDtypeStruct((count * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
+        if isinstance(rows, np.ndarray):
+            rows = _copy(rows)  # a loader may reuse its buffer, whose memory an array on a CPU would share
+        return place_rows(rows, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 
 
 def part_owners(sharding: NamedSharding) -> list[int]:
-    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-    places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
-    parts: dict[int, set[int]] = {}
-    for device, (index,) in places.items():
-        parts.setdefault(device.process_index, set()).add(index.start or 0)
+    """Return one process for each part of the rows, in the order of the parts."""
+    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    indices: Any = row_sharding.devices_indices_map((int(sharding.mesh.devices.size),))
+    starts_by_process: dict[int, set[int]] = {}
+    for device, (index,) in indices.items():
+        starts_by_process.setdefault(device.process_index, set()).add(index.start or 0)
     # Processes that hold the same rows count once.
-    first_of: dict[tuple[int, ...], int] = {}
-    for process, starts in sorted(parts.items()):
-        first_of.setdefault(tuple(sorted(starts)), process)
-    return [process for _, process in sorted(first_of.items())]
+    owners: dict[tuple[int, ...], int] = {}
+    for process, starts in sorted(starts_by_process.items()):
+        owners.setdefault(tuple(sorted(starts)), process)
+    return [process for _, process in sorted(owners.items())]
 
 
 def place_rows(rows: Tree, sharding: object) -> jax.Array:
+    """Assemble a global array from the local rows of each process, or reshard a global array."""
     is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
     if is_global or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(rows, sharding)
@@ -93,24 +99,33 @@ def place_rows(rows: Tree, sharding: object) -> jax.Array:
 
 
 def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
+    """Convert shardings, or specs on the current mesh, to shardings; `stacked` batches have a leading step axis."""
+
     def leaf(part: object) -> Any:
-        spec = part.spec if isinstance(part, NamedSharding) else part
-        if not isinstance(spec, PartitionSpec):
+        if isinstance(part, NamedSharding):
+            mesh: Any = part.mesh
+            spec = part.spec
+        elif isinstance(part, PartitionSpec):
+            mesh = jax.sharding.get_mesh()
+            spec = part
+        else:
             return part
-        spec = PartitionSpec(None, *spec) if stacked else spec
-        mesh = part.mesh if isinstance(part, NamedSharding) else jax.sharding.get_mesh()
+        if stacked:
+            spec = PartitionSpec(None, *spec)
         return spec if mesh.empty else NamedSharding(mesh, spec)
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def is_axes(value: Any) -> bool:
-    names = value if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
-    return bool(names) and all(isinstance(name, str) for name in names)
+    """Return whether a value is the name of a mesh axis, or a tuple of names."""
+    if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec):
+        return bool(value) and all(isinstance(name, str) for name in value)
+    return isinstance(value, str)
 
 
-def over_axes(sharding: object, state: Tree) -> Any:
-    """Replace names of mesh axes, and tuples of names, by shardings over the state's mesh."""
+def shardings_of_axes(sharding: object, state: Tree) -> Any:
+    """Replace names of mesh axes, and tuples of names, in a tree by shardings over the state's mesh."""
 
     def leaf(axes: object) -> Any:
         if not is_axes(axes):
@@ -128,13 +143,14 @@ def over_axes(sharding: object, state: Tree) -> Any:
 
 
 def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
-    """Drop from a sharding the axes that do not divide an array of this shape."""
+    """Drop from a sharding the axes that do not divide an array of this shape, which is replicated over them."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, meshes.fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
+    """Return the mesh of a state if it has several devices, and the batch has rows but no array on a mesh."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None
@@ -146,6 +162,7 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 
 
 def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
+    """Return a function that places an item from `copy_batch`; `sharding=None` means the default device."""
     if sharding is None:
         return _place_on_default_device
 
@@ -168,11 +185,11 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
         as_sharding, sharding, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
     refuse_compile_only(sharding, argument)
-    local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
+    is_local = all(getattr(part, "is_fully_addressable", True) for part in jax.tree.leaves(sharding))
 
     def place(item: object) -> Any:
         with meshes.internal_transfers():
-            if local:
+            if is_local:
                 return jax.device_put(item, sharding)
             return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
 
@@ -194,6 +211,7 @@ def copy_batch(item: object, *, fresh: bool = False) -> Any:
 
 
 def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
+    """Return the leaves of `copy_batch(item)`, and its structure."""
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(item)
     if not device_values.are_plain(leaves):
@@ -207,9 +225,10 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:
+    """Convert an array of another library to NumPy or JAX; reject other leaves."""
     if trees.is_array_or_number(leaf):
         return leaf
-    array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
+    array = leaf if isinstance(leaf, np.ndarray | np.generic) else _convert_array(leaf)
     array = trees.native(array, trees.path_str(keys), "batch")
     if trees.is_array_or_number(array):
         return array
@@ -221,16 +240,24 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     )
 
 
-def _taken_over(leaf: Any) -> Any:
-    ways: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("numpy", lambda: leaf.numpy()),
-        ("__dlpack__", lambda: np.from_dlpack(leaf)),
-        ("__dlpack__", lambda: jnp.copy(jnp.from_dlpack(leaf))),  # bfloat16, other devices
-        ("__array__", lambda: np.asanyarray(leaf)),
-    )
-    for method, way in ways:
+def _copy_dlpack(leaf: Any) -> jax.Array:
+    return jnp.copy(jnp.from_dlpack(leaf))
+
+
+_CONVERSIONS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("numpy", operator.methodcaller("numpy")),
+    ("__dlpack__", np.from_dlpack),
+    ("__dlpack__", _copy_dlpack),  # what NumPy has not: bfloat16, other devices
+    ("__array__", np.asanyarray),
+)
+"""Conversions of an array of another library, each with the method that it needs, in the order of trial."""
+
+
+def _convert_array(leaf: Any) -> Any:
+    """Convert an array of another library to NumPy, without a copy if possible, or to JAX; return None for others."""
+    for method, convert in _CONVERSIONS:
         try:
-            array = way() if hasattr(leaf, method) else None
+            array = convert(leaf) if hasattr(leaf, method) else None
         except Exception:
             continue
         if isinstance(array, np.ndarray | np.generic | jax.Array):
@@ -239,11 +266,13 @@ def _taken_over(leaf: Any) -> Any:
 
 
 _LARGE = 2**18
+"""Arrays of so many bytes or more are worth an alignment."""
 _ALIGNMENT = 64
 """Programs on a CPU copy arrays without this alignment, in bytes."""
 
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy."""
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
@@ -279,19 +308,20 @@ def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
     content = hashlib.blake2b(digest_size=8)
     with meshes.internal_transfers():
         for path, leaf in trees.leaves_with_paths(batch):
-            for place, whole in _own_parts(leaf):
-                array = whole[0] if is_stacked else whole
+            for index, part in _own_parts(leaf):
+                array = part[0] if is_stacked else part
                 array = np.ascontiguousarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
-                layout.update(f"{path} {place} {array.dtype}{list(array.shape)}\n".encode())
+                layout.update(f"{path} {index} {array.dtype}{list(array.shape)}\n".encode())
                 content.update(array.reshape(-1).view(np.uint8).data)
     return BatchHash(layout.hexdigest(), content.hexdigest())
 
 
 def _own_parts(leaf: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the parts of an array on this process, each with its index in the array; "" for the whole array."""
     leaf = trees.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         yield "", np.asarray(leaf)
         return
     parts = {str(shard.index): shard.data for shard in leaf.addressable_shards}
-    for place, data in sorted(parts.items()):
-        yield place, np.asarray(data)
+    for index, data in sorted(parts.items()):
+        yield index, np.asarray(data)

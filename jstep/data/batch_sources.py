@@ -153,17 +153,18 @@ class Loader(BatchSource):
         super().__init__(given, items, is_fresh=is_fresh)
         self.read_position = read_position
         self._set_position = set_position
+        # The loop has taken `_taken` batches: the position after them, and the one before the latest call.
         self._taken = 0
-        self._before: Any = None
-        self._after = start
+        self._newest_position = start
+        self._previous_position: Any = None
 
     def end_fetch(self, steps: int, position: Any) -> None:
         self._taken += steps
-        self._before = self._after
-        self._after = position
+        self._previous_position = self._newest_position
+        self._newest_position = position
 
     def position_after(self, steps: int) -> Any:
-        return self._after if steps >= self._taken else self._before
+        return self._newest_position if steps >= self._taken else self._previous_position
 
     def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
         if not hasattr(self.given, "__next__"):
@@ -208,14 +209,16 @@ class FromState(BatchSource):
         self.moves_between_steps = self.follows_calls
         self._ask = ask if ask is not None else _no_position
         self._taken = 0
-        self._before = start
+        # The position before the latest batch or, if `_is_frozen`, the one that a checkpoint gets. None if it is large
+        # and was not read.
+        self._previous_position = start
         self._is_large = _is_large(start)
-        self._is_frozen = True  # nothing can have changed since `_before` was read
+        self._is_frozen = True  # nothing can have changed since `_previous_position` was read
 
     def begin_fetch(self) -> None:
         if not self._is_large:
-            self._before = self._ask()
-            self._is_large = _is_large(self._before)
+            self._previous_position = self._ask()
+            self._is_large = _is_large(self._previous_position)
         self._is_frozen = True
         self.may_be_left = not self._is_large
 
@@ -224,23 +227,23 @@ class FromState(BatchSource):
         self._is_frozen = False
         self.may_be_left = True
         if self._is_large:
-            self._before = None  # from here on, only the position after the batch exists
+            self._previous_position = None  # from here on, only the position after the batch exists
 
     def end(self) -> None:
         self._is_frozen = not self._is_large
 
     def position_after(self, steps: int) -> Any:
         if steps < self._taken or self._is_frozen:
-            return self._before
+            return self._previous_position
         return self._ask()
 
     def is_lost_after(self, steps: int) -> bool:
         is_before = steps < self._taken or self._is_frozen
-        return self._is_large and self._before is None and is_before
+        return self._is_large and self._previous_position is None and is_before
 
     def freeze(self) -> None:
         if not self._is_frozen:
-            self._before = self._ask()
+            self._previous_position = self._ask()
         self._is_frozen = True
 
 
@@ -264,6 +267,7 @@ class FromLoop(BatchSource):
 
     def freeze(self) -> None:
         position = self._ask()
+        # From now on the objects are no longer asked.
         self._ask = lambda: position
 
 

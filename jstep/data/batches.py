@@ -94,23 +94,28 @@ def batches(
     shuffle = as_bool(shuffle, "shuffle")
     drop_remainder = as_bool(drop_remainder, "drop_remainder")
 
-    def check(value: object, name: str) -> int:
+    def check_size(value: object, name: str) -> int:
         size = as_int(value, name, 1)
-        if size > len(rows) and drop_remainder:
+        if size > len(rows) and drop_remainder:  # no batch would ever be full
             raise ValueError(
                 f"{name}={size}: must be at most {len(rows)}, the rows of arrays; or set drop_remainder=False"
             )
         return size
 
-    sizes = as_staircase(batch_size, "batch_size", check)
+    sizes = as_staircase(batch_size, "batch_size", check_size)
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = _check_process(process_index, process_count)
     all_sizes = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
-    streams = ((len(rows), seed),)
     plan = RowPlan(
-        streams, all_sizes, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
+        streams=((len(rows), seed),),
+        sizes=all_sizes,
+        share=Share(sizes, process),
+        seed=seed,
+        shuffle=shuffle,
+        num_epochs=num_epochs,
+        drop_remainder=drop_remainder,
     )
     end = NO_END if num_epochs is None else all_sizes.runs.values[-1].stop
     return Batches(plan, {"": rows}, Steps([range(end)]))
@@ -175,33 +180,49 @@ def _check_process(index: object, count: object) -> tuple[int, int] | None:
 
 
 def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
+    """Return the number of batches of so many rows."""
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
 def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
-    # A stage continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the next.
+    """Return the sizes of all batches, epoch after epoch.
+
+    A stage of `sizes` continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the
+    next.
+    """
     runs: list[StepRange] = []
-    epoch = before = 0
+    epoch = 0
     offset = 0  # rows of the current epoch in the batches so far
+    earlier_rows = 0  # of all epochs
     end = NO_END if num_epochs is None else num_epochs
     for first, stage_stop, size in sizes.stages():
         stop = NO_END if stage_stop is None else stage_stop
         while first < stop and epoch < end:
-            left = num_rows - offset
-            period = _steps_in(left, size, drop_remainder)
-            if not period:
+            rows_left = num_rows - offset
+            period = _steps_in(rows_left, size, drop_remainder)
+            if period == 0:  # the rest of this epoch fills no batch of the new size
                 epoch += 1
                 offset = 0
                 continue
-            run_stop = min(stop, first + (1 if offset else end - epoch) * period)
-            last = size if drop_remainder else left - (period - 1) * size
-            run = StepRange(first, run_stop, size, period, last, before, epoch * num_rows + offset, num_rows)
+            epochs_in_run = 1 if offset else end - epoch
+            run_stop = min(stop, first + epochs_in_run * period)
+            run = StepRange(
+                first=first,
+                stop=run_stop,
+                size=size,
+                period=period,
+                last=size if drop_remainder else rows_left - (period - 1) * size,
+                earlier_rows=earlier_rows,
+                position=epoch * num_rows + offset,
+                distance=num_rows,
+            )
             runs.append(run)
-            epochs, i = divmod(run_stop - 1 - first, period)
-            epoch += epochs
+            # The epoch of the newest batch. If it has no other, the next iteration goes to the next epoch.
+            finished_epochs, i = divmod(run_stop - 1 - first, period)
+            epoch += finished_epochs
             offset = min(offset + (i + 1) * size, num_rows)
+            earlier_rows = run.rows_before(run_stop)
             first = run_stop
-            before = run.before_step(run_stop)
     return Sizes(Staircase(tuple(run.first for run in runs), tuple(runs)))
 
 
@@ -262,7 +283,8 @@ def mixture(
     rows = _open(sources)
     names = sorted(rows)
     stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
-    sizes = _sizes_in_epochs(NO_END, stairs, True, None)  # without a last batch of an epoch
+    # One endless epoch: it has no last batch, as each source has epochs of its own.
+    sizes = _sizes_in_epochs(NO_END, stairs, True, None)
     stages = _as_weights(weights, names)
     seed = as_int(seed, "seed", 0)
     shuffle = as_bool(shuffle, "shuffle")
@@ -273,11 +295,11 @@ def mixture(
 
 
 def _as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
-    expected = set(names)
+    """Return the weights of the sources, in the order of `names`, by the step from which they hold; they sum to 1."""
 
-    def check(value: Any, argument: str) -> Weights:
+    def as_shares(value: Any, argument: str) -> Weights:
         as_mapping(value, argument, "from the name of each source to its weight")
-        if set(value) != expected:
+        if set(value) != set(names):
             raise ValueError(
                 f"{argument}={format_value(value)}: must have exactly the keys {format_value(list(names))}"
             )
@@ -289,16 +311,22 @@ def _as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
         total = sum(exact)
         return tuple(weight / total for weight in exact)
 
-    if isinstance(weights, Mapping) and any(
-        not isinstance(k, str) or isinstance(v, Mapping) for k, v in weights.items()
-    ):
-        return staircase(weights, "weights", check)
-    return Staircase((0,), (check(weights, "weights"),))
+    if isinstance(weights, Mapping) and _is_schedule(weights):
+        return staircase(weights, "weights", as_shares)
+    return Staircase((0,), (as_shares(weights, "weights"),))
+
+
+def _is_schedule(weights: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is from steps to weights, so that an error in it is about a step, not about a name."""
+    return any(not isinstance(key, str) or isinstance(value, Mapping) for key, value in weights.items())
 
 
 def _weighted(plan: RowPlan, weights: Staircase[Weights]) -> RowPlan:
-    by_rows = [(plan.sizes.before(stage.first), stage.value) for stage in weights.stages()]
-    return plan._replace(weights=weights, counts=count_stages(by_rows) if len(plan.streams) > 1 else None)
+    if len(plan.streams) == 1:
+        return plan._replace(weights=weights)
+    # The stages of the counts begin at rows, not at steps.
+    stages = [(plan.sizes.rows_before(stage.first), stage.value) for stage in weights.stages()]
+    return plan._replace(weights=weights, counts=count_stages(stages))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -306,18 +334,23 @@ def _open(sources: Any) -> dict[str, Rows]:
         raise ValueError(f"sources={format_value(sources)}: must have at least one source, got none")
     names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
-    samples = {name: source.take(slice(0, 1)) for name, source in rows.items()}
-    (name, first), *others = ((name, _described(sample)) for name, sample in samples.items())
-    for other, batch in others:
-        if batch != first or structure(batch) != structure(first):
+    layouts = {name: _layout(source.take(slice(0, 1))) for name, source in rows.items()}
+    first = names[0]
+    for name in names[1:]:
+        # A NamedTuple is equal to a tuple, so their structures are compared, too.
+        if layouts[name] != layouts[first] or structure(layouts[name]) != structure(layouts[first]):
             raise ValueError(
-                f"sources: must have one structure, dtype and shape, got {batch} from {other!r}, {first} from {name!r}"
+                f"sources: must have one structure, dtype and shape, got {layouts[name]} from {name!r}, "
+                f"{layouts[first]} from {first!r}"
             )
     return rows
 
 
-def _described(rows: Any) -> Any:
+def _layout(rows: Any) -> Any:
+    """Return a tree like some rows, with the dtype and shape of a row at each leaf, as text."""
+
     def text(leaf: Any) -> str:
+        # Strings of several lengths fit together.
         dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else leaf.dtype
         return f"{dtype}{list(leaf.shape[1:])}"
 
@@ -348,11 +381,13 @@ class Mixture(BatchSequence[T]):
     def rows_of(self, step: int) -> list[tuple[str, int]]:
         """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
         names = sorted(self._rows)
-        pairs_by_index = dict[int, tuple[str, int]]()
+        rows_by_index: dict[int, tuple[str, int]] = {}
         for some in self._rows_of(step):
-            pairs = zip(as_row_numbers(some.indices).tolist(), as_row_numbers(some.rows).tolist(), strict=True)
-            pairs_by_index |= {index: (names[some.source], row) for index, row in pairs}
-        return [pairs_by_index[index] for index in sorted(pairs_by_index)]
+            indices = as_row_numbers(some.indices).tolist()
+            rows = as_row_numbers(some.rows).tolist()
+            for index, row in zip(indices, rows, strict=True):
+                rows_by_index[index] = (names[some.source], row)
+        return [rows_by_index[index] for index in sorted(rows_by_index)]
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the steps from `start` to `stop` whose batches contain a row of a source."""

@@ -21,8 +21,9 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import (
     OWN_STATE,
     STATE_DICT,
-    RarePosition,
+    PositionMethods,
     SavedPosition,
+    ThrottledPosition,
     batches_since,
     decode_position,
     has_methods,
@@ -42,9 +43,11 @@ class _Opening(NamedTuple):
     """Where batches begin, and what happens to their position.
 
     Attributes:
+        start: The step whose batch is the first.
+        last_step: The step after the last batch's.
         saved: The position in the checkpoint that the run resumes from; None without one.
         is_saved: Whether the run saves checkpoints.
-        next_save: After how many batches, more than these, a save is due.
+        next_save: `next_save(number)` returns the next number of batches at which a save is due.
     """
 
     start: int
@@ -68,7 +71,17 @@ def open_source(
     next_save: Callable[[int], float] = lambda number: math.inf,
     state: Callable[[], Any] = lambda: None,
 ) -> BatchSource:
-    """Open the batches from a step on, at their saved position. Only here it is asked of which kind batches are."""
+    """Open the batches from a step on, at their saved position. Only here it is asked of which kind batches are.
+
+    Args:
+        batches: What the user passed.
+        start: The step whose batch is the first.
+        last_step: The step after the last batch's.
+        saved: The position in the checkpoint that the run resumes from.
+        is_saved: Whether the run saves checkpoints.
+        next_save: `next_save(number)` returns the next number of batches at which a save is due.
+        state: Returns the newest state, for `from_state`.
+    """
     opening = _Opening(start, last_step, saved, is_saved, next_save)
     if isinstance(batches, LoopBatches):
         return _open_loop_batches(batches, opening)
@@ -76,7 +89,7 @@ def open_source(
         return _open_state_batches(batches, opening, state)
     if keeps_position(batches):
         return _open_loader(batches, batches, opening)
-    items = _by_step(batches, start, last_step)
+    items = _indexable_items(batches, start, last_step)
     if items is not None:
         return Indexed(batches, items)
     iterator = iter(batches)
@@ -93,14 +106,14 @@ def are_made_one_by_one(batches: Tree) -> bool:
 
 
 def _open_loop_batches(batches: LoopBatches, opening: _Opening) -> BatchSource:
-    ask: Callable[[], Any] | None = None
-    if batches.kept:
-        ask = functools.partial(loader_position, batches)
-        # Restored also where no step is left: the loop may go on to use the objects.
-        _restore_position(batches, opening._replace(last_step=opening.start + 1))
-    if ask is None or not opening.is_saved:
+    if not batches.kept:
         return FromLoop(batches, iter(batches), None)
-    ask()  # raises now if it cannot be saved
+    # Restored also where no step is left: the loop may go on to use the objects.
+    _restore_position(batches, opening._replace(last_step=opening.start + 1))
+    if not opening.is_saved:
+        return FromLoop(batches, iter(batches), None)
+    ask = functools.partial(loader_position, batches)
+    ask()  # raises now if it cannot be saved, and not at the first save, after hours of training
     batches.begin()
     return FromLoop(batches, iter(batches), ask)
 
@@ -108,9 +121,11 @@ def _open_loop_batches(batches: LoopBatches, opening: _Opening) -> BatchSource:
 def _open_state_batches(batches: "StateBatches", opening: _Opening, state: Callable[[], Any]) -> BatchSource:
     make = batches.make
     steps = range(opening.start, opening.last_step)
+    # Not a generator expression, in which a StopIteration of `make`, which ends the batches, becomes a RuntimeError.
     made = map(lambda step: make(step, state()), steps)
     if position_methods(make) is None:
-        if not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
+        is_function = isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")
+        if not is_function:  # a method, or an object with __call__, may have a state that is lost
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), opening)
         return FromState(batches, made)
     _restore_position(make, opening)
@@ -121,22 +136,24 @@ def _open_state_batches(batches: "StateBatches", opening: _Opening, state: Calla
 
 def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
     """Open batches whose position is that of `owner`: the batches, or their iterator."""
+    # Before `iter`, which is when loaders read the position that they were set to.
     _restore_position(owner, opening)
-    # Some iterators have `__next__` but no `__iter__`. The position was set before: loaders read it in `iter`.
+    # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    since = batches_since(None if opening.saved is None else opening.saved.value)
+    batches_to_drop = batches_since(None if opening.saved is None else opening.saved.value)
+
     ask = functools.partial(loader_position, owner)
     read_position: Callable[[], Any] | None = None
     start: Any = None
     if opening.is_saved:
-        read_position = RarePosition(ask, opening.next_save)
+        read_position = ThrottledPosition(ask, opening.next_save)
         start = _position_at_start(read_position.read, opening)
     elif hasattr(batches, "__next__"):
         with contextlib.suppress(Exception):  # only `set_back` needs it, and works without
             start = _position_at_start(ask, opening)
     return Loader(
         batches,
-        itertools.islice(items, since, since + opening.steps_left),
+        itertools.islice(items, batches_to_drop, batches_to_drop + opening.steps_left),
         start=start,
         read_position=read_position,
         set_position=functools.partial(set_position, batches),
@@ -158,25 +175,32 @@ def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
         raise
 
 
-def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
+def _indexable_items(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
+    """Return the batches from a step on, if they are fetched by their step: by index or by a function; else None."""
     if hasattr(batches, "__getitem__"):
         if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
         # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only
-        # by inheritance.
+        # by inheritance. So it is tried, with the first step.
         try:
-            first = list(
-                until_end(_item(batches, batches.__getitem__, n) for n in range(start, min(start + 1, last_step)))
-            )
-        except IndexError:
-            first = []
+            first = _try_first(batches, start, last_step)
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-            first = None
-        if first is not None:
+            pass
+        else:
             refuse_rows(batches, first)
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
-    is_function = not hasattr(batches, "__iter__") and callable(batches)
-    return map(functools.partial(_item, batches, batches), range(start, last_step)) if is_function else None
+    if callable(batches) and not hasattr(batches, "__iter__"):
+        return map(functools.partial(_item, batches, batches), range(start, last_step))
+    return None
+
+
+def _try_first(batches: Tree, start: int, last_step: int) -> list[Any]:
+    """Return a list of the first batch; an empty one if there is none."""
+    steps = range(start, min(start + 1, last_step))
+    try:
+        return list(until_end(_item(batches, batches.__getitem__, step) for step in steps))
+    except IndexError:
+        return []
 
 
 def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
@@ -190,9 +214,10 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
 
 
 def _warn_without_position(name: str, opening: _Opening) -> None:
+    """Warn on resuming, or before a run that saves, that batches do not resume where a run stopped."""
     if opening.start:
-        at = f"The run resumes at step {opening.start}"
-        what = f"{at}, but a {name} has no position to resume from: it starts where it is."
+        resumes = f"The run resumes at step {opening.start}"
+        what = f"{resumes}, but a {name} has no position to resume from: it starts where it is."
     elif opening.is_saved:
         what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
     else:
@@ -201,7 +226,7 @@ def _warn_without_position(name: str, opening: _Opening) -> None:
 
 
 def check_batches(batches: Tree) -> None:
-    if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
+    if _is_array(batches) or _is_tuple_of_arrays(batches):
         raise TypeError("batches: must be a source of batches, got arrays; use jstep.batches(arrays, batch_size)")
     if isinstance(batches, Mapping | str | bytes):
         what = f"batches: must be a source of batches, got a {type(batches).__name__}"
@@ -212,19 +237,25 @@ def check_batches(batches: Tree) -> None:
         raise TypeError(
             f"batches={format_value(batches)}: must be a function of the step; see jstep.from_state and jstep.replayed"
         )
-    if isinstance(batches, type) or not (
-        callable(batches)
-        or has_methods(batches, *OWN_STATE, "__next__")
-        or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
-    ):
+    if isinstance(batches, type) or not _has_batches(batches):  # a class has the methods of its objects
         what = "must have batches[N], be a function of the step, or be iterable"
         raise TypeError(f"batches={format_value(batches)}: {what}")
 
 
+def _has_batches(batches: Tree) -> bool:
+    if callable(batches) or hasattr(batches, "__getitem__") or hasattr(batches, "__iter__"):
+        return True
+    return has_methods(batches, *OWN_STATE, "__next__")
+
+
+def _is_tuple_of_arrays(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(map(_is_array, value))
+
+
 def _is_array(value: object) -> bool:
-    return isinstance(value, np.ndarray | np.generic | jax.Array) or (
-        hasattr(value, "__dlpack__") and hasattr(value, "shape")
-    )
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return True
+    return hasattr(value, "__dlpack__") and hasattr(value, "shape")
 
 
 def _restore_position(owner: object, opening: _Opening) -> None:
@@ -233,11 +264,12 @@ def _restore_position(owner: object, opening: _Opening) -> None:
     saved = opening.saved
     start = opening.start
     if saved is None:
-        if not _warn_of_untrained(owner) and start:
+        has_warned = _warn_of_untrained(owner)
+        if start and not has_warned:
             what = f"The run begins at step {start}, and there is no checkpoint with a position of the {name}"
             logger.warning("%s: it starts where it is now, perhaps after a batch that was not trained on.", what)
         return
-    if start >= opening.last_step:
+    if start >= opening.last_step:  # no batch is needed, so no position is, either
         return
     if saved.error:
         raise ValueError(f"batches: the position of the {name} is not known: {saved.error}")
@@ -247,22 +279,25 @@ def _restore_position(owner: object, opening: _Opening) -> None:
         return
     value = decode_position(saved.value, name)
     try:
-        _methods(owner)[1](value)
+        _methods(owner).restore(value)
     except Exception as error:
         note(error, f"jstep: the {name} did not accept the position in the checkpoint of step {start}")
         raise
 
 
 def keeps_position(batches: Tree) -> bool:
+    """Return whether batches are an iterator or a loader that can tell its position, and be set to it."""
     if has_methods(batches, *OWN_STATE, "__next__"):
         return True
-    # `state_dict` must take no arguments: some data sets require the number of examples that were read.
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    is_stateful = is_iterable and not isinstance(batches, _SEQUENCE) and has_methods(batches, *STATE_DICT)
-    return is_stateful and can_take(batches.state_dict, 0)
+    if not is_iterable or isinstance(batches, _SEQUENCE) or not has_methods(batches, *STATE_DICT):
+        return False
+    # `state_dict` must take no arguments: some data sets require the number of examples that were read.
+    return can_take(batches.state_dict, 0)
 
 
 def position_owner(batches: Tree) -> Any:
+    """Return the object whose position is that of the batches; None if they have none of their own."""
     if isinstance(batches, StateBatches):
         return batches.make if position_methods(batches.make) is not None else None
     if isinstance(batches, LoopBatches):
@@ -271,11 +306,16 @@ def position_owner(batches: Tree) -> Any:
 
 
 def loader_position(owner: object) -> Any:
-    # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
-    # of a replay buffer takes much longer.
-    position = _methods(owner)[0]()
+    """Return the current position of a loader, copied; None if it is not known yet.
+
+    Raises:
+        TypeError: It has a value that no checkpoint can hold.
+    """
+    position = _methods(owner).read()
     if position is None:
         return None
+    # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
+    # of a replay buffer takes much longer.
     try:
         return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:
@@ -288,26 +328,30 @@ def _name_of(owner: object) -> str:
 
 
 def set_position(owner: object, position: object) -> None:
-    _methods(owner)[1](decode_position(position, _name_of(owner)))
+    _methods(owner).restore(decode_position(position, _name_of(owner)))
 
 
 def _warn_of_untrained(batches: object) -> bool:
+    """Warn of batches that an earlier run fetched from this iterator in vain; return whether there was such a run."""
     count = None
-    name = type(batches).__name__
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError):  # an object without weak references or a hash
         count = untrained_batches.pop(batches, None)
     if count is None:
         return False
-    what = f"{count} of this {name} were fetched by an earlier run without being trained on, and are lost"
+    name = type(batches).__name__
+    if count:
+        what = f"{count} of this {name} were fetched by an earlier run without being trained on, and are lost"
+    else:
+        what = f"an earlier run ended while this {name} fetched one, which may be lost"
     logger.warning(
         "batches: %s: this run begins where it is now. Use jstep.batches, a function of the step, or, with a "
         "checkpoint_dir, an iterator that has get_state and set_state.",
-        what if count else f"an earlier run ended while this {name} fetched one, which may be lost",
+        what,
     )
     return True
 
 
-def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _methods(owner: object) -> PositionMethods:
     methods = position_methods(owner)
     assert methods is not None
     return methods
@@ -336,16 +380,17 @@ def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
     """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
     if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
         return
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}
-    name = type(batches).__name__
-    what = f"batches: each item of the {name} is taken as the batch of a step"
-    is_row = len(sizes) > 1 or () in sizes
-    if is_row and isinstance(first[0], Mapping | tuple):  # others may be batches that are a number
+    item = first[0]
+    what = f"batches: each item of the {type(batches).__name__} is taken as the batch of a step"
+    leading_axes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(item)}
+    have_common_axis = len(leading_axes) <= 1 and () not in leading_axes
+    if not have_common_axis and isinstance(item, Mapping | tuple):  # others may be batches that are a number
         raise ValueError(
             f"{what}, and its leaves have no common first axis: for rows give jstep.batches(dataset, batch_size), else "
             "a function of the step"
         )
-    if "Dataset" in {kind.__name__ for kind in type(batches).__mro__}:  # of Hugging Face, or of PyTorch
+    names = {kind.__name__ for kind in type(batches).__mro__}
+    if "Dataset" in names:  # of Hugging Face, or of PyTorch: these have rows, and a row looks like a batch
         logger.warning("%s; if it is a row, give jstep.batches(dataset, batch_size)", what)
 
 
@@ -355,13 +400,18 @@ def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
 def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     """Return batches for `train` that are made with the state that the step will get.
 
-    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. It must not
-    keep arrays of the state, which are donated to the step.
+    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. So batches
+    made with the newest parameters (environments on the host, self-play, hard examples) are a function of the run, not
+    of timing. The time of the calls counts as `waiting` (`jstep goodput`).
+
+    `fn` must not keep arrays of the state, which are donated to the step; NumPy copies may be kept.
 
     Args:
         fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or `OutOfRangeError`. If it is
             an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`, its position is saved
-            with each checkpoint.
+            with each checkpoint, after all hooks of that step: it includes their feedback to `fn`. A position above
+            64 kB, such as a replay buffer, is only read when a checkpoint is saved: if `fn` raises then, the run
+            resumes from the newest checkpoint.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.
@@ -381,6 +431,8 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
 
 
 class StateBatches:
+    """What `from_state` returns; `make(step, state)` returns a batch."""
+
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
 
@@ -394,13 +446,16 @@ class StateBatches:
 def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
     """Return batches for `train` that a restart reads again from the beginning, dropping the used ones.
 
-    Dropping takes as long as reading. `make` must return the same batches each time; nothing detects it if it does not.
+    After a restart `make()` is called again and the batches that the run has used are dropped, with one log line. This
+    is exact if `make` returns the same batches each time; nothing detects it if it does not. The restart takes as long
+    as reading those batches: a loader with a position, or `jstep.batches`, resumes immediately.
 
     Args:
-        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed.
+        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed. Each of
+            several processes reads, and drops, its own.
 
     Returns:
-        An iterable of batches, whose iterators have `get_state` and `set_state`.
+        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it from its beginning.
 
     Raises:
         ValueError: After a restart, there are fewer batches than the run had used.
@@ -421,6 +476,8 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
 
 
 class ReplayedBatches(Iterable[Any]):
+    """What `replayed` returns: each run reads it from its beginning."""
+
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self.make = make
 
@@ -432,10 +489,12 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
+    """An iterator that resumes by dropping the batches that the run has used."""
+
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
-        self._items: Iterator[Any] | None = None
-        self._count = 0
+        self._items: Iterator[Any] | None = None  # opened at the first `next`, after `set_state`
+        self._count = 0  # of batches that were used
 
     def __next__(self) -> Any:
         if self._items is None:
@@ -449,16 +508,15 @@ class ReplayedIterator(Iterator[Any]):
         if not isinstance(iterable, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {describe_type(iterable)}")
         items = until_end(iterable)
-        used = self._count
-        if not used:
+        if not self._count:
             return items
         began = time.perf_counter()
-        dropped = sum(1 for _ in itertools.islice(items, used))
-        if dropped < used:
+        dropped = sum(1 for _ in itertools.islice(items, self._count))
+        if dropped < self._count:
             raise ValueError(
-                f"replayed: make() returned {dropped} batches, and the run has used {used}; it must repeat them"
+                f"replayed: make() returned {dropped} batches, and the run has used {self._count}; it must repeat them"
             )
-        logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
+        logger.info("replayed: %d batches were read again in %.1f s", dropped, time.perf_counter() - began)
         return items
 
     def get_state(self) -> dict[str, int]:

@@ -63,31 +63,46 @@ def from_loop(**kept: Any) -> "LoopBatches":
 
 
 class LoopBatches:
-    """The batches of a loop: the arguments of each step, in `passed` until the step takes them."""
+    """The batches of a loop.
+
+    Attributes:
+        kept: The objects that a checkpoint keeps, by name.
+        passed: The arguments of a step, until it takes them.
+    """
 
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
-        self.kept, self.passed = kept, list[tuple[Any, ...]]()
-        self._of_classes: Mapping[str, Any] | None = None  # once a run has begun
+        self.kept = kept
+        self.passed: list[tuple[Any, ...]] = []
+        self._first_marks: Mapping[str, Any] | None = None  # of attributes of classes, once a run has begun
 
     def begin(self) -> None:
-        """Say what is kept, and from now on watch what is not."""
-        self._of_classes = self._class_attributes()
+        """Log what is kept, and from now on watch what is not."""
+        self._first_marks = self._class_marks()
         if self.kept and jax.process_index() == 0:
-            logger.info("from_loop keeps %s", ", ".join(_described(name, value) for name, value in self.kept.items()))
+            descriptions = [_described(name, value) for name, value in self.kept.items()]
+            logger.info("from_loop keeps %s", ", ".join(descriptions))
 
-    def _class_attributes(self) -> dict[str, Any]:
-        classes = [cls for value in self.kept.values() if _keeps_attributes(value) for cls in type(value).__mro__[:-1]]
-        return {f"{cls.__name__}.{name}": _mark(item) for cls in classes for name, item in _data_of(cls)}
+    def _class_marks(self) -> dict[str, Any]:
+        """Return the marks of the attributes of the objects' classes, which are not kept with the objects."""
+        marks: dict[str, Any] = {}
+        for value in self.kept.values():
+            if not _keeps_attributes(value):
+                continue
+            for cls in type(value).__mro__[:-1]:
+                for name, item in _data_of(cls):
+                    marks[f"{cls.__name__}.{name}"] = _mark(item)
+        return marks
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         while True:
             yield self.passed.pop()
 
     def get_state(self) -> dict[str, Any]:
-        if self._of_classes is not None:
-            for name, mark in self._class_attributes().items():
-                if mark != self._of_classes.get(name):
-                    log_once(logging.WARNING, _NOT_KEPT.format(name, name.rpartition(".")[2]))
+        if self._first_marks is not None:
+            for name, mark in self._class_marks().items():
+                if mark != self._first_marks.get(name):
+                    _, _, attribute = name.rpartition(".")
+                    log_once(logging.WARNING, _NOT_KEPT.format(name, attribute))
         return {name: _accessors(name, value).get() for name, value in self.kept.items()}
 
     def set_state(self, state: object) -> None:
@@ -114,8 +129,14 @@ class _Accessors(NamedTuple):
 
 
 def _accessors(name: str, value: Any) -> _Accessors:
-    if not isinstance(value, type) and (methods := position_methods(value)) is not None:
-        return _Accessors(*methods)
+    """Return how the state of an object is read and set, by its kind.
+
+    Raises:
+        TypeError: It has no state that can be set.
+    """
+    methods = None if isinstance(value, type) else position_methods(value)  # a class has the methods of its objects
+    if methods is not None:
+        return _Accessors(methods.read, methods.restore)
     if isinstance(value, RandomGenerator):
         return _Accessors(lambda: value, lambda state: _set_generator(name, value, state))
     if isinstance(value, dict):
@@ -130,23 +151,37 @@ def _accessors(name: str, value: Any) -> _Accessors:
 
 
 def _keeps_attributes(value: object) -> bool:
+    """Return whether the state of an object is its attributes."""
     return not isinstance(value, dict | RandomGenerator) and position_methods(value) is None
 
 
 def _described(name: str, value: Any) -> str:
     """Describe an object by its name, and the names of its attributes or items."""
-    names = vars(value) if _keeps_attributes(value) else value if isinstance(value, dict) else ()
-    return f"{name} ({format_list(list(map(str, names)), 8)})" if names else name
+    parts: Any = ()
+    if _keeps_attributes(value):
+        parts = vars(value)
+    elif isinstance(value, dict):
+        parts = value
+    if not parts:
+        return name
+    return f"{name} ({format_list(list(map(str, parts)), 8)})"
 
 
 def _data_of(cls: type) -> list[tuple[str, Any]]:
     """Return the attributes of a class that are data."""
-    items = [(name, item) for name, item in vars(cls).items() if not name.startswith("__")]
-    return [(name, item) for name, item in items if not (callable(item) or hasattr(item, "__get__"))]
+    items: list[tuple[str, Any]] = []
+    for name, item in vars(cls).items():
+        is_method = callable(item) or hasattr(item, "__get__")  # properties, too
+        if not name.startswith("__") and not is_method:
+            items.append((name, item))
+    return items
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return what differs once a value has changed, without a copy of what is large."""
+    """Return what differs once a value has changed, without a copy of what is large.
+
+    Of a large value, and of one deep inside, only a replacement and a change of length are noticed.
+    """
     if isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)  # NaN is equal to itself
     if isinstance(value, RandomGenerator):
@@ -160,13 +195,15 @@ def _mark(value: Any, depth: int = 0) -> Any:
 
 
 def _has_only_attributes(value: object) -> bool:
-    kind = type(value)
+    """Return whether an object can be set back by setting its attributes: it has no other state."""
     if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
         return False
     if isinstance(value, types.SimpleNamespace):
         return True
-    has_own_state = kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
-    if has_own_state or any(vars(cls).get("__slots__") for cls in kind.__mro__):
+    kind = type(value)
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False  # it tells pickle of a state of its own
+    if any(vars(cls).get("__slots__") for cls in kind.__mro__):
         return False
     try:
         items = value.__reduce_ex__(2)[3:]  # the items of a list or a dict
@@ -185,9 +222,10 @@ def _set_generator(path: str, generator: RandomGenerator, saved: Any) -> None:
 
 
 def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
+    """Give a dict the saved items, in place."""
     if not isinstance(saved, dict):
         raise ValueError(f"{name}: the checkpoint has {describe_type(saved)} for it, not a dict")
-    items = _with_own_generators(name, values, saved)
+    items = _keep_generators(name, values, saved)
     for key in values.keys() - items.keys():
         del values[key]
     for key, value in items.items():
@@ -195,7 +233,11 @@ def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
         values[key] = value
 
 
-def _with_own_generators(path: str, current: Any, saved: Any) -> Any:
+def _keep_generators(path: str, current: Any, saved: Any) -> Any:
+    """Return a saved value with the current random generators in it, set to the states of the saved ones.
+
+    The program may hold a generator in other places, too, so it must stay the same object.
+    """
     if isinstance(current, RandomGenerator) and isinstance(saved, RandomGenerator):
         _set_generator(path, current, saved)
         return current
@@ -208,12 +250,13 @@ def _with_own_generators(path: str, current: Any, saved: Any) -> Any:
     items: Any = list(saved) if isinstance(saved, tuple) else saved
     for key, item in pairs:
         if isinstance(item, dict | list | tuple | RandomGenerator):
-            items[key] = _with_own_generators(f"{path}/{key}", item, items[key])
+            items[key] = _keep_generators(f"{path}/{key}", item, items[key])
     return tuple(items) if isinstance(saved, tuple) else items
 
 
 def _fill_attributes(name: str, value: object, saved: Any) -> None:
-    if isinstance(saved, dict) and (lacking := sorted(vars(value).keys() - saved.keys())):
+    lacking = sorted(vars(value).keys() - saved.keys()) if isinstance(saved, dict) else []
+    if lacking:
         raise ValueError(
             f"{name}: the checkpoint has no value for its {format_list(lacking, 8)}: it was saved by another version "
             f"of {type(value).__name__}"

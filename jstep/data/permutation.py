@@ -29,7 +29,17 @@ _LOOKAHEAD_ROWS = 16384
 
 
 class Domain(NamedTuple):
-    """The key-independent parameters of a network on range(n), as 0-d arrays."""
+    """The key-independent parameters of a network on range(n), as 0-d arrays, which are fastest for ufuncs.
+
+    Attributes:
+        rounds: The number of rounds, which is even.
+        dtype: The kind of the words that it computes with.
+        height: The number of values of the left digit.
+        width: The number of values of the right digit.
+        half: Half the bits of a word.
+        shift: The shift of the hash.
+        mixer: The odd number by which the hash multiplies.
+    """
 
     n: int
     rounds: int
@@ -46,9 +56,25 @@ def domain(n: int) -> Domain:
     low = max(math.isqrt(n), min(n, 2))
     # Nearly square, with height · width barely above n.
     height = min(range(low, min(low + 64, 2 * low) + 1), key=lambda h: h * _width(n, h))
-    dtype, bits, mixer = (np.uint32, 32, 0x9E3779B1) if n <= _MAX_32 else (np.uint64, 64, 0x9E3779B97F4A7C15)
-    words: Any = (np.array(x, dtype) for x in (height, _width(n, height), bits // 2, bits // 2 - 1, mixer))
-    return Domain(n, _SMALL_ROUNDS if n < _SMALL else _ROUNDS, dtype, *words)
+    dtype: type[np.unsignedinteger[Any]]
+    if n <= _MAX_32:
+        dtype = np.uint32
+        half = 16
+        mixer = 0x9E3779B1
+    else:
+        dtype = np.uint64
+        half = 32
+        mixer = 0x9E3779B97F4A7C15
+    return Domain(
+        n,
+        rounds=_SMALL_ROUNDS if n < _SMALL else _ROUNDS,
+        dtype=dtype,
+        height=np.array(height, dtype),
+        width=np.array(_width(n, height), dtype),
+        half=np.array(half, dtype),
+        shift=np.array(half - 1, dtype),
+        mixer=np.array(mixer, dtype),
+    )
 
 
 def _width(n: int, height: int) -> int:
@@ -56,6 +82,7 @@ def _width(n: int, height: int) -> int:
 
 
 def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
+    """Return the keys of permutation number `stream` of a seed: a pair for each round."""
     sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
     keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
     keys[::2] |= domain.dtype(1)  # multipliers are odd
@@ -63,15 +90,17 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
 
 
 def permute(domain: Domain, keys: list[Words], positions: Numbers, *, inverse: bool = False) -> Numbers:
+    """Return the numbers at some positions of a permutation of range(n), or the positions of some numbers."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
-    outside = np.flatnonzero(numbers >= domain.n)
-    while outside.size:
-        numbers[outside] = _encipher(domain, keys, numbers[outside], inverse)
-        outside = outside[numbers[outside] >= domain.n]
+    indices = np.flatnonzero(numbers >= domain.n)
+    while indices.size:
+        numbers[indices] = _encipher(domain, keys, numbers[indices], inverse)
+        indices = indices[numbers[indices] >= domain.n]
     return numbers.astype(np.intp)
 
 
 def position_in_epoch(num_rows: int, seed: int, epoch: int, row: int) -> int:
+    """Return the position of a row in a shuffled epoch."""
     rows = domain(num_rows)
     return int(permute(rows, draw_keys(rows, seed, epoch), np.array([row]), inverse=True)[0])
 
@@ -100,41 +129,79 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words, inverse: bool) 
     return digit * other_side + other
 
 
+class _Block(NamedTuple):
+    """Lines of row numbers, computed together.
+
+    Attributes:
+        start: The position of the first line in the epoch.
+        distance: The distance from line to line, in positions.
+    """
+
+    epoch: int
+    start: int
+    distance: int
+    lines: Numbers
+
+    def line_of(self, epoch: int, start: int, width: int, distance: int) -> int | None:
+        """Return the number of the line that begins at a position; None if lines of the block do not begin there."""
+        if (epoch, width, distance) != (self.epoch, self.lines.shape[1], self.distance):
+            return None
+        line, offset = divmod(start - self.start, self.distance)
+        return line if offset == 0 and line >= 0 else None
+
+
 class Lookahead:
-    """Row numbers of a source in shuffled epochs, computed ahead in blocks; thread-safe."""
+    """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
+
+    Its caches are replaced in one assignment, so threads may share it.
+    """
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._domain = domain(num_rows)
         self._seed = seed
         self._keys: tuple[int, list[Words]] = (-1, [])  # an epoch, and its keys
-        # The epoch, the position of the first line in it, the distance from line to line, and the lines.
-        self._block: tuple[int, int, int, Numbers] = (-1, 0, 1, np.empty((0, 0), np.intp))
+        self._block = _Block(-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Numbers:
-        cached_epoch, first, apart, block = self._block
-        line, between = divmod(start - first, apart)
-        is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)
-        if not is_known or between or not 0 <= line <= len(block) - least:
-            passed = (epoch - cached_epoch) * self._domain.n + start - first
-            count = least
-            if 0 <= passed <= len(block) * apart + least * distance:  # read in sequence, perhaps with gaps
-                count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), (self._domain.n - start) // distance))
-            drawn, keys = self._keys
-            keys = keys if drawn == epoch else draw_keys(self._domain, self._seed, epoch)
+        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart.
+
+        Other processes have the rows in between.
+        """
+        block = self._block
+        line = block.line_of(epoch, start, width, distance)
+        if line is not None and line + least <= len(block.lines):
+            return block.lines[line:]
+        count = least
+        if self._follows(block, epoch, start, least * distance):
+            lines_left = (self._domain.n - start) // distance
+            count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), lines_left))
+        positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
+        lines = permute(self._domain, self._keys_of(epoch), positions.ravel()).reshape(count, width)
+        self._block = _Block(epoch, start, distance, lines)
+        return lines
+
+    def _follows(self, block: _Block, epoch: int, start: int, gap: int) -> bool:
+        """Return whether a position is in a block or up to `gap` after it, so that it is read in sequence."""
+        passed = (epoch - block.epoch) * self._domain.n + start - block.start
+        return 0 <= passed <= len(block.lines) * block.distance + gap
+
+    def _keys_of(self, epoch: int) -> list[Words]:
+        drawn_epoch, keys = self._keys
+        if drawn_epoch != epoch:
+            keys = draw_keys(self._domain, self._seed, epoch)
             self._keys = (epoch, keys)
-            positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
-            block = permute(self._domain, keys, positions.ravel()).reshape(count, width)
-            self._block = (epoch, start, distance, block)
-            line = 0
-        return block[line:]
+        return keys
 
     def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
+        """Return `count` row numbers from a position in the endless stream of epochs."""
         pieces: list[RowNumbers] = []
         while count or not pieces:  # a process may have no rows of a small remainder
             epoch, offset = divmod(start, self._domain.n)
             taken = min(count, self._domain.n - offset)
-            rows = slice(offset, offset + taken)
-            pieces.append(self.lines(epoch, offset, 1, 1, taken)[:taken, 0] if shuffle else rows)
+            if shuffle:
+                pieces.append(self.lines(epoch, offset, 1, 1, taken)[:taken, 0])
+            else:
+                pieces.append(slice(offset, offset + taken))
             start += taken
             count -= taken
         if len(pieces) == 1:

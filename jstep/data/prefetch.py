@@ -29,19 +29,25 @@ def prefetch_to_device(
 ) -> "PrefetchIterator":
     """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
 
-    The order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of its item. The
-    thread starts immediately, with the context variables and JAX settings of the caller. Items are copied before the
-    transfer.
+    While the device computes on one item, the thread reads the next ones and transfers them. The order is preserved. An
+    exception of `iterator` or the transfer is raised by `next` in place of its item. The thread starts immediately. It
+    ends when `iterator` is exhausted, when `close` is called, or when the result is garbage-collected, for example
+    after a `break` out of a `for` loop. It does not keep the process alive.
+
+    The thread runs in a copy of the caller's context: context variables and JAX settings (`jax.enable_x64`,
+    `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but not to the transfer itself.
+    The source may reuse its buffers for the next item: items are copied before the transfer.
 
     Args:
-        iterator: Any iterable, such as a loader of another library. An item is a pytree of numbers and arrays, also of
-            other libraries.
+        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
+            a pytree of numbers and arrays. Arrays of other libraries (PyTorch tensors) are accepted if they have
+            `numpy()`, `__dlpack__` or `__array__`.
         size: The maximum number of items ahead of the loop, in device memory; at least 1.
         sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
             that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
             processes, the rows of each process become its part of one global array.
         state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a loader with a
-            position. See `PrefetchIterator.state`.
+            position. The thread calls it right after reading the item. See `PrefetchIterator.state`.
 
     Returns:
         An iterator over the same items as JAX arrays.
@@ -67,8 +73,8 @@ def prefetch_to_device(
     size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
     place = make_placer(sharding)
-    fresh = isinstance(source, BatchIterator)
-    return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=fresh)), state_fn)
+    is_fresh = isinstance(source, BatchIterator)  # nobody else has its arrays
+    return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=is_fresh)), state_fn)
 
 
 class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["PrefetchIterator"]):
@@ -103,7 +109,10 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
         return item
 
     def close(self) -> None:
-        """End the thread and drop the items read ahead; `next` raises StopIteration from then on."""
+        """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
+
+        Returns within half a second. A thread that is blocked in its source ends as soon as the source returns.
+        """
         self._reader.close()
 
     def __exit__(self, *exc: object) -> None:
@@ -117,6 +126,11 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 
 
 class ReaderThread:
+    """A thread that calls a function once for each request and returns the results in order.
+
+    It starts with the first request, in the caller's contexts. While it is idle, other code may call the function.
+    """
+
     def __init__(self, read: Callable[[], Any]) -> None:
         self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
         self._thread = Thread(target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
@@ -129,15 +143,16 @@ class ReaderThread:
         self._shared.requests.put(count)
 
     def take(self) -> Any:
-        _, results, over = self._shared
-        while not over.is_set():
+        """Wait for the next result; raise StopIteration after an exception was raised or this was closed."""
+        _, results, has_ended = self._shared
+        while not has_ended.is_set():
             try:
                 result, error = results.get(timeout=_POLL_SECS)
             except Empty:
                 continue
             if error is None:
                 return result
-            over.set()
+            has_ended.set()
             try:
                 raise error
             finally:
@@ -158,14 +173,14 @@ class _Shared(NamedTuple):
 
     requests: "SimpleQueue[int]"
     results: "SimpleQueue[tuple[Any, BaseException | None]]"
-    over: threading.Event
+    has_ended: threading.Event
 
 
 def _serve(read: Callable[[], Any], shared: _Shared) -> None:
-    requests, results, over = shared
+    requests, results, has_ended = shared
     while True:
         for _ in range(requests.get()):
-            if over.is_set():
+            if has_ended.is_set():
                 return
             try:
                 with doing(MAKING):
@@ -173,15 +188,15 @@ def _serve(read: Callable[[], Any], shared: _Shared) -> None:
             except BaseException as error:
                 results.put((None, error))
                 return
-            if over.is_set():
+            if has_ended.is_set():
                 return
             results.put((result, None))
             del result  # otherwise it would stay alive until the next one is read
 
 
 def _end(shared: _Shared, thread: threading.Thread) -> None:
-    requests, results, over = shared
-    over.set()
+    requests, results, has_ended = shared
+    has_ended.set()
     requests.put(1)  # wakes the thread
     with contextlib.suppress(Empty):
         while True:

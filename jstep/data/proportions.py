@@ -80,15 +80,18 @@ class CountStage:
         counts = self._counts_at(time)
         if missing:
             # Within half a time unit, a source has at most one row.
-            due = np.flatnonzero(self._counts_at(time + 1) > counts).tolist()
-            counts[sorted(due, key=lambda source: self.due(source, counts[source]))[:missing]] += 1
+            due_soon = np.flatnonzero(self._counts_at(time + 1) > counts).tolist()
+            due_soon.sort(key=lambda source: self.due(source, counts[source]))
+            counts[due_soon[:missing]] += 1
         return tuple(counts.tolist())
 
     def excesses_at(self, rows: int, counts: Counts) -> list[int]:
         """Return by how much the counts after the first `rows` rows exceed the ideals, in units of 1/_PRECISION."""
-        span = (rows - self.first) * _PRECISION
-        grown = ((_integers(counts) - self._counts) * _PRECISION + self._excesses) * self.whole - self._weights * span
-        return [round(Fraction(excess, self.whole)) for excess in grown.tolist()]
+        # All in units of 1/(_PRECISION · whole).
+        gained = (_integers(counts) - self._counts) * _PRECISION * self.whole
+        ideal = self._weights * ((rows - self.first) * _PRECISION)
+        excesses = self._excesses * self.whole + gained - ideal
+        return [round(Fraction(excess, self.whole)) for excess in excesses.tolist()]
 
     def _latest_half(self, rows: int) -> tuple[int, int]:
         """Return twice the latest multiple of 1/2 at which at most `rows` rows are due, and how many more are missing.
@@ -107,7 +110,8 @@ class CountStage:
         return time, target - rows_due(time)
 
     def _period_at(self, time: int) -> LevelPeriod:
-        return self.periods[bisect.bisect_right(self.periods, Fraction(time, 2), key=lambda period: period.start) - 1]
+        number = bisect.bisect_right(self.periods, Fraction(time, 2), key=lambda period: period.start)
+        return self.periods[number - 1]
 
     def _growth(self, time: int, period: LevelPeriod) -> Any:
         """Return floor(F_s - c_s + 1/2) at `time`/2 for the sources that are filling."""
@@ -116,9 +120,9 @@ class CountStage:
         # All in units of half a row divided by `unit`.
         unit = k * self.whole * _PRECISION
         level = 2 * period.excess * self.whole + (self.whole - period.weight) * time * _PRECISION
-        by_weight = self._weights[sources] * (k * time * _PRECISION)
-        by_excess = self._excesses[sources] * (2 * k * self.whole)
-        return (by_weight - by_excess + level + unit) // (2 * unit)
+        flow = self._weights[sources] * (k * time * _PRECISION)
+        excess = self._excesses[sources] * (2 * k * self.whole)
+        return (flow - excess + level + unit) // (2 * unit)
 
     def _counts_at(self, time: int) -> Any:
         counts = self._counts.copy()
@@ -196,12 +200,12 @@ class RowOrder:
         self.rows = rows
         self._stages = stages
         self._stage: CountStage | None = None
-        self._counts = list(stages.at(rows).counts(rows))
+        self._counts = list(stages.value_at(rows).counts(rows))
         self._due: list[tuple[Fraction, int]] | None = None
 
     def take(self, size: int) -> CountChanges:
         """Return the counts of the sources of the next rows, before and after them; the other sources have none."""
-        stage = self._stages.at(self.rows)
+        stage = self._stages.value_at(self.rows)
         is_first = stage is not self._stage
         self._stage = stage
         # By source, the time depends on the number of sources. By row it depends on that of rows, but the heap must be
@@ -218,8 +222,11 @@ class RowOrder:
     def _take_by_source(self, stage: CountStage, size: int) -> CountChanges:
         self._due = None
         counts = stage.counts(self.rows + size)
-        pairs = enumerate(zip(self._counts, counts, strict=True))
-        return {source: pair for source, pair in pairs if pair[0] < pair[1]}
+        changes: CountChanges = {}
+        for source, (start, stop) in enumerate(zip(self._counts, counts, strict=True)):
+            if start < stop:
+                changes[source] = (start, stop)
+        return changes
 
     def _take_by_row(self, stage: CountStage, size: int) -> CountChanges:
         if self._due is None:
@@ -235,7 +242,7 @@ class RowOrder:
 
 
 def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
-    """Return the stages of a mixture from their first rows and their weights."""
+    """Return the stages of the counts, from the number of rows before each stage, and its weights."""
     start, weights = stages[0]
     counts: Counts = (0,) * len(weights)
     stage = CountStage(start, counts, counts, weights)

@@ -26,7 +26,10 @@ _IF_TRACED = (
 
 
 class BatchSequence(abc.ABC, Generic[T]):
-    """A sequence of batches by step."""
+    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
+
+    Steps count from 0. Negative steps, and steps past the end, raise IndexError.
+    """
 
     def __init__(self, plan: RowPlan, rows: Mapping[str, Rows], steps: Steps) -> None:
         self._plan = plan
@@ -35,6 +38,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
+        """Return a function from step to batch, for one iterator, as it keeps what the next steps need."""
         reader = PlanReader(self._plan)
         sources = [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
@@ -42,6 +46,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return functools.partial(_read, reader, sources)
 
     def _counts_before(self, step: int) -> dict[str, int]:
+        """Return the number of rows of each source in the batches before a step, in the order of the sources."""
         counts = dict.fromkeys(sorted(self._rows), 0)
         for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
             for name, count in zip(counts, self._plan.counts_of(part), strict=True):
@@ -53,10 +58,13 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     @property
     def batch_size(self) -> int | dict[int, int]:
-        """The global batch size: a number, or a dict from first step to number if it changes."""
+        """The global batch size: a number, or a dict from first step to number if it changes.
+
+        A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
+        """
         sizes = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
-        if not sizes:
-            return self._plan.sizes.runs.at(0).size
+        if not sizes:  # it has no steps
+            return self._plan.sizes.runs.value_at(0).size
         return sizes[0] if len(sizes) == 1 else sizes
 
     @property
@@ -78,8 +86,10 @@ class BatchSequence(abc.ABC, Generic[T]):
 
         Example:
             >>> import numpy as np, jstep
-            >>> jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, {"a": 3, "b": 1}).weights()
-            {0: {'a': 0.75, 'b': 0.25}}
+            >>> weights = {0: {"a": 3, "b": 1}, 10: {"a": 1, "b": 1}}
+            >>> mix = jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, weights)
+            >>> mix.skip(2, 5).weights()
+            {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
         """
         if "" in self._rows:  # the only source, which has no name
             return {}
@@ -88,7 +98,9 @@ class BatchSequence(abc.ABC, Generic[T]):
         return {step: dict(zip(names, map(float, weights), strict=True)) for step, weights in changes.items()}
 
     def definition(self) -> dict[str, Any]:
-        """Return everything that determines the batches except the values of their rows, for JSON.
+        """Return everything that determines the batches except the values of their rows, as values of JSON.
+
+        The result does not depend on the number of processes.
 
         Example:
             >>> import numpy as np, jstep
@@ -103,7 +115,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         found["batch_size"] = {str(step): rows for step, rows in sizes.items()}
         weights = self.weights()
         if weights:
-            found["weights"] = {str(step): by_name for step, by_name in weights.items()}
+            found["weights"] = {str(step): shares for step, shares in weights.items()}
         found |= {"rows": self.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
         if plan.drop_remainder is not None:  # a mixture has no epochs of its own
             found |= {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder}
@@ -116,21 +128,24 @@ class BatchSequence(abc.ABC, Generic[T]):
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 
+        It covers the number of rows of each source, and the row numbers of five batches, including the first and last:
+        the rows of a batch depend on the number of rows before it. A hash of all rows would take as long as an epoch.
+
         Example:
             >>> import numpy as np, jstep
             >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
-            >>> one[:30].rows_hash() == grown[:30].rows_hash()
-            True
+            >>> one[:30].rows_hash() == grown[:30].rows_hash(), one[:31].rows_hash() == grown[:31].rows_hash()
+            (True, False)
         """
         count = len(self)
         names = sorted(self._rows)
         hashed = hashlib.blake2b(digest_size=16)
         used = {name: rows for name, rows in self._counts_before(count).items() if rows}
         hashed.update(repr((count, sorted(used.items()))).encode())
-        # The counts, and the rows of the batches at each quarter and at the end: a hash of all rows would take as long
-        # as an epoch.
+        if count == 0:
+            return hashed.hexdigest()
         samples = {count * i // 4 for i in range(4)} | {count - 1}
-        for step in sorted(samples) if count else ():
+        for step in sorted(samples):
             for some in self._rows_of(step):
                 hashed.update(repr(names[some.source]).encode())
                 for numbers in (some.indices, some.rows):
@@ -138,10 +153,12 @@ class BatchSequence(abc.ABC, Generic[T]):
         return hashed.hexdigest()
 
     def _rows_of(self, step: int) -> list[SourceRows]:
-        rows_of = PlanReader(self._plan._replace(share=Share(self._plan.share.sizes, (0, 1))))
-        return rows_of(self._steps[self._as_step(step)])
+        """Return the rows of a batch over all processes, as one process would read them."""
+        whole_plan = self._plan._replace(share=Share(self._plan.share.sizes, (0, 1)))
+        return PlanReader(whole_plan)(self._steps[self._as_step(step)])
 
     def _steps_with(self, name: str, row: int, start: int, stop: int | None) -> list[int]:
+        """Return the steps from `start` to `stop` whose batches contain a row of a source."""
         num_rows = len(self._rows[name])
         row = as_int(row, "row")
         if not 0 <= row < num_rows:
@@ -151,19 +168,25 @@ class BatchSequence(abc.ABC, Generic[T]):
         start = self._as_step(start, end=1)
         stop = self._steps.count if stop is None else self._as_step(stop, end=1)
         source = sorted(self._rows).index(name)
-        hits = set[int]()
+        numbers = set[int]()
         for first, part in self._steps.numbered(start, stop):
+            # All steps that the part spans: it may skip some, or run backwards.
             steps = range(min(part[0], part[-1]), max(part[0], part[-1]) + 1)
-            hits |= {first + part.index(n) for n in steps_with(self._plan, source, row, steps) if n in part}
-        return sorted(hits)
+            for step in steps_with(self._plan, source, row, steps):
+                if step in part:
+                    numbers.add(first + part.index(step))
+        return sorted(numbers)
 
     def batch_size_at(self, step: int) -> int:
         """Return the number of rows in the batch of `step`, over all processes."""
-        return self._plan.sizes.at(self._steps[self._as_step(step)])
+        return self._plan.sizes.size_at(self._steps[self._as_step(step)])
 
     def shapes(self, step: int) -> Any:
-        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process."""
-        low, high = self._plan.share.of(self.batch_size_at(step))
+        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process.
+
+        Only one row is read, to determine the structure.
+        """
+        low, high = self._plan.share.bounds(self.batch_size_at(step))
 
         def leaf(row: Any) -> Any:
             dtype = jax.dtypes.canonicalize_dtype(row.dtype, allow_extended_dtype=True)  # keys, too
@@ -175,7 +198,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         """Return the next step whose batch has a different number of rows, or None."""
         step = self._as_step(step)
         sizes = self._plan.sizes
-        size = sizes.at(self._steps[step])
+        size = sizes.size_at(self._steps[step])
         for first, part in self._steps.numbered(step + 1):
             for inner, run in sizes.split(part):
                 change = run.first_other(inner, size)
@@ -186,7 +209,8 @@ class BatchSequence(abc.ABC, Generic[T]):
     def skip(self, start: int, stop: int) -> Self:
         """Return the batches without steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so skips compose from left to
+        right, and a run can be resumed from a checkpoint before that step.
 
         Example:
             >>> import numpy as np, jstep
@@ -261,17 +285,24 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
         return sources[picked[0].source].take(picked[0].rows)
     indices = [some.indices for some in picked]
     parts = [sources[some.source].take(some.rows) for some in picked]
-    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
+    shapes = [_row_shapes(part) for part in parts]
     for some, shape in zip(picked, shapes, strict=True):
+        # `mixture` compared the first row of each source; others may be different.
         if shape != shapes[0]:
-            first, other = (sources[entry.source].name for entry in (picked[0], some))
+            first_name = sources[picked[0].source].name
+            name = sources[some.source].name
             raise ValueError(
-                f"sources: must have rows of one shape, got {shapes[0]} of {first!r}, {shape} of {other!r}"
+                f"sources: must have rows of one shape, got {shapes[0]} of {first_name!r}, {shape} of {name!r}"
             )
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
 
+def _row_shapes(rows: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape[1:] for leaf in jax.tree.leaves(rows)]
+
+
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
+    """Merge a leaf of the rows of several sources; their indices together cover the batch."""
     with meshes.internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]

@@ -46,7 +46,11 @@ class ArraySource:
 
 
 class ItemSource:
-    """Rows of an object with `__len__` and `__getitem__`: its items, stacked. Lists of indices are used if possible."""
+    """Rows of an object with `__len__` and `__getitem__`: its items, stacked.
+
+    A `__getitem__` for one index may silently do something else with a list. So lists are passed only to
+    `__getitems__`, and to a `__getitem__` known to accept them.
+    """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
@@ -70,7 +74,7 @@ class ItemSource:
             return self._stack(items, numbers)
         if _takes_lists(type(self._items)):
             with contextlib.suppress(Exception):  # a library may reject some lists: HDF5 accepts only ascending ones
-                return self._from_list(numbers)
+                return self._fetch_list(numbers)
         return self._stack([self._items[i] for i in numbers], numbers)
 
     def _stack(self, items: Sequence[Any], numbers: list[int]) -> Any:
@@ -83,7 +87,8 @@ class ItemSource:
         with internal_transfers():
             return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
 
-    def _from_list(self, numbers: list[int]) -> Any:
+    def _fetch_list(self, numbers: list[int]) -> Any:
+        """Return the rows that the object returns for a list; raise any error if they may not be those rows."""
         batch = jax.tree.map(_as_array, self._items[numbers])
         if list(leading_sizes(batch)) != [len(numbers)]:
             raise ValueError
@@ -109,7 +114,10 @@ class Rows:
 
 
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
-    """Open the rows of a tree of sources, in which a list is one source."""
+    """Open the rows of a tree of sources, in which a list is one source.
+
+    `name` is the tree's key in the argument, which begins its paths; empty if it is the argument.
+    """
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
     leaves, whole = jax.tree_util.tree_flatten_with_path(
@@ -170,6 +178,7 @@ _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("tor
 
 
 def _takes_lists(cls: type) -> bool:
+    """Whether the `__getitem__` of a class is from a library that accepts lists of indices."""
     method = getattr(cls, "__getitem__", None)
     for module, name in _LIBRARIES:
         library_class = getattr(sys.modules.get(module), name, None)

@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,11 +14,21 @@ NO_END = 2**128
 
 
 class Steps:
-    """The steps of a sequence; `firsts` are the numbers of the first step of each part."""
+    """The steps of a sequence, numbered from 0.
+
+    Attributes:
+        parts: The steps, as ranges of which none is empty.
+        firsts: The number of the first step of each part.
+        count: The number of steps.
+    """
 
     def __init__(self, parts: Iterable[range]) -> None:
         self.parts = tuple(filter(None, parts))
-        *self.firsts, self.count = itertools.accumulate(map(range_length, self.parts), initial=0)
+        self.firsts: list[int] = []
+        self.count = 0
+        for part in self.parts:
+            self.firsts.append(self.count)
+            self.count += range_length(part)
 
     @property
     def is_endless(self) -> bool:
@@ -30,6 +39,7 @@ class Steps:
         return self.parts[part][number - self.firsts[part]]
 
     def sliced(self, window: slice) -> "Steps":
+        """Return the steps whose numbers are in a slice of all numbers."""
         numbers = range(self.count)[window]
         windows = list(zip(self.parts, self.firsts, strict=True))
         ranges = []
@@ -41,33 +51,43 @@ class Steps:
         return Steps(ranges)
 
     def skipped(self, start: int, stop: int) -> "Steps":
-        return Steps([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
+        """Return the steps without those numbered `start` to `stop - 1`."""
+        head = self.sliced(slice(start))
+        tail = self.sliced(slice(stop, None))
+        return Steps([*head.parts, *tail.parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
+        """Return the ranges of steps numbered `start` to `stop - 1`, each with its first number."""
         steps = self.sliced(slice(start, stop))
         return zip((start + first for first in steps.firsts), steps.parts, strict=True)
 
     def changes(self, stages: Iterable[tuple[int, int | None, T]]) -> dict[int, T]:
+        """Return the values of stages of steps, by the number from which each holds."""
         values: dict[int, T] = {}
         ascending = list(stages)
         last = None
         for number, part in self.numbered(0):
             for first, stop, value in ascending if part.step > 0 else reversed(ascending):
                 inner = clamp_range(part, first, NO_END if stop is None else stop)
-                if inner and value != last:
-                    last = values[number + (inner.start - part.start) // part.step] = value
+                if not inner or value == last:
+                    continue
+                values[number + (inner.start - part.start) // part.step] = value
+                last = value
         return values
 
 
 def range_length(numbers: range) -> int:
+    """Return the length of a range; `len` fails for one that is longer than sys.maxsize."""
     return max(0, -((numbers.start - numbers.stop) // numbers.step))
 
 
 def clamp_range(numbers: range, low: int, high: int) -> range:
+    """Return the numbers of a range with low ≤ number < high, in their order."""
     if numbers.step < 0:
         return clamp_range(numbers[::-1], low, high)[::-1]
     # low ≤ start + step·i < high holds for first ≤ i < last.
-    first, last = (-((numbers.start - end) // numbers.step) for end in (low, high))
+    first = -((numbers.start - low) // numbers.step)
+    last = -((numbers.start - high) // numbers.step)
     return numbers[max(first, 0) : max(last, 0)]
 
 
@@ -75,6 +95,8 @@ def clamp_range(numbers: range, low: int, high: int) -> range:
 
 
 class StepStage(NamedTuple, Generic[T]):
+    """Steps with the same value; the last stage has `stop` None."""
+
     first: int
     stop: int | None
     value: T
@@ -82,18 +104,20 @@ class StepStage(NamedTuple, Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Staircase(Generic[T]):
-    """A piecewise constant function of the step: the first step of each stage, and its value."""
+    """A piecewise constant function of the step: the first step of each stage, from 0, and its value."""
 
     firsts: tuple[int, ...]
     values: tuple[T, ...]
 
     def index(self, step: int) -> int:
+        """Return the index of the stage that a step is in."""
         return bisect.bisect_right(self.firsts, step) - 1
 
-    def at(self, step: int) -> T:
+    def value_at(self, step: int) -> T:
         return self.values[self.index(step)]
 
-    def edge_after(self, step: int) -> int | None:
+    def next_stage_start(self, step: int) -> int | None:
+        """Return the first step of the stage after that of `step`; None in the last stage."""
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 
@@ -102,7 +126,10 @@ class Staircase(Generic[T]):
 
 
 def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
-    """Convert a mapping from step to value to a staircase; `check(value, name)` validates a value."""
+    """Convert a mapping from step to value to a staircase.
+
+    `check(value, name)` returns the validated value, or raises an error that includes `name`.
+    """
     if not mapping:
         raise ValueError(f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping")
     keys = {as_int(step, f"{argument}: a step", 0): step for step in mapping}
@@ -111,10 +138,12 @@ def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, s
             f"{argument}: must have a value for step 0, got values for the steps {format_value(sorted(keys))}"
         )
     firsts = tuple(sorted(keys))
-    return Staircase(firsts, tuple(check(mapping[keys[first]], f"{argument}[{first}]") for first in firsts))
+    values = [check(mapping[keys[first]], f"{argument}[{first}]") for first in firsts]
+    return Staircase(firsts, tuple(values))
 
 
 def as_staircase(value: object, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
+    """Convert a mapping as `staircase` does; any other value is constant."""
     if isinstance(value, Mapping):
         return staircase(value, argument, check)
     return Staircase((0,), (check(value, argument),))

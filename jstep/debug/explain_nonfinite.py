@@ -122,7 +122,7 @@ def explain_nonfinite(
         return None
     step, leaves, is_skipped = update
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
-    stage = as_stages(train_step).at(step)
+    stage = as_stages(train_step).value_at(step)
     operation = find_nonfinite(stage, found.state, *found.args)
     return NonFiniteUpdate(step=step, leaves=leaves, found=operation, rows=_rows(stage, found), is_skipped=is_skipped)
 

@@ -17,7 +17,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
-from jstep.data.batch_placement import make_placer, over_axes
+from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
 from jstep.look.run_folder import logged_states, run_folder
@@ -150,7 +150,7 @@ def replayed(
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = as_stages(train_step)
     check(state, step)
-    batch_sharding = over_axes(batch_sharding, state)
+    batch_sharding = shardings_of_axes(batch_sharding, state)
     prefix = prefix_of(checkpoint_dir, prefix)
     check_locations(checkpoint_dir, prefix, None)
     make_placer(batch_sharding, "batch_sharding")

@@ -29,9 +29,9 @@ from jstep.data.batch_placement import (
     hash_batch,
     is_axes,
     make_placer,
-    over_axes,
     part_owners,
     place_rows,
+    shardings_of_axes,
 )
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
@@ -155,7 +155,7 @@ def check_sharding(batch_sharding: object) -> None:
 
 
 def batch_shardings(batch_sharding: object, state: Tree) -> Any:
-    return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
+    return None if batch_sharding is None else as_shardings(shardings_of_axes(batch_sharding, state))
 
 
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import Tree
-from jstep.data.batch_placement import make_placer, over_axes
+from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
@@ -77,7 +77,7 @@ class Options:
 
 def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
     """Return the options with each value as a run uses it; an error names the first one that is invalid."""
-    batch_sharding = over_axes(given.batch_sharding, state)
+    batch_sharding = shardings_of_axes(given.batch_sharding, state)
     steps_per_call = as_steps_per_call(given.steps_per_call, batches)
     options = dataclasses.replace(
         given,

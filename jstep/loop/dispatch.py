@@ -228,7 +228,7 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
     if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
         return
     is_held = LEARNING_RATE in roles_in(state).arguments.values()
-    if is_held or train_steps.at(last_step - 1) is not train_steps.at(first):
+    if is_held or train_steps.value_at(last_step - 1) is not train_steps.value_at(first):
         return  # a held rate is not a schedule, or a later stage has another one
     optimizer: Any = step.optimizer
     scheduled = list[bool]()

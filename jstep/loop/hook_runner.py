@@ -161,7 +161,7 @@ class HookRunner:
         with course.doing(Activity.CHECKING):
             self._run.check_step(first)
             self._run.in_flight.drop_finished()
-        edge = self._train_steps.edge_after(first)
+        edge = self._train_steps.next_stage_start(first)
         self._next_check = NEVER if edge is None else edge
 
     def _call_due(self, group: ScheduleGroup, *, with_failures: bool = False) -> None:

@@ -21,7 +21,7 @@ from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
-from jstep.data.positions import with_own_position
+from jstep.data.positions import load_own_position
 from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_value, read_values
@@ -168,7 +168,7 @@ def _loaded(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
     def read(name: str) -> bytes:
         return saver.read_file(name, step)
 
-    loaded: dict[str, Any] = tagged_json.with_files(with_own_position(extra, read), tagged_json.FilesOnce(read))
+    loaded: dict[str, Any] = tagged_json.with_files(load_own_position(extra, read), tagged_json.FilesOnce(read))
     return loaded
 
 
@@ -391,7 +391,7 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], 
             state = target if parent.edited else saver.restore(target, step=step)
         extra = {}
         if isinstance(saved, dict):
-            saved_here = with_own_position(saved, read)
+            saved_here = load_own_position(saved, read)
             extra = tagged_json.with_files(saved_here, lambda name: tagged_json.LargeBytes(read(name)))
         is_replaced = saver.extra(step) != saved
     except FileNotFoundError:

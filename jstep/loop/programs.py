@@ -446,7 +446,7 @@ class Boundaries(NamedTuple):
     next_change: Callable[[int], int | None]
 
     def after(self, step: int, last_step: int) -> int:
-        ends = last_step, self.next_change(step), self.stages.edge_after(step)
+        ends = last_step, self.next_change(step), self.stages.next_stage_start(step)
         return min(end for end in ends if end is not None)
 
     def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:

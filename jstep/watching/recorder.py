@@ -329,7 +329,7 @@ class Recorder(Observer):
         return kept
 
     def _past(self, step: int) -> dict[str, Any]:
-        past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.at(max(step - 1, 0)))}
+        past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.value_at(max(step - 1, 0)))}
         if (file := self.run.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
         if isinstance(batches := self.run.components.batches.source.given, BatchSequence):
@@ -377,7 +377,7 @@ class Recorder(Observer):
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
         """Describe how the learning rate of the last step before the checkpoint has changed."""
         old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
-        pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
+        pure_step = step_function(self.run.train_steps.value_at(max(step - 1, 0)))
         is_named = any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits)
         if not bits or old_rate is None or pure_step is None or is_named:
             return []

@@ -236,12 +236,12 @@ def test_rows_of_one_stage_follow_virtual_times(weights, far):
     counts = count_stages([(0, exact)])
     found = [0] * len(weights)
     for rows in range(50):
-        assert counts.at(rows).counts(rows) == tuple(found)
+        assert counts.value_at(rows).counts(rows) == tuple(found)
         due = [(Fraction(2 * c + 1) / (2 * w), s) for s, (c, w) in enumerate(zip(found, exact, strict=True)) if w]
         found[min(due)[1]] += 1
     assert all(
         abs(c - far * w) <= Fraction(len(weights) - 1, 2)
-        for c, w in zip(counts.at(far).counts(far), exact, strict=True)
+        for c, w in zip(counts.value_at(far).counts(far), exact, strict=True)
     )
 
 

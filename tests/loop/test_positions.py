@@ -12,9 +12,9 @@ from jstep.data.positions import (
     POSITION,
     POSITIONS,
     gather_positions,
+    load_own_position,
     positions_elsewhere,
     saved_position,
-    with_own_position,
 )
 
 
@@ -119,7 +119,7 @@ class TestPositionsInFiles:
         read = []
         for index in range(3):
             process(index, 3)
-            own = with_own_position(extra, lambda name: read.append(name) or files[name])
+            own = load_own_position(extra, lambda name: read.append(name) or files[name])
             assert saved_position(own).value == saved[index]
         assert sorted(read) == sorted(files)
 
@@ -135,7 +135,7 @@ class TestPositionsInFiles:
         copied, names = {}, []
         for index in range(count):
             process(index, count)
-            kept, own = positions_elsewhere(with_own_position(extra, files.__getitem__))
+            kept, own = positions_elsewhere(load_own_position(extra, files.__getitem__))
             assert kept == extra
             copied |= {name: file.read() for name, file in own.items()}
             names += own
@@ -146,6 +146,6 @@ class TestPositionsInFiles:
         extra, _ = self.save(process, monkeypatch, [A, B])
         for data in (b"", b"[" * 10_000, b"3", b'"position.process_0"'):
             process(0, 2)
-            own = with_own_position(extra, lambda name, data=data: data)
+            own = load_own_position(extra, lambda name, data=data: data)
             with pytest.raises(ValueError, match="Stateful must be a position"):
                 open_source(Stateful(), 4, 9, saved_position(own))
