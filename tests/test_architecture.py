@@ -54,9 +54,9 @@ PUBLIC_COMPILERS = {"training.step", "training.looped"}
 COUNTERS = {"training.apply_gradients"}
 BUILDERS = {"state.sharding"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
-READERS = {"core.placement", "state.nonfinite", "training.skipped_updates"}
-"""Reads arrays on their devices outside of steps, for fingerprints, checks of parameters, and skipped updates of steps
-that are compiled elsewhere. Donates nothing."""
+READERS = {"core.placement", "state.nonfinite", "training.optimizer_metrics", "training.skipped_updates"}
+"""Reads arrays on their devices outside of steps, for fingerprints, checks of parameters, hyperparameters and skipped
+updates of steps that are compiled elsewhere. Donates nothing."""
 SUMS = {"metering.metric_sums"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""
 LOADED_WHEN_USED = {

@@ -33,7 +33,8 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
-from jstep.training.metrics import SKIPPED, Constants, flat_metrics, has_ratios
+from jstep.training.metrics import flat_metrics, has_ratios
+from jstep.training.optimizer_metrics import CustomStepMetrics
 from jstep.training.skipped_updates import mark_guards, restore_guards
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind, trace_program
 from jstep.training.watched_updates import remember_updates, watch_updates
@@ -138,9 +139,6 @@ def _stack_shapes(tree: Tree, steps: int) -> Any:
 
 # Programs.
 
-_OF_CUSTOM_STEPS = Constants({}, SKIPPED)
-"""No metric of a step that jstep did not make is known before it runs."""
-
 
 class Program:
     """The training step of a stage, or a loop over 1 to `max_steps` of its steps.
@@ -172,6 +170,7 @@ class Program:
         self.has_failed = has_failed
         self.is_called = False
         self.is_ahead = False
+        self._custom_step = CustomStepMetrics(self.step)
         self._casts = False  # whether a function that jstep did not compile returned weak values
 
     def mark_called(self, rows: int | None) -> None:
@@ -196,11 +195,12 @@ class Program:
         require_alive(state)  # on a mesh, JAX would crash
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
         marked, guard_slots = mark_guards(state, may_be_donated=True)
-        result = call(marked, *chunk.args)
+        result, reported = self._custom_step.call(call, marked, chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
-        self.constants = _OF_CUSTOM_STEPS
-        new, metrics = restore_guards(guard_slots, result[0], flat_metrics(result[1]))
+        new, metrics = result
+        metrics, self.constants = self._custom_step.join(reported, flat_metrics(metrics), new, chunk.args)
+        new, metrics = restore_guards(guard_slots, new, metrics)
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
         # The kind of what a compiled function returns is known from its first call. Weak values are cast at each.

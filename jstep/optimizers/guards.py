@@ -50,7 +50,9 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the global
-        step after the last finite update. A training step's metrics show `skipped`, 1 or 0.
+        step after the last finite update. A training step's metrics show `skipped`, 1 or 0. While a run is in a custom
+        step, the slot holds a mark instead, which is negative: by it the run finds out whether the step skips its
+        update. Read it before or after the step.
 
     Raises:
         ValueError: The optimizer has a slot named `last_finite_step`, for example because it is already guarded.

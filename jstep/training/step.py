@@ -26,9 +26,10 @@ from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
-from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, slot_metrics, split_metrics
+from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
+from jstep.training.optimizer_metrics import constants_of, optimizers_of, report
 from jstep.training.skipped_updates import mark_guards, restore_guards
-from jstep.training.watched_updates import StepUpdates, watch_updates
+from jstep.training.watched_updates import note_step, watch_updates
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -114,28 +115,16 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
         hyperparameters: Mapping[str, Any] = {}
         if isinstance(metrics, dict):
-            hyperparameters, slots = _reported_by_optimizers(found, state)
-            metrics = {**slots, **hyperparameters, **metrics}
+            optimizers = optimizers_of(found, trees.structure(state))
+            reported = report(optimizers, step_array(state), roles_in(state), state.slots)
+            hyperparameters = reported.hyperparameters
+            constants = constants_of(step, metrics.keys() & hyperparameters.keys(), marked, args)
+            metrics = {**reported.in_slots, **hyperparameters, **metrics, **constants}
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
 
     return PureStep(body, name=name)
-
-
-def _reported_by_optimizers(found: StepUpdates, state: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Hyperparameters, and values in slots, of the optimizers that updated the state of a step, as `minimize` shows.
-
-    A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports is
-    for the user to return.
-    """
-    hyperparameters: dict[str, Any] = {}
-    in_slots: dict[str, Any] = {}
-    for optimizer, structure in found.optimizers:
-        if structure == trees.structure(state) and callable(optimizer.hyperparameters):
-            hyperparameters |= optimizer.hyperparameters(step_array(state))
-            in_slots |= slot_metrics(roles_in(state), state.slots)
-    return hyperparameters, in_slots
 
 
 def _remember_call(step: Any, call: RecordedCall) -> Any:
@@ -295,6 +284,7 @@ class TrainStep:
         args = device_values.arguments_from_host(args)
         if getattr(state, "_layout", None) is not _ON_ONE_DEVICE and not is_single_process():
             self._agreed.check(state, args)
+        note_step(self._pure.optimizer, state)
         new, metrics = call_step(self, state, args)
         return new, metrics.merged()
 

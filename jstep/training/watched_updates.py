@@ -52,6 +52,11 @@ class StepUpdates:
     step: Any = None
     counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
+    def add_optimizer(self, optimizer: Optimizer, state: Any) -> None:
+        structure = trees.structure(state)
+        if not any(optimizer is other and structure == updated for other, updated in self.optimizers):
+            self.optimizers.append((optimizer, structure))
+
     def note_due(self, name: str, step: object, *, increments: bool) -> None:
         _, count = self.counts.get((name, id(step)), (step, 0))
         self.counts[name, id(step)] = step, count + 1
@@ -111,14 +116,20 @@ def _warn(found: StepUpdates) -> None:
         )
 
 
+def note_step(optimizer: Optimizer | None, state: Any) -> None:
+    """Note the optimizer of a compiled step that is called in another one: it may have been traced before."""
+    found = _UPDATES.get()
+    if found is not None and optimizer is not None:
+        found.add_optimizer(optimizer, state)
+
+
 def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Roles, *, increments: bool) -> None:
     found = _UPDATES.get()
     if found is None:
         return
     params: Params = state.params
     step = state.global_step
-    if not any(optimizer is other for other, _ in found.optimizers):
-        found.optimizers.append((optimizer, trees.structure(state)))
+    found.add_optimizer(optimizer, state)
     leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
     labels = init_labels(optimizer, params) or [""] * len(leaves)
     named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))
@@ -159,6 +170,11 @@ def remember_updates(step: Any, found: StepUpdates) -> None:
     """Keep what a step trains with the step: another run may call the same compiled program without tracing it."""
     if not found.updated:
         return
+    known = known_updates(step)
+    if known is not None and known is not found:
+        # A compiled step that is not traced again may have been traced for states of several structures.
+        structures = [structure for _, structure in found.optimizers]
+        found.optimizers += [entry for entry in known.optimizers if entry[1] not in structures]
     with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
         setattr(step, _KNOWN_UPDATES, (step, found))
 

@@ -126,8 +126,7 @@ def test_hooks_see_metrics_in_any_mapping(kind, steps_per_call, is_traced, tmp_p
         history,
     ]
     train(step, hooks, steps_per_call=steps_per_call, logdir=tmp_path)
-    # A step that jstep traces shows the rate of the optimizer that it calls.
-    shown = ["learning_rate", "loss", "other"] if is_traced else ["loss", "other"]
+    shown = ["learning_rate", "loss", "other"]  # with the rate of the optimizer that the step calls
     assert [sorted(row) for row in rows.values()] == [shown] * 4
     assert [sorted(row) for row in means.values()] == [shown] * 4
     assert len(history["loss"][0]) == 4

@@ -64,11 +64,9 @@ def test_every_mapping_reaches_hooks_as_a_flat_dict(kind, make, steps_per_call):
 
     rows, seen = rows_of(MAKERS[make](step), steps_per_call)
     names = {"loss", "world/kl", "world/parts/a", "rate"}
-    # A step that jstep traces shows the hyperparameters of the optimizer that it calls, too; rows have what changes.
-    is_traced = make == "TrainStep" or steps_per_call == 4
-    shown = names | {"learning_rate", "momentum", "dampening", "weight_decay"} if is_traced else names
-    assert seen == [(dict, shown)] * 2
-    assert [set(row) for row in rows] == [names | {"learning_rate"} if is_traced else names] * 2
+    # The step shows the hyperparameters of the optimizer that it calls, too; rows have what changes, and rates.
+    assert seen == [(dict, names | {"learning_rate", "momentum", "dampening", "weight_decay"})] * 2
+    assert [set(row) for row in rows] == [names | {"learning_rate"}] * 2
     assert rows[1]["world/parts/a"] == pytest.approx(2 * rows[1]["loss"])
 
 

@@ -1,0 +1,242 @@
+"""The metrics of the optimizers that a custom step calls, as a step of `minimize` shows them.
+
+A step that jstep traces computes them in its own program. One that the user compiles, or does not compile, returns
+metrics of its own only: those of its optimizers are computed beside it, from the state that it was given.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jstep.core import trees
+from jstep.core.exceptions import forget_frames
+from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
+from jstep.core.logs import logger
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Array, Optimizer, Slots, Tree
+from jstep.slots.roles import Role, Roles, roles_in
+from jstep.state.global_step import step_array
+from jstep.training.metrics import SKIPPED, Constants, StepMetrics, flat_metrics, slot_metrics, split_metrics
+from jstep.training.watched_updates import StepUpdates, known_updates, watch_updates
+
+
+class OptimizerMetrics(NamedTuple):
+    """What optimizers report: hyperparameters, which hooks show once if they are constants, and values in slots."""
+
+    hyperparameters: Mapping[str, Any]
+    in_slots: Mapping[str, Any]
+
+
+def report(optimizers: Sequence[Optimizer], step: Array, roles: Roles, slots: Slots) -> OptimizerMetrics:
+    """Return what these optimizers report at `step`; of two hyperparameters of one name, the later optimizer's."""
+    if not optimizers:
+        return OptimizerMetrics({}, {})
+    hyperparameters: dict[str, Any] = {}
+    for optimizer in optimizers:
+        if callable(optimizer.hyperparameters):
+            hyperparameters |= optimizer.hyperparameters(step)
+    return OptimizerMetrics(hyperparameters, slot_metrics(roles, slots))
+
+
+def optimizers_of(found: StepUpdates | None, structure: Any) -> list[Optimizer]:
+    """Return the optimizers that updated the state of a step, which has this structure.
+
+    A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports is
+    for the user to return.
+    """
+    if found is None:
+        return []
+    return [optimizer for optimizer, updated in found.optimizers if updated == structure]
+
+
+class _Inputs(NamedTuple):
+    """What the metrics of optimizers are computed from."""
+
+    step: Array
+    slots: Slots
+
+
+@jax.jit
+def _copy(inputs: _Inputs) -> _Inputs:
+    return jax.tree.map(jnp.copy, inputs)
+
+
+def _shape(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    return trees.shape_of(leaf, sharding if isinstance(sharding, NamedSharding) else None, weak=True)
+
+
+_NOTHING = StepMetrics({}, Constants({}, SKIPPED))
+_MAX_PROGRAMS = 8
+"""A step that is not compiled may make its optimizer anew at each call: from then on nothing is compiled for it."""
+
+_Compute = Callable[[_Inputs], StepMetrics]
+
+
+class CustomStepMetrics:
+    """Calls a step that jstep did not make, and returns what its optimizers report beside its result.
+
+    A compiled step names its optimizers when it is traced: they are known after its first call, and stay. One that is
+    not compiled may call another optimizer each time, and is watched at each call.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self._is_compiled = hasattr(step, "lower")
+        self._is_first = True
+        self._slot_names: list[str] = []
+        self._optimizers: list[Optimizer] = []  # those that the first call has shown
+        # By the identities of optimizers, which the programs keep alive.
+        self._programs: dict[tuple[int, ...], _Compute] = {}
+        self._program: _Compute | None = None  # of a compiled step, once it has been called
+        self._constants: dict[str, Any] | None = None  # metrics that are constants of a compiled step
+        self._fixed: StepMetrics | None = None  # of a compiled step, if its metrics are the same at each step
+
+    def call(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
+        """Return the result of `call(state, *args)`, and the metrics of its optimizers."""
+        if self._is_first:
+            self._slot_names = [n for n in roles_in(state).of(Role.HELD, Role.LOSS_SCALE) if n in state.slots]
+        elif self._fixed is not None:
+            return call(state, *args), self._fixed
+        elif self._program is not None:
+            with internal_transfers():
+                metrics = self._program(self._inputs(state))
+            return call(state, *args), metrics
+        return self._watch(call, state, args)
+
+    def join(self, reported: StepMetrics, metrics: Any, state: Tree, args: tuple[Any, ...]) -> tuple[Any, Constants]:
+        """Return the metrics of a call with what was reported beside it, and the constants that hooks show once.
+
+        `state` is that which the step returned, of the kind that it was given.
+        """
+        if not isinstance(metrics, dict):
+            return metrics, reported.constants
+        returned = reported.constants.all.keys() & metrics.keys()
+        if not returned:
+            return join_metrics(reported, metrics)
+        if self._constants is None:
+            self._constants = constants_of(self._step, returned, state, args)
+        return join_metrics(reported, {**metrics, **self._constants})
+
+    def _inputs(self, state: Tree) -> _Inputs:
+        return _Inputs(step_array(state), {name: state.slots[name] for name in self._slot_names})
+
+    def _watch(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
+        with internal_transfers():
+            inputs = _copy(self._inputs(state))  # the step may donate its state
+        roles = roles_in(state)
+        structure = trees.structure(state)
+        with watch_updates(state) as found:
+            result = call(state, *args)
+            optimizers = optimizers_of(found, structure)
+            if not optimizers and self._is_compiled:
+                optimizers = optimizers_of(known_updates(self._step), structure)
+            if not optimizers and self._is_compiled:
+                optimizers = self._trace_again(found, state, args)
+        if self._is_first:
+            self._optimizers = optimizers
+            self._is_first = False
+        # Functions that the first call compiled are not traced, and so not seen, at later ones.
+        earlier = [optimizer for optimizer in self._optimizers if all(optimizer is not other for other in optimizers)]
+        program = self._program_for([*earlier, *optimizers], roles)
+        metrics = _call_if_possible(program, inputs)
+        if self._is_compiled:
+            self._program = program
+            self._fixed = None if metrics.computed else metrics
+        return result, metrics
+
+    def _program_for(self, optimizers: Sequence[Optimizer], roles: Roles) -> _Compute:
+        key = tuple(map(id, optimizers))
+        if key in self._programs:
+            return self._programs[key]
+
+        def compute(inputs: _Inputs) -> StepMetrics:
+            reported = report(optimizers, inputs.step, roles, inputs.slots)
+            # JAX would return the very array that it was given, which the step may donate.
+            in_slots = jax.tree.map(jnp.copy, reported.in_slots)
+            return split_metrics({**in_slots, **reported.hyperparameters}, SKIPPED, reported.hyperparameters)
+
+        if len(self._programs) >= _MAX_PROGRAMS:
+            return compute
+        return self._programs.setdefault(key, jax.jit(compute))
+
+    def _trace_again(self, found: StepUpdates, state: Tree, args: tuple[Any, ...]) -> list[Optimizer]:
+        """Trace a step that was compiled before the run, so that its first call has shown nothing."""
+        try:
+            step = self._step.__wrapped__
+            # Not `step` itself, whose traces JAX keeps.
+            jax.eval_shape(lambda *both: step(*both), *jax.tree.map(_shape, (state, *args)))
+        except Exception as error:
+            # The step has static arguments, for example, which are not known here.
+            logger.debug("the optimizers of the step are not known: %s", error)
+            forget_frames(error)
+        return optimizers_of(found, trees.structure(state))
+
+
+def _call_if_possible(program: _Compute, inputs: _Inputs) -> StepMetrics:
+    try:
+        with internal_transfers():
+            return program(inputs)
+    except Exception as error:
+        # Hyperparameters that need a concrete step, for example, must not end a run that works without them.
+        logger.debug("the hyperparameters of the step's optimizers are not shown: %s", error)
+        forget_frames(error)
+        return _NOTHING
+
+
+# A step around one of `minimize` may return its metrics, and the constants among them. They are known as constants if
+# they are numbers on the host, or constants of the program; not by their names, since a metric `epsilon` may be a
+# rate of exploration.
+
+
+def join_metrics(reported: StepMetrics, metrics: dict[str, Any]) -> tuple[dict[str, Any], Constants]:
+    """Return the metrics of a custom step with those of its optimizers, and the constants that hooks show once.
+
+    A metric that the step itself returns replaces one of its optimizer.
+    """
+    constants = reported.constants
+    joined = {**reported.merged(), **metrics}
+    both = constants.all.keys() & metrics.keys()
+    replaced = {name for name in both if not _is_same(metrics[name], constants.all[name])}
+    if not replaced:
+        return joined, constants
+    left = {name: value for name, value in constants.all.items() if name not in replaced}
+    return joined, Constants(left, SKIPPED, constants.values.keys() - replaced)
+
+
+def _is_same(value: Any, constant: Any) -> bool:
+    return isinstance(value, np.generic | int | float) and bool(value == constant)
+
+
+def constants_of(step: Any, names: Collection[str], state: Tree, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return those of these metrics of a compiled step that are constants of its program."""
+    if not names or not hasattr(step, "trace"):
+        return {}
+    try:
+        traced = step.trace(state, *args)
+        body = body_of(traced.jaxpr)
+        values = _constants_in(body, [_COMPUTED] * len(body.jaxpr.invars))
+        _, metrics = jax.tree.unflatten(jax.tree.structure(traced.out_info), values)
+    except Exception as error:
+        logger.debug("the constants of the step are not known: %s", error)
+        forget_frames(error)
+        return {}
+    flat = flat_metrics(metrics)
+    constants = {name: np.asarray(flat[name]) for name in names if flat[name] is not _COMPUTED}
+    return {name: value[()] for name, value in constants.items() if value.ndim == 0}
+
+
+_COMPUTED: Any = object()
+
+
+def _constants_in(body: Subprogram, values: list[Any]) -> list[Any]:
+    def outputs(operation: Operation, operands: list[Any]) -> list[Any]:
+        if operation.kind == "call":
+            return _constants_in(operation.bodies[0], operands)
+        return [_COMPUTED] * len(operation.eqn.outvars)
+
+    return evaluate(body, values, outputs)
