@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ from jstep.stores.files import refuse_links
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import is_alive, remove_temporary, this_process
 from jstep.stores.urls import is_url, location
-from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
+from jstep.summary.new_event_files import marks_of_start, remove_event_file, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
 _NO_LOGS = "the logs cannot be opened"
@@ -366,16 +366,18 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
         return None
     suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
-    run.closing.callback(_remove_if_idle, run)  # once it is closed
+    paths: list[str] = []
+    run.closing.callback(_remove_if_idle, run, paths)  # once it is closed
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = run.course.first + (run.restored is not None)
         is_resumed = run.restored is not None and not run.is_new_branch
         same_place = is_resumed or not _is_another_run(run)
-        if starts_here(writer.path, first, same_place=same_place, is_new=run.restored is None):
-            for _ in range(STARTS):
-                writer.add_session_log("START", first)
+        marks = marks_of_start(writer.path, first, same_place=same_place, is_new=run.restored is None)
+        for _ in range(marks.in_file):
+            writer.add_session_log("START", first)
+        paths += [writer.path, *marks.new_paths]
     if options.config and jax.process_index() == 0:
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
@@ -386,16 +388,17 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     return writer
 
 
-def _remove_if_idle(run: RunContext) -> None:
-    """Remove the event file of a start that has found the end of the run, and had nothing to do there.
+def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
+    """Remove the event files of a start that has found the end of the run, and had nothing to do there.
 
     Whether it has is known only at its end: its batches may be used up.
     """
     is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_trained
-    path = None if run.writer is None else run.writer.path
-    if is_idle and path is not None and not is_url(path):
-        with contextlib.suppress(OSError):
-            os.remove(path)
+    if not is_idle:
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):  # a bucket may allow no deletion
+            remove_event_file(path)
 
 
 def _is_another_run(run: RunContext) -> bool:

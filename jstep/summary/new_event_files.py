@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
@@ -113,16 +113,28 @@ def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
 
 
-STARTS = 2
+_STARTS = 2
 """The marks of a restart: TensorBoard takes the first in a directory for the beginning of the run."""
+_REMOVAL_SECS = 8.0
 
 
-def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool:
-    """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
+class StartMarks(NamedTuple):
+    """The marks of a restart, which make TensorBoard drop all events from its step on.
 
-    The marks make TensorBoard drop all events from `step` on. If others opened files since the last start, a separate
-    file before theirs holds the marks. `same_place`: files of a run of the same place are its own; `is_new`: it resumes
-    from nothing.
+    Attributes:
+        in_file: How many of them the new event file must begin with.
+        new_paths: The separate file that has them instead, if it did not exist before.
+    """
+
+    in_file: int
+    new_paths: tuple[str, ...] = ()
+
+
+def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> StartMarks:
+    """Return the marks that a new event file needs, so that no step of a run is shown twice.
+
+    If others opened files since the last start, a separate file before theirs holds the marks, which is written here.
+    `same_place`: files of a run of the same place are its own; `is_new`: it resumes from nothing.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
@@ -147,11 +159,23 @@ def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool
             format_list(others, 5),
         )
     if not own_names:
-        return False
+        return StartMarks(0)
     newest = max(own_names)
     if max(writers) == newest:
-        return True
+        return StartMarks(_STARTS)
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    suffix = f".{own_writer.directory}.{own_writer.run}"
-    replace_file(join_path(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
-    return False
+    name = f"{newest}.again.{own_writer.directory}.{own_writer.run}"
+    marks_path = join_path(logdir, name)
+    replace_file(marks_path, _first_record() + _STARTS * mark)
+    return StartMarks(0, () if name in writers else (marks_path,))
+
+
+def remove_event_file(path: str) -> None:
+    """Remove an event file on a disk or below a URL, whose store has some seconds to answer."""
+    if not is_url(path):
+        os.remove(path)
+        return
+    logdir, name = split_path(path)
+    objects = Objects(logdir)
+    with objects.within(_REMOVAL_SECS):
+        objects.delete(name)

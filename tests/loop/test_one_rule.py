@@ -314,6 +314,31 @@ def test_a_finished_run_writes_nothing_but_the_file_of_its_start(mode, batches, 
     assert end_of(tmp_path)[0] == "finished"
 
 
+@BOTH
+def test_a_signal_in_a_finished_run_lets_no_saver_save(mode, tmp_path):
+    def start(signal_at_end):
+        def batch(step, state):
+            if step == 5:
+                if signal_at_end:
+                    signal.raise_signal(signal.SIGTERM)
+                raise jstep.OutOfRangeError
+            return DATA[step]
+
+        hooks = [jstep.CheckpointSaverHook(str(tmp_path / "other"), save_steps=2)]
+        go(mode, None, tmp_path / "run", hooks, batches=jstep.from_state(batch))
+
+    def files():
+        return {path: time for path, time in everything(tmp_path).items() if path.is_file()}
+
+    start(False)
+    before = files()
+    with pytest.raises(jstep.Preempted, match="which is saved") as caught:
+        start(True)
+    assert caught.value.code == 143
+    assert files() == before
+    assert end_of(tmp_path / "run")[0] in ("interrupted", "finished")
+
+
 # Signals in an evaluation.
 
 

@@ -117,6 +117,17 @@ def test_a_run_without_a_checkpoint_names_the_files_of_others_beside_its_own(tmp
     assert other in warnings_of(caplog)[-1]
 
 
+def test_a_finished_run_leaves_no_marks_behind_the_files_of_others(tmp_path):
+    logs, checkpoints = tmp_path / "logs", tmp_path / "run"
+    run(logs, checkpoints, 5)
+    (logs / f"events.out.tfevents.{2**32}.elsewhere.1.0.01234567.89abcdef").touch()
+    before = events(logs)
+    run(logs, checkpoints, 5)
+    assert events(logs) == before
+    run(logs, checkpoints, 10)
+    assert any(".again." in path.name for path in events(logs))
+
+
 @pytest.mark.thorough
 def test_a_log_directory_that_was_moved_is_known(tmp_path, caplog):
     run(tmp_path / "a/logs", tmp_path / "a/run", 20, stop=13)

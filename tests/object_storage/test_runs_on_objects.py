@@ -156,3 +156,22 @@ def test_names_of_objects_that_are_not_ours_do_not_matter(gcs):
         gcs.put("bkt", f"run/starts/{name}", b"")
     start_file("gs://bkt/run")
     assert [start["number"] for start in read_starts("gs://bkt/run")["model"]] == [1]
+
+
+def test_a_finished_run_that_is_started_again_leaves_nothing_but_the_object_of_its_start(store):
+    def everything():
+        with store.lock:
+            return {key: found for key, found in store.objects["bkt"].items() if "starts" not in key}
+
+    run(store.run, 5)
+    # A file of another run in the log directory, after which a start writes its marks into a file of their own.
+    later = f"run/logs/events.out.tfevents.{2**32}.elsewhere.1.0.01234567.89abcdef"
+    with store.lock:
+        store.objects["bkt"][later] = next(iter(store.objects["bkt"].values()))
+    before = everything()
+    for _ in range(2):
+        run(store.run, 5)
+        assert everything() == before
+    assert [start["end"][0] for start in read_starts(store.run)["model"]] == ["finished"] * 3
+    run(store.run, 10)
+    assert len([key for key in everything() if "tfevents" in key]) > 2
