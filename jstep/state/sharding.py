@@ -64,56 +64,73 @@ def is_model_state(name: str) -> bool:
 
 
 AnyMesh = Mesh | AbstractMesh
-ParamSpecs = Any
+Specs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
+_IS_SPEC = (type(None), PartitionSpec)
 
 
-def leaf_specs(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
-    named = trees.leaves_with_paths(params)
-    if param_specs is None or isinstance(param_specs, PartitionSpec):
-        return [param_specs or PartitionSpec()] * len(named)
-    if isinstance(param_specs, list | tuple) and all(
-        isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) for rule in param_specs
-    ):
-        return _by_rules(named, selection.leaf_names(params), param_specs)
-    if trees.is_function(param_specs):
-        return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
+def tree_shardings(mesh: AnyMesh, tree: Tree, specs: Specs, argument: str) -> Any:
+    """Return the shardings of the leaves of a tree, as such a tree; `argument` is what the specs were passed for."""
+    shardings: list[NamedSharding] = []
+    for spec, (path, leaf) in zip(_leaf_specs(tree, specs, argument), trees.leaves_with_paths(tree), strict=True):
+        shardings.append(_check_sharding(mesh, spec, np.shape(leaf), f"{argument}: {spec} at {trees.quote_path(path)}"))
+    return trees.structure(tree).unflatten(shardings)
+
+
+def _leaf_specs(tree: Tree, specs: Specs, argument: str) -> list[PartitionSpec]:
+    named = trees.leaves_with_paths(tree)
+    if isinstance(specs, _IS_SPEC):
+        return [specs or PartitionSpec()] * len(named)
+    if isinstance(specs, list | tuple) and all(map(_is_rule, specs)):
+        return _by_rules(tree, specs, argument)
+    if trees.is_function(specs):
+        return [_as_spec(specs(path, leaf), path, argument) for path, leaf in named]
     try:
-        whole = jax.tree.broadcast(param_specs, params, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+        whole = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, _IS_SPEC))
     except ValueError as error:
         raise ValueError(
-            f"param_specs: a tree of specs must have the structure of params or a prefix of it, whose paths are "
-            f"{[path for path, _ in named][:20]}"
+            f"{argument}: a tree of specs must have the structure of {_DESCRIBED[argument]} or a prefix of it, whose "
+            f"paths are {[path for path, _ in named][:20]}"
         ) from error
-    leaves = trees.structure(params).flatten_up_to(whole)
-    return [_as_spec(spec, path) for spec, (path, _) in zip(leaves, named, strict=True)]
+    leaves = trees.structure(tree).flatten_up_to(whole)
+    return [_as_spec(spec, path, argument) for spec, (path, _) in zip(leaves, named, strict=True)]
 
 
-def _by_rules(
-    named: list[tuple[str, Any]], names: list[tuple[str, ...]], rules: Sequence[tuple[str, Any]]
-) -> list[PartitionSpec]:
+PARAM_SPECS = "param_specs"
+MODEL_STATE_SPECS = "model_state_specs"
+_DESCRIBED = {PARAM_SPECS: "params", MODEL_STATE_SPECS: "model_state"}
+_LEAVES = {PARAM_SPECS: "parameter", MODEL_STATE_SPECS: "leaf of model_state"}
+
+
+def _is_rule(rule: object) -> bool:
+    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+
+
+def _by_rules(tree: Tree, rules: Sequence[tuple[str, Any]], argument: str) -> list[PartitionSpec]:
+    paths = [path for path, _ in trees.leaves_with_paths(tree)]
+    names = selection.leaf_names(tree)
     for glob, _ in rules:
         if not any(selection.is_named(aliases, glob) for aliases in names):
-            hint = trees.suggest_names(glob, [path for path, _ in named])
-            raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
-    return [
-        next((_as_spec(spec, path) for glob, spec in rules if selection.is_named(aliases, glob)), PartitionSpec())
-        for aliases, (path, _) in zip(names, named, strict=True)
-    ]
+            hint = trees.suggest_names(glob, paths)
+            raise ValueError(f"{argument}: the rule {glob!r} matches no {_LEAVES[argument]}{hint}")
+    specs: list[PartitionSpec] = []
+    for aliases, path in zip(names, paths, strict=True):
+        matching = (spec for glob, spec in rules if selection.is_named(aliases, glob))
+        specs.append(_as_spec(next(matching, None), path, argument))
+    return specs
 
 
-def _as_spec(spec: object, path: str) -> PartitionSpec:
+def _as_spec(spec: object, path: str, argument: str) -> PartitionSpec:
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"param_specs: at {trees.quote_path(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
+        raise TypeError(f"{argument}: at {trees.quote_path(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
     return spec
 
 
-def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
-    subject = f"param_specs: {spec} at {trees.quote_path(path)}"
+def _check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], subject: str) -> NamedSharding:
     if len(spec) > len(shape):
-        raise ValueError(f"{subject} has {len(spec)} dimensions, but the parameter has shape {shape}")
+        raise ValueError(f"{subject} has {len(spec)} dimensions, but the leaf has shape {shape}")
     try:
         sharding = NamedSharding(mesh, spec)
         sharding.shard_shape(shape)
@@ -122,15 +139,38 @@ def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], p
     return sharding
 
 
+def require_model_state(model_state: Tree, specs: Specs) -> None:
+    if model_state is None and specs is not None:
+        raise ValueError(f"{MODEL_STATE_SPECS}: must be None for a state without model_state")
+
+
+def model_state_shardings(slots: Slots, mesh: AnyMesh, specs: Specs) -> Slots:
+    """Return the shardings of the model state and of its averages, which are sharded like it."""
+    model_state = slots.get(MODEL_STATE)
+    require_model_state(model_state, specs)
+    if model_state is None:
+        return {}
+    treedef = trees.structure(model_state)
+    model_state_sharding = tree_shardings(mesh, model_state, specs, MODEL_STATE_SPECS)
+    placed = jax.tree.leaves(model_state_sharding)
+
+    def averages(tree: Tree) -> Any:
+        leaves = treedef.flatten_up_to(tree)  # None for what is not averaged, such as an integer
+        return treedef.unflatten(
+            None if leaf is None else sharding for leaf, sharding in zip(leaves, placed, strict=True)
+        )
+
+    averaged = {name: averages(tree) for name, tree in slots.items() if is_model_state(name) and name != MODEL_STATE}
+    return {MODEL_STATE: model_state_sharding, **averaged}
+
+
 def state_shardings(
-    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: object, roles: Roles = NO_ROLES
+    params: Params, slots: Slots, mesh: AnyMesh, param_specs: Specs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
+    """Return the shardings of the parameters and of their slots; the model state is replicated."""
     named = trees.leaves_with_paths(params)
-    placed = [
-        check_sharding(mesh, spec, np.shape(leaf), path)
-        for spec, (path, leaf) in zip(leaf_specs(params, param_specs), named, strict=True)
-    ]
     treedef = trees.structure(params)
+    placed = jax.tree.leaves(tree_shardings(mesh, params, param_specs, PARAM_SPECS))
     if slot_axis is not None:
         meshes.axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 

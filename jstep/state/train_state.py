@@ -34,7 +34,12 @@ def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
 
 
 def make_on(
-    mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
+    mesh: Mesh,
+    make: Callable[[Any, Any], Any],
+    params: Tree,
+    model_state: Tree,
+    shardings: Callable[[Any], Any],
+    model_state_specs: layout.Specs,
 ) -> Any:
     """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes."""
     abstract = is_abstract(mesh, params, model_state)
@@ -51,7 +56,11 @@ def make_on(
         if not trees.is_function(params):
             no_step: Any = None
             placed_params = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, no_step)).params)
-        others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+        others = placed(
+            model_state,
+            MODEL_STATE,
+            lambda tree: layout.tree_shardings(mesh, tree, model_state_specs, layout.MODEL_STATE_SPECS),
+        )
 
     def split(placed_params: object, others: object) -> Any:
         def specs(state: Tree) -> Any:
@@ -170,6 +179,7 @@ class TrainState(Generic[P]):
         param_specs: object = None,
         slot_axis: object = None,
         slots_memory: str | None = None,
+        model_state_specs: object = None,
     ) -> "TrainState[T]": ...
 
     @classmethod
@@ -186,6 +196,7 @@ class TrainState(Generic[P]):
         param_specs: object = None,
         slot_axis: object = None,
         slots_memory: str | None = None,
+        model_state_specs: object = None,
     ) -> "TrainState[Any]":
         """Create a state with new slots at `global_step`.
 
@@ -202,6 +213,7 @@ class TrainState(Generic[P]):
             param_specs: As in `shard_state`.
             slot_axis: As in `shard_state`.
             slots_memory: As in `shard_state`.
+            model_state_specs: As in `shard_state`.
 
         Raises:
             TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.
@@ -210,8 +222,17 @@ class TrainState(Generic[P]):
         """
         optimizer = _NO_OPTIMIZER if optimizer is None else require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
-        if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
-            raise ValueError("param_specs, slot_axis, slots_memory: describe a sharding over a mesh; give mesh as well")
+        of_mesh = {
+            "param_specs": param_specs,
+            "slot_axis": slot_axis,
+            "slots_memory": slots_memory,
+            "model_state_specs": model_state_specs,
+        }
+        given = [name for name, value in of_mesh.items() if value is not None]
+        if mesh is None and given:
+            raise ValueError(
+                f"{', '.join(given)}: must be None without a mesh, over which it shards; give mesh as well"
+            )
         make_params: Any = params if trees.is_function(params) else None
         shared = [] if make_params is not None else _shared_leaves(params)
 
@@ -232,9 +253,12 @@ class TrainState(Generic[P]):
             memory = check_memory(slots_memory, mesh)
 
             def shardings(shapes: TrainState) -> TrainState:
-                return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
+                # The parameters are placed first, alone.
+                specs = model_state_specs if MODEL_STATE in shapes.slots else None
+                return _shardings_of(shapes, mesh, param_specs, slot_axis, memory, specs)
 
-            state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings)
+            layout.require_model_state(model_state, model_state_specs)
+            state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings, model_state_specs)
         for paths in shared:
             logger.warning(
                 "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
@@ -513,10 +537,11 @@ def require_state(value: object) -> TrainState:
 def shard_state(
     state: TrainState,
     mesh: object,
-    param_specs: layout.ParamSpecs = None,
+    param_specs: layout.Specs = None,
     slot_axis: object = None,
     *,
     slots_memory: str | None = None,
+    model_state_specs: layout.Specs = None,
 ) -> TrainState:
     """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
 
@@ -528,9 +553,11 @@ def shard_state(
             `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`; otherwise
             replicated.
         slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
-            sharded like their parameters; scalars and model_state are replicated.
+            sharded like their parameters; scalars are replicated.
         slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, None or
             `"device"` for device memory.
+        model_state_specs: Sharding of model_state, in the same forms; otherwise replicated. `PartitionSpec("data")`
+            splits the leading axis of each leaf, as of stacked workers. Averages of model_state are sharded like it.
 
     Raises:
         ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the
@@ -548,14 +575,17 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
-    shardings = _shardings_of(state, mesh, param_specs, slot_axis, check_memory(slots_memory, mesh))
+    shardings = _shardings_of(state, mesh, param_specs, slot_axis, check_memory(slots_memory, mesh), model_state_specs)
     with meshes.internal_transfers():
         return jax.tree.map(layout.put_leaf, state, shardings)
 
 
-def _shardings_of(state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None) -> TrainState:
+def _shardings_of(
+    state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None, model_state_specs: Any
+) -> TrainState:
     roles = roles_in(state)
     params, slots = layout.state_shardings(state.params, state.slots, mesh, param_specs, slot_axis, roles)
     slots = layout.in_memory(slots, state.slots, memory)
+    slots |= layout.model_state_shardings(state.slots, mesh, model_state_specs)
     step: Any = None if state.global_step is None else layout.everywhere(mesh)
     return state.replace(params=params, slots=slots, global_step=step)
