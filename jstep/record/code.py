@@ -59,7 +59,10 @@ def code_version() -> dict[str, Any] | None:
 
 
 def _git(place: str, deadline: float, *words: str) -> bytes:
-    if (git := shutil.which("git")) is None:
+    # Not in the current directory, which an empty entry of PATH names: it may be somebody else's.
+    directories = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
+    git = shutil.which("git", path=os.pathsep.join(directories))
+    if git is None:
         raise FileNotFoundError("git")
     environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index

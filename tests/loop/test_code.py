@@ -86,6 +86,20 @@ def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, cap
     assert caplog.text == ""
 
 
+def test_a_git_in_the_current_directory_is_not_run(repository, monkeypatch):
+    """An empty entry of PATH is the current directory."""
+    expected = code.code_version()
+    monkeypatch.chdir(repository)
+    program = repository / "git"
+    program.write_text("#!/bin/sh\ntouch was-run\n")
+    program.chmod(0o755)
+    path = os.environ["PATH"]
+    for entry in ("", "."):
+        monkeypatch.setenv("PATH", f"{entry}{os.pathsep}{path}")
+        assert code.code_version() == expected
+    assert not (repository / "was-run").exists()
+
+
 def test_git_has_no_pipe_that_a_forked_worker_would_keep_open(repository, monkeypatch):
     """A worker of a loader that is forked meanwhile kept the pipe of a `subprocess`, which waited for its end."""
 
