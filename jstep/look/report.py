@@ -19,7 +19,7 @@ from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
 from jstep.look.runs import find_runs, run_names
 from jstep.look.sweep import RunFiles, Sweep
-from jstep.stores.files import write_named
+from jstep.stores.files import refuse_links, write_named
 from jstep.stores.urls import absolute, location
 
 _COLUMNS, _COLUMNS_OF_ONE = 100, 560
@@ -75,7 +75,8 @@ def report(
 
     Raises:
         FileNotFoundError: A directory does not exist, or has no run.
-        ValueError: `paths` is empty, no run has the metric, or `mode` is neither.
+        ValueError: `paths` is empty, no run has the metric, `mode` is neither, or `file` is a link in one of the
+            directories, which whoever made them has chosen.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -90,16 +91,20 @@ def report(
     output = None if file is None else location(file, "file")
     metric = None if metric is None else as_string(metric, "metric")
     mode = None if mode is None else check_choice(mode, "mode", ("min", "max"))
-    places = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(places, Iterable):
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    if not isinstance(paths, Iterable):
         raise TypeError(f"paths={paths!r}: must be a path or several, got {describe_type(paths)}")
+    places = list(paths)
     listed = find_runs(places)
     if not listed:
-        raise ValueError(f"paths={paths!r}: must be a path or several, got none")
+        raise ValueError(f"paths={places!r}: must be a path or several, got none")
     columns = _COLUMNS if len(listed) > 1 else _COLUMNS_OF_ONE
     rows = [RunFiles.of(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
     page = Report(html=_page(Sweep.of(rows, metric, mode)))
     if output is not None:
+        for place in [*places, *(run.path for run in listed)]:
+            refuse_links(output, location(place, "paths"))
         page.save(output)
     return page
 
@@ -134,21 +139,29 @@ def _asset(name: str) -> str:
 
 # `report` of the command line.
 
+_DEFAULT = "report.html"
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="RUN", nargs="+", help="a directory or URL with a run, or with runs below it")
     parser.add_argument("--metric", metavar="NAME", help="the metric that ranks the runs")
     parser.add_argument("--mode", choices=("max", "min"), help="whether its greatest or least value is the best")
-    parser.add_argument("-o", "--output", default="report.html", help="the page (default: report.html); - for stdout")
+    parser.add_argument("-o", "--output", help=f"the page (default: {_DEFAULT}); - for stdout")
 
 
 def _write_page(arguments: argparse.Namespace) -> int:
-    page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
-    if arguments.output == "-":
+    output: str | None = arguments.output
+    if output == "-":
+        page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
         sys.stdout.write(page.html)
-    else:
-        page.save(arguments.output)
-        print(f"{arguments.output}: {len(page.html.encode()) / 1000:.0f} kB")
+        return OK
+    if output is None:
+        output = _DEFAULT
+        if os.path.islink(output):
+            # The current directory may be somebody else's, as the user has not named the file.
+            raise ValueError(f"{output}: is a link, and nothing is written through it; give the page with -o")
+    page = report(arguments.paths, output, metric=arguments.metric, mode=arguments.mode)
+    print(f"{output}: {len(page.html.encode()) / 1000:.0f} kB")
     return OK
 
 

@@ -5,6 +5,7 @@ import errno
 import io
 import math
 import os
+import shutil
 import stat
 import sys
 import time
@@ -142,11 +143,31 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         first = head.lstrip(b"\0")[: len(beginning)]
         if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
+        if append and os.fstat(file.fileno()).st_nlink > 1:
+            # Another name of the file is elsewhere, as in a backup that `cp -al` has made, and would grow with it.
+            file.seek(0)
+            _copy_apart(path, file)
+            file.close()
+            return open_own(path, beginning, append=append)
         file.seek(0, os.SEEK_END)
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _copy_apart(path: str, file: BinaryIO | io.FileIO) -> None:
+    """Put a copy of an open file in its place, which leaves its other names as they are."""
+    partial = temporary_path(path, new_token())
+    try:
+        with new_file(partial) as copy:
+            os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
+            shutil.copyfileobj(file, copy)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def _is_hole(head: bytes, beginning: bytes) -> bool:

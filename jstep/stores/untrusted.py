@@ -29,7 +29,7 @@ class UntrustedError(ValueError):
     """The content of a file is not what jstep writes."""
 
 
-# RunComponents: regular files.
+# Opened: regular files.
 
 
 def require_regular(path: str, *, follow_link: bool) -> None:
@@ -124,8 +124,7 @@ class RecordedRun(NamedTuple):
         return moved if is_below_or_beside(moved, self.where) else None
 
     def moved(self, path: str) -> str:
-        is_moved = self.directory is not None and not any(map(is_url, (self.directory, self.where, path)))
-        if not is_moved:
+        if not self.directory or not path or any(map(is_url, (self.directory, self.where, path))):
             return path
         return os.path.normpath(os.path.join(self.where, os.path.relpath(path, self.directory)))
 
@@ -135,9 +134,12 @@ def is_below_or_beside(path: str, where: str) -> bool:
 
     Nothing is beside a run in the root directory.
     """
-    if is_url(path) != is_url(where):
+    if is_url(path) != is_url(where) or not path:
         return False
     if is_url(where):
+        # A server may take `..` in a key for the directory above, which may be another bucket.
+        if {".", ".."} & set(path.split("/")):
+            return False
         return join_path(path, "").startswith(join_path(split_path(where)[0], ""))
     # The names alone are compared first: to follow the links of any path may mount another file system.
     named = os.path.abspath(path)

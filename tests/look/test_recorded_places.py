@@ -19,7 +19,7 @@ def asked(monkeypatch):
     """The URLs of the buckets that were asked."""
     urls = []
     monkeypatch.setattr(
-        "jstep.stores.objects.Objects._begin", lambda self, *_: urls.append(self.url) or pytest.fail("asked")
+        "jstep.stores.objects.Objects._begin", lambda self, *_, **__: urls.append(self.url) or pytest.fail("asked")
     )
     return urls
 
@@ -62,7 +62,7 @@ def test_the_reader_sees_the_places_of_a_run_of_their_own(tmp_path, monkeypatch)
     (run,) = jstep.runs(tmp_path / "runs")
     assert (run.best, run.best_notes) == ({}, {})
     urls = []
-    monkeypatch.setattr("jstep.stores.objects.Objects._begin", lambda self, *_: urls.append(self.url) or 1 / 0)
+    monkeypatch.setattr("jstep.stores.objects.Objects._begin", lambda self, *_, **__: urls.append(self.url) or 1 / 0)
     names_elsewhere(tmp_path / "runs/b", "s3://mine/bests")
     jstep.runs(tmp_path / "runs/b")
     assert "s3://mine/bests" in urls

@@ -256,3 +256,23 @@ def test_a_report_in_a_notebook_is_a_frame(restarted, tmp_path):
     frame = page._repr_html_()
     assert html.unescape(re.search('srcdoc="(.*?)"', frame, re.DOTALL)[1]) == page.html
     assert re.fullmatch(r"Report\(\d+ bytes of HTML\)", repr(page))
+
+
+def test_no_page_is_written_through_a_link_in_the_directory_of_a_run(tmp_path, monkeypatch, capsys):
+    """Whoever made the directory has made the link: the page would replace a file of its reader."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    write_run(tmp_path / "runs" / "a")
+    for place in (tmp_path / "runs" / "report.html", tmp_path / "runs" / "a" / "report.html"):
+        place.symlink_to(victim)
+        with pytest.raises(ValueError, match=re.escape(f"{place}: is a link below ")):
+            jstep.report(tmp_path / "runs", place)
+        monkeypatch.chdir(place.parent)
+        for path in (".", str(tmp_path / "runs")):
+            assert main(["report", path]) == 2
+            assert "report.html: is a link" in capsys.readouterr().err
+    assert victim.read_text() == "mine"
+    # A link of the user's own, above the runs, is followed.
+    (tmp_path / "page.html").symlink_to(victim)
+    jstep.report(tmp_path / "runs", tmp_path / "page.html")
+    assert victim.read_text().startswith("<!doctype html>")

@@ -119,6 +119,21 @@ def test_a_part_of_a_log_that_is_a_link_is_not_read(tmp_path):
         growing_files.read_tail(str(tmp_path / "log"))
 
 
+def test_appending_leaves_the_other_names_of_a_file_alone(tmp_path):
+    """A backup of hard links, as `cp -al` makes one."""
+    path, backup = tmp_path / "run" / "log", tmp_path / "backup"
+    path.parent.mkdir()
+    path.write_bytes(LINE)
+    path.chmod(0o640)
+    os.link(path, backup)
+    with open_own(str(path), BEGINNING) as file:
+        file.write(LINE)
+    assert path.read_bytes() == 2 * LINE
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert backup.read_bytes() == LINE
+    assert os.listdir(path.parent) == ["log"]
+
+
 def ended_process():
     """Return the token of a process that has ended."""
     code = "from jstep.stores.owners import new_token; print(new_token())"

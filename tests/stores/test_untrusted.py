@@ -47,6 +47,12 @@ LARGE_PRIME = 2**61 - 1
         ("s3://bucket/runs2/b", "s3://bucket/runs/a", False),
         ("s3://other/runs/a", "s3://bucket/runs/a", False),
         ("gs://bucket/runs/b", "s3://bucket/runs/a", False),
+        ("s3://bucket/runs/../../other/x", "s3://bucket/runs/a", False),
+        ("s3://bucket/runs/./b", "s3://bucket/runs/a", False),
+        ("s3://bucket.other/runs/b", "s3://bucket/a", False),
+        ("S3://bucket/runs/b", "s3://bucket/runs/a", False),
+        ("file:///runs/b", "/runs/a", False),
+        ("", "/runs/a", False),
         ("s3://bucket/runs/a", "/runs/a", False),
         ("/runs/a", "s3://bucket/runs/a", False),
     ],
@@ -74,6 +80,12 @@ def test_paths_elsewhere_are_opened_by_who_recorded_them(tmp_path):
         assert RecordedRun(where, where, set()).find(path) is None
         assert RecordedRun(where, "/was/runs/a", {HERE}).find(path) is None
         assert RecordedRun(where, None, {HERE}).find(path) is None
+        # Hosts are compared as they are.
+        assert RecordedRun(where, where, {f"{HERE}."}).find(path) is None
+        assert RecordedRun(where, where, {HERE.upper() + "-"}).find(path) is None
+        assert RecordedRun(where, where, {None}).find(path) is None
+    assert RecordedRun(where, "/was/runs/a", {"another"}).find("") is None
+    assert RecordedRun(where, "", {"another"}).find("/elsewhere") is None
     assert RecordedRun(where, "/was/runs/a", {"another"}).find("/was/runs/b/model-3") == str(
         tmp_path / "runs/b/model-3"
     )
