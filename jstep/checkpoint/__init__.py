@@ -10,6 +10,7 @@
 - `directory_store`: a store in a directory.
 - `engine`: what a `Saver` does, and what only a run may call of it.
 - `hook_states`: the states of hooks and callbacks.
+- `host_copies`: copies of arrays on CPUs, whose memory is kept between saves.
 - `leaf_records`: records of a state's leaves.
 - `listing`: which checkpoints a directory has.
 - `manifest`: the description of a checkpoint.

@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.checkpoint.host_copies import HostCopies
 from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ROOT
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
@@ -114,10 +115,14 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
     return NamedSharding(parts, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
 
 
-def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
+def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[OwnParts]:
     """Return the parts that this process writes, or copies of them on the way to the host; arrays may then be donated.
 
-    No process writes all of a large replicated array, nor all of the small ones. On CPUs the values alias the arrays.
+    No process writes all of a large replicated array, nor all of the small ones.
+
+    Args:
+        arrays: The arrays by name.
+        copies: Copies what is read where it is, on CPUs. Without, the values alias the arrays.
     """
     on_devices = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
     divisions = {
@@ -130,6 +135,9 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
         divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
         on_devices |= dict(zip(moving, divided, strict=True))
     own_parts = list[OwnParts]()
+    # Where the values are that are replaced by copies below: those that XLA has in the host's memory, and the others.
+    host_places: list[_Place] = []
+    device_places: list[_Place] = []
     turns = _Turns()
     for name, array in arrays.items():
         part = array.shape
@@ -140,21 +148,35 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
             replica = 0
             if division.replicas > 1:
                 replica = turns.next_replica(division.replicas, math.prod(part) * array.dtype.itemsize)
+            is_in_place = array.sharding in in_place
             for position, index, within in division.by_replica.get(replica, ()):
                 data = on_devices[name].addressable_data(position)
-                values.append((index, np.asarray(data)[within] if array.sharding in in_place else data))
+                place = values, len(values)
+                if is_in_place:
+                    values.append((index, np.asarray(data)[within]))
+                    host_places.append(place)
+                else:
+                    values.append((index, data))
+                    device_places.append(place)
         elif jax.process_index() == 0:
             values.append(((), array))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part, values))
-    if not moving:
-        return own_parts
-    copies = iter(_copies_on_host([data for a in own_parts for _, data in a.values if isinstance(data, jax.Array)]))
-    return [
-        array._replace(
-            values=[(index, next(copies) if isinstance(data, jax.Array) else data) for index, data in array.values]
-        )
-        for array in own_parts
-    ]
+    if copies is not None:
+        _replace(host_places, copies.copy([values[i][1] for values, i in host_places]))
+    if device_places:
+        _replace(device_places, _copies_on_host([values[i][1] for values, i in device_places]))
+    return own_parts
+
+
+_Place = tuple[list[tuple[Index, Any]], int]
+"""A value of an `OwnParts`: the list, and the position in it."""
+
+
+def _replace(places: Sequence[_Place], copies: Sequence[Any]) -> None:
+    """Replace the values at some places by their copies."""
+    for (values, i), copy in zip(places, copies, strict=True):
+        index, _ = values[i]
+        values[i] = index, copy
 
 
 class _Turns:

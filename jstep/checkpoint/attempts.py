@@ -135,6 +135,7 @@ class SaveJob:
         arrays: The `OwnParts` to write.
         files: Name → `LargeBytes`.
         end: `end(files, publish)` publishes the checkpoint, on the first process: `Retention.finish`.
+        release: Gives back the memory of the arrays, once they are written.
     """
 
     name: str
@@ -145,6 +146,7 @@ class SaveJob:
     arrays: Sequence[Any]
     files: Mapping[str, Any]
     end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
+    release: Callable[[], None]
 
 
 class Attempt(abc.ABC):
@@ -156,7 +158,9 @@ class Attempt(abc.ABC):
     def __init__(self, storage: Storage, job: SaveJob) -> None:
         self.storage, self.name, self._end = storage, job.name, job.end
         self.process, self.count, self.saved_at = job.process, job.count, job.saved_at
-        self._arrays, self._files = job.arrays, job.files
+        self._arrays = job.arrays
+        self._files = job.files
+        self._release = job.release
         self._names = [array.name for array in job.arrays]
         self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
         self._peer_secs = PEER_SECS + job.nbytes / job.count / BYTES_PER_SEC
@@ -212,7 +216,9 @@ class Attempt(abc.ABC):
         self._entries = writer.count_entries(own_parts) if self.count > 1 else 0
         key = process_key(self.process) if self.count > 1 else ""
         base = writer.base(self.storage.spec(), key)
-        self._write_root(key, writer.write(base, own_parts, self.storage.wait, first=self.process == 0))
+        root = writer.write(base, own_parts, self.storage.wait, first=self.process == 0)
+        self._release()
+        self._write_root(key, root)
         for file in self._files.values():
             file.written()
         if self.process:

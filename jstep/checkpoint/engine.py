@@ -18,6 +18,7 @@ import numpy as np
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.attempts import SaveJob, array_writer
 from jstep.checkpoint.best_record import BestRecord
+from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
@@ -65,6 +66,8 @@ class SaverEngine:
         self._saving: str | None = None
         self._failure: Exception | None = None
         self.saves_begun = 0
+        # Kept from the first save on, so that the next one finds its memory.
+        self._block: HostBlock | None = None
 
     @property
     def path_of_prefix(self) -> str:
@@ -124,6 +127,11 @@ class SaverEngine:
         with self.between_saves() as reader:
             reader.check_run(state, step)
 
+    def newest_step(self) -> int | None:
+        """Return the highest step with a complete checkpoint, without a look at the others."""
+        with self.between_saves():
+            return next((step for step, _ in self._store.newest_first(self.prefix)), None)
+
     # Saves.
 
     def claim(self, state: Tree = None) -> None:
@@ -170,7 +178,9 @@ class SaverEngine:
         self._saving = path
         self._retention.begin()
         try:
-            own_parts = array_writer().take(saved.arrays)
+            copies = HostCopies(self._host_block())
+            # A caller who waits for the save runs no step meanwhile.
+            own_parts = array_writer().take(saved.arrays, copies if self._is_async else None)
             manifest = Manifest(
                 step=step,
                 saved_at=saved_at,
@@ -199,11 +209,17 @@ class SaverEngine:
                 arrays=own_parts,
                 files=extra.files,
                 end=functools.partial(self._retention.finish, end),
+                release=copies.release,
             )
             self._store.save(path, job)
         except Exception as error:
             self._give_up(error)
         return path
+
+    def _host_block(self) -> HostBlock:
+        if self._block is None:
+            self._block = shared_block()
+        return self._block
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Remove the leftovers of a failed save, and raise the error that explains it."""
@@ -301,6 +317,7 @@ class SaverEngine:
             finally:
                 if not self._is_closed:
                     self._is_closed = True
+                    self._block = None
                     self._store.close(wait)
 
 

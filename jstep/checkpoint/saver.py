@@ -318,7 +318,7 @@ class Saver:
 
     def latest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None."""
-        return next(iter(self._engine.steps()), None)
+        return self._engine.newest_step()
 
     def best_step(self) -> int | None:
         """Return the step of the best checkpoint that a `KeepBest` has kept, for `restore(state, step=…)`.
