@@ -137,7 +137,9 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
     own_parts = list[OwnParts]()
     # Where the values are that are replaced by copies below: those that XLA has in the host's memory, and the others.
     host_places: list[_Place] = []
+    host_values: list[Any] = []
     device_places: list[_Place] = []
+    device_values: list[Any] = []
     turns = _Turns()
     for name, array in arrays.items():
         part = array.shape
@@ -153,18 +155,20 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
                 data = on_devices[name].addressable_data(position)
                 place = values, len(values)
                 if is_in_place:
-                    values.append((index, np.asarray(data)[within]))
+                    data = np.asarray(data)[within]
                     host_places.append(place)
+                    host_values.append(data)
                 else:
-                    values.append((index, data))
                     device_places.append(place)
+                    device_values.append(data)
+                values.append((index, data))
         elif jax.process_index() == 0:
             values.append(((), array))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part, values))
     if copies is not None:
-        _replace(host_places, copies.copy([values[i][1] for values, i in host_places]))
+        _replace(host_places, copies.copy(host_values))
     if device_places:
-        _replace(device_places, _copies_on_host([values[i][1] for values, i in device_places]))
+        _replace(device_places, _copies_on_host(device_values))
     return own_parts
 
 

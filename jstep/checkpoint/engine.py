@@ -178,7 +178,9 @@ class SaverEngine:
         self._saving = path
         self._retention.begin()
         try:
-            copies = HostCopies(self._host_block())
+            if self._block is None:
+                self._block = shared_block()
+            copies = HostCopies(self._block)
             # A caller who waits for the save runs no step meanwhile.
             own_parts = array_writer().take(saved.arrays, copies if self._is_async else None)
             manifest = Manifest(
@@ -215,11 +217,6 @@ class SaverEngine:
         except Exception as error:
             self._give_up(error)
         return path
-
-    def _host_block(self) -> HostBlock:
-        if self._block is None:
-            self._block = shared_block()
-        return self._block
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Remove the leftovers of a failed save, and raise the error that explains it."""
