@@ -374,7 +374,12 @@ DECAY = "decay"
 
 
 @makes_optimizer()
-def add_weight_decay(weight_decay: DecayRates, weight_decay_mask: VarList | Mapping[str, float] = None) -> Optimizer:
+def add_weight_decay(
+    weight_decay: DecayRates,
+    weight_decay_mask: VarList | Mapping[str, float] = None,
+    *,
+    mask: VarList | Mapping[str, float] = None,
+) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
     After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD.
@@ -384,6 +389,7 @@ def add_weight_decay(weight_decay: DecayRates, weight_decay_mask: VarList | Mapp
             decay.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
             `mup(...).decays`; 1 without a match.
+        mask: `weight_decay_mask` under the name that `optax.add_decayed_weights` gives it; only one may be given.
 
     Returns:
         An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
@@ -401,7 +407,7 @@ def add_weight_decay(weight_decay: DecayRates, weight_decay_mask: VarList | Mapp
 
     Source: `optax.add_decayed_weights`.
     """
-    hyper, flags = decay_arguments("weight_decay", weight_decay, weight_decay_mask)
+    hyper, flags = decay_arguments("weight_decay", weight_decay, **_given_mask(weight_decay_mask, mask))
     # Rows without a gradient decay, too.
     by_rows = all(map(is_zero, hyper.values()))
     return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=by_rows)
@@ -414,7 +420,11 @@ def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 @makes_optimizer()
 def decay_weights(
-    weight_decay: DecayRates, weight_decay_mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
+    weight_decay: DecayRates,
+    weight_decay_mask: VarList | Mapping[str, float] = None,
+    *,
+    mask: VarList | Mapping[str, float] = None,
+    cautious: bool = False,
 ) -> Optimizer:
     """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
 
@@ -422,6 +432,7 @@ def decay_weights(
         weight_decay: The fraction wd ≥ 0 of each weight that an update removes, or path or glob → fraction: the first
             match applies, and leaves without a match do not decay.
         weight_decay_mask: As in `add_weight_decay`.
+        mask: As in `add_weight_decay`.
         cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
 
     Returns:
@@ -450,32 +461,52 @@ def decay_weights(
             decay = decay * (((u < 0) & (p > 0)) | ((u > 0) & (p < 0))).astype(p.dtype)
         return u - decay * p, {}
 
-    hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, weight_decay_mask)
+    masks = _given_mask(weight_decay_mask, mask)
+    hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, **masks)
     return from_update("decay_weights", decayed, {}, hyper, flags=flags)
 
 
-def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
+def _given_mask(weight_decay_mask: Any, mask: Any) -> dict[str, Any]:
+    """The mask, and the name under which it was given."""
+    if weight_decay_mask is not None and mask is not None:
+        raise TypeError("weight_decay_mask, mask: must not both be given, as they are two names of one argument")
+    if mask is not None:
+        return {"mask": mask, "argument": "mask"}
+    return {"mask": weight_decay_mask}
+
+
+def decay_arguments(
+    name: str, weight_decay: Any, mask: Any, argument: str = "weight_decay_mask"
+) -> tuple[dict[str, Any], dict[str, Flag]]:
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
         hyper = _by_glob(name, "weight_decay", weight_decay)
     else:
         which = None
         hyper = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}
-    factors = _factors(mask)
-    scales = (
-        leaf_values.first_match("weight_decay_mask", factors)
-        if factors
-        else leaf_values.mask("weight_decay_mask", mask, warns=True)
-    )
+    factors = _factors(mask, argument)
+    if factors:
+        scales = leaf_values.first_match(argument, factors)
+    else:
+        scales = leaf_values.mask(argument, mask, warns=True)
 
-    def of_leaf(glob: str | None, scale: Any) -> Any:
-        factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
-        return None if glob is None or factor == 0 else (name if which is None else f"{name}/{glob}", factor)
+    def factor_of(chosen: Any) -> float:
+        if factors is None:
+            return float(chosen)  # whether the mask chooses the leaf
+        if chosen is None:
+            return 1.0  # no glob matches
+        return factors[chosen]
 
     def decay(params: Params) -> list[Any]:
-        names = scales(params)
-        globs = [""] * len(names) if which is None else which(params)
-        return list(map(of_leaf, globs, names))
+        chosen = scales(params)
+        globs = [""] * len(chosen) if which is None else which(params)
+        decays: list[Any] = []
+        for glob, factor in zip(globs, map(factor_of, chosen), strict=True):
+            if glob is None or factor == 0:
+                decays.append(None)
+            else:
+                decays.append((name if which is None else f"{name}/{glob}", factor))
+        return decays
 
     return hyper, {DECAY: decay}
 
@@ -487,9 +518,9 @@ def leaf_decay(h: Values) -> Any:
     return None if is_zero(h[name]) else h[name] if factor == 1 else factor * h[name]
 
 
-def _factors(mask: VarList) -> dict[str, float] | None:
+def _factors(mask: VarList, argument: str) -> dict[str, float] | None:
     if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):
         return None
-    return {glob: as_number(x, f"weight_decay_mask[{glob!r}]", low=0) for glob, x in mask.items()}
+    return {glob: as_number(x, f"{argument}[{glob!r}]", low=0) for glob, x in mask.items()}

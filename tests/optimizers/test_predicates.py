@@ -264,6 +264,26 @@ def test_a_decay_mask_that_selects_nothing_is_one_warning(make, nothing, caplog)
     assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == 1
 
 
+@pytest.mark.parametrize("mask", [["a"], {"a": True, "b": False}, lambda path, leaf: path == "a", {"a": 0.5, "b": 0}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **mask: jstep.chain(
+            jstep.scale_by_adam(), jstep.add_weight_decay(0.1, **mask), jstep.scale_by_learning_rate(0.1)
+        ),
+        lambda **mask: jstep.chain(jstep.sgd(0.1), jstep.decay_weights(0.1, cautious=True, **mask)),
+    ],
+    ids=["add_weight_decay", "decay_weights"],
+)
+def test_mask_and_weight_decay_mask_are_one_argument(make, mask):
+    state = run_two_steps(make(mask=mask))
+    other = run_two_steps(make(weight_decay_mask=mask))
+    undecayed = run_two_steps(make(mask=["b"]))
+    np.testing.assert_array_equal(state.params["a"], other.params["a"])
+    np.testing.assert_array_equal(state.params["b"], other.params["b"])
+    assert np.any(state.params["a"] != undecayed.params["a"])
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize(("other", "warnings"), [(None, 0), (lambda path, leaf: path == "b", 0), (select_nothing, 1)])
 def test_a_decay_mask_of_one_label_may_select_nothing_if_another_selects(other, warnings, is_nested, caplog):
