@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver, engine_of
+from jstep.core import processes
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks.run_hook import RunHook, RunInfo
@@ -61,8 +62,8 @@ def may_save(
 
     They come before anything of the checkpoint is read: they deliver the rows of metrics, which are part of it.
     """
-    if run.best_failure is not None:
-        raise run.best_failure
+    if processes.any_process(run.best_failure is not None):
+        raise run.best_failure or RuntimeError("another process could not save a best checkpoint: see its error")
     require_alive(state)
     prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
     if any(prevented):

@@ -61,7 +61,7 @@ def _raise_log_errors(run: RunContext) -> None:
     """
     if processes.any_process(bool(run.failures)):
         _save_by_all(run, [*run.components.finiteness.savers])
-    run.components.runner.raise_log_errors()
+        run.components.runner.raise_log_errors_of_all()
 
 
 def _save_end(run: RunContext, own_saver: RunSaverHook | None) -> None:

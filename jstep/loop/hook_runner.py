@@ -136,15 +136,15 @@ class HookRunner:
             if schedule.cadence.clock() >= schedule.deadline:
                 savers.next = step
 
-    def save(self) -> None:
-        """Call the savers that are due, and raise the errors of logs, which must not prevent a save.
+    def save(self, *, with_failures: bool) -> None:
+        """Call the savers that are due, and perhaps raise the errors of logs, which must not prevent a save.
 
-        The error of a best checkpoint must: from what is saved here, its evaluation would not be made again.
+        The error of a best checkpoint must: from what is saved here, its evaluation would not be made again. On several
+        processes the savers agree on it (`may_save`).
         """
-        if self._run.best_failure is None and self._course.position.step >= self.savers.next:
-            self._call_due(self.savers, with_failures=True)
-        else:
+        if self._run.best_failure is not None and processes.is_single_process():
             self.raise_log_errors()
+        self._call_due(self.savers, with_failures=with_failures)
 
     def _check_step(self, first: int) -> None:
         """Read the step from the device, after the first call of each stage: the only such wait of the loop.
@@ -257,6 +257,15 @@ class HookRunner:
         errors = HookErrors(self._course)
         errors.add_failures(self._run.failures)
         errors.end(failed)
+
+    def raise_log_errors_of_all(self) -> None:
+        """Raise the errors of logs on all processes, at a step where all call this."""
+        texts = [f"{type(error).__name__}: {error}" for error, _ in self._run.failures]
+        of_processes = [""] if processes.is_single_process() else processes.gather_texts(texts[0] if texts else "")
+        self.raise_log_errors()
+        for process, text in enumerate(of_processes):
+            if text:
+                raise RuntimeError(f"process {process} of {len(of_processes)} could not write a log, {text}")
 
     # The end: see `ending.py`.
 

@@ -134,12 +134,16 @@ class RunSaverHook(SaverHook):
 
     def _is_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint taken now would be the latest one again."""
-        if self._latest_save is None or not self._latest_save.holds(step, state):
+        if not self.has_saved(step, state):
             return False
         if self._boundary is not None:
             # It is saved again if its checkpoint is temporary: no other one may ever replace it.
             return self._saved_contents is self._boundary and not self._is_temporary
         return self._contents.are_still(self._saved_contents)
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether the latest save of this process holds this state, be it on disk or on its way."""
+        return self._latest_save is not None and self._latest_save.holds(step, state)
 
     def _mark_saved(self, step: int, state: TrainState, taken: Contents) -> None:
         self._latest_save = LatestSave.of(step, state)
@@ -184,7 +188,7 @@ class RunSaverHook(SaverHook):
 
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
-        if self._latest_save is None or not self._latest_save.holds(step, state):
+        if not self.has_saved(step, state):
             taken = self._contents.take(hooks=self._saved_contents.hooks)
             extra = self._contents.as_extra(taken)._replace(finite=is_finite)
             with internal_transfers():

@@ -91,6 +91,7 @@ class StopSignals:
         self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False
         self._has_agreed = False
+        self._has_asked = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
@@ -163,8 +164,7 @@ class StopSignals:
             raise KeyboardInterrupt
         self.received, self.received_at = signal.Signals(number), time.time()
         if not self.is_single_process:
-            self._restore_handler_of_jax()
-            processes.request_stop()
+            self.stop_all()
         elif (error := self.interrupts()) is not None:
             raise error
 
@@ -204,6 +204,19 @@ class StopSignals:
                 self._is_limit = is_over
                 self._agree_on_signal()
         return self._has_agreed
+
+    def stop_all(self) -> bool:
+        """Ask JAX's service to stop all processes after the same call, as for a signal; return whether it can be asked.
+
+        It looks for requests once a second.
+        """
+        if self._handler_of_jax is None:
+            return False
+        if not self._has_asked:
+            self._has_asked = True
+            self._restore_handler_of_jax()
+            processes.request_stop()
+        return True
 
     def agree_at_end(self) -> None:
         """Let all processes leave, if one received a signal too late for the others."""

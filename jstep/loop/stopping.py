@@ -109,7 +109,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
         with errors:
             outcomes.append(_save(run, hook))
     errors.end()
-    runner.raise_log_errors()
+    runner.raise_log_errors_of_all()
     if len(savers) < len(finiteness.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
@@ -271,6 +271,12 @@ def save_while_it_hangs(run: RunContext) -> str:
 
 def _save_after_error(run: RunContext, error: BaseException) -> str:
     if not processes.is_single_process():
+        # Not asked of the savers, which would call collectives.
+        own_saver = next((hook for hook in run.components.finiteness.savers if isinstance(hook, RunSaverHook)), None)
+        if own_saver is not None and own_saver.has_saved(run.step, run.state):
+            return (
+                f", and is saved as {checkpoint_name(own_saver.saver.prefix, run.step)}; start the run again to resume"
+            )
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
     savers, why = run.components.finiteness.hooks_that_may_save(error)
     if not savers:

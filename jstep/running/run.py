@@ -403,8 +403,14 @@ class Run(Generic[P]):
         """
         context = self._context
         course = context.course
-        if course.has_next and (course.position.step >= context.components.runner.savers.next or context.failures):
-            context.components.runner.save()
+        runner = context.components.runner
+        # Of several processes only one may have failed to write a log. It asks all to stop, as for a signal, and its
+        # error is raised where they do.
+        are_deferred = bool(context.failures) and context.signals.stop_all()
+        if course.has_next and course.position.step >= runner.savers.next:
+            runner.save(with_failures=not are_deferred)
+        elif course.has_next and context.failures and not are_deferred:
+            runner.raise_log_errors()
         if context.signals.poll_stop_signal():
             course.leave()
         return course.has_next

@@ -112,6 +112,51 @@ def test_two_processes_agree_on_a_signal_between_two_ends(tmp_path):
     assert lines_of(resumed, "state") == lines_of(whole, "state")
 
 
+FAILING_LOG = """
+directory, place = sys.argv[5], sys.argv[6]
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+
+
+def write(at, values):
+    if at >= 3 if place == "loop" else at == 60:
+        raise OSError("the tracker is down")
+
+
+def slow(at, state, metrics):
+    time.sleep(0.2 if at >= 3 else 0.0)  # JAX checks for requests to stop once a second
+
+
+hooks = [jstep.every(1, slow), jstep.MetricsHook(write, every_n_steps=1)]
+last_step = 60 if place == "loop" else 4
+if place == "end":
+    write = lambda at, values: 1 / 0
+    hooks = [jstep.MetricsHook(write, every_n_steps=50)]
+try:
+    options = dict(checkpoint_dir=directory, save_checkpoint_steps=2, batch_sharding=rows, progress=False)
+    jstep.train(step, state, batches, last_step, hooks=hooks, **options)
+except Exception as error:
+    print("raised", type(error).__name__, error)
+    print("note", jstep.global_step(error.state), " ".join(error.__notes__).replace("\\n", " "))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["loop", "end"])
+def test_processes_end_together_after_the_error_of_a_log_of_one(place, tmp_path):
+    (tmp_path / "run").mkdir()
+    first, second = run(FAILING_LOG, 2, tmp_path, tmp_path / "run", place)
+    kind = "OSError the tracker is down" if place == "loop" else "ZeroDivisionError division by zero"
+    assert printed(first, "raised") == kind
+    assert printed(second, "raised").startswith("RuntimeError process 0 of 2 could not write a log, ")
+    saved = jstep.Saver(tmp_path / "run").latest_step()
+    assert 3 < saved < 60
+    for lines in (first, second):
+        assert f"is saved as model-{saved}" in printed(lines, "note")
+        assert printed(lines, "note").startswith(f"{saved} ")
+
+
 APART = """
 kind = sys.argv[5]
 step = jstep.minimize(loss_fn, optimizer)
