@@ -9,7 +9,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -97,15 +97,20 @@ class SaverEngine:
 
     # Reads.
 
-    def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, the newest first."""
+    def all_steps(self) -> list[int]:
+        """See `Saver.all_steps`."""
         with self.between_saves():
-            return [step for step, _ in self._store.newest_first(self.prefix)]
+            return self._store.all_steps(self.prefix)
 
     def evictable(self) -> list[str]:
         """Return the checkpoints that `max_to_keep` counts, the oldest first."""
         with self.between_saves():
             return self._retention.evictable()
+
+    def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
+        """Return the evaluations for which checkpoints were kept, None for those that are not of a `KeepBest`."""
+        with self.between_saves() as reader:
+            return reader.best_records(steps)
 
     def best(self, step: int) -> BestRecord | None:
         """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import shlex
 import threading
 import time
@@ -32,6 +33,17 @@ _ENTRY = b"an attempt to save a checkpoint\n"
 """The content of an entry of the index. It is not empty, because copies and clean-ups leave out empty objects."""
 _FOLLOWED = b"a checkpoint that was followed by "
 """The beginning of the content of the entry of a checkpoint that is not the newest."""
+_MANIFEST_KEY = re.compile(rf"[^/]+/{re.escape(MANIFEST_FILE)}")
+_MIN_LISTED = 3
+"""The minimum number of checkpoints beside the newest one for which all objects may be listed."""
+_BYTES_OF_OBJECT = 2**28
+"""The bytes of an object with chunks (`array_writer`)."""
+_OTHER_OBJECTS = 8
+"""Objects of a checkpoint beside full ones, for each process: nodes, roots, what says that its part is written."""
+_KEYS_OF_PAGE = 1000
+"""The keys in one response to a list. The next page is requested after it."""
+_READS_OF_PAGE = 16
+"""Reads that take as long as a page: many of them are in flight at once."""
 _TRIES = 3
 """Lists until one has a checkpoint: during a list, a writer may replace the only one."""
 
@@ -97,6 +109,33 @@ class ObjectStore(Store):
                 yield steps[name], self.path(name)
             if found or not names:
                 return
+
+    def all_steps(self, prefix: str) -> list[int]:
+        """See `Store.all_steps`: no request for each checkpoint, unless the list of all objects would take longer.
+
+        The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
+        """
+        found = self.newest_first(prefix)
+        newest = next(found, None)
+        if newest is None:
+            return []
+        others = len(self._attempts.keys() | self._lost.keys()) - 1
+        if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
+            return sorted([newest[0], *[step for step, _ in found]])
+        with _known_marks():
+            manifests = [key for key in self.objects.listing() if _MANIFEST_KEY.fullmatch(key)]
+        return sorted(listing.ListedCheckpoints(manifests, prefix).steps.values())
+
+    def _is_list_short(self, newest: str, others: int) -> bool:
+        """Return whether a list of all objects has fewer pages than there would be rounds of requests for manifests."""
+        try:
+            manifest = self.manifest(newest)
+        except (CheckpointError, FileNotFoundError):
+            return False
+        nbytes = sum([leaf.nbytes for leaf in manifest.leaves])
+        objects_of_one = nbytes // _BYTES_OF_OBJECT + _OTHER_OBJECTS * manifest.processes
+        pages = (others + 1) * objects_of_one / _KEYS_OF_PAGE
+        return pages <= 1 + others / _READS_OF_PAGE
 
     def _is_followed(self, name: str) -> bool:
         """Return whether a newer checkpoint than this one was saved, so that it is not the newest."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -53,6 +54,20 @@ class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
 
 
+_KINDS_OF_ERRORS = (
+    GoneError,
+    CorruptedCheckpointError,
+    UnsupportedFormatError,
+    CheckpointError,
+    FileNotFoundError,
+    PermissionError,
+    OSError,
+)
+"""The errors of the first process that the other processes raise, too; the last one stands for any other error."""
+_MAX_CONCURRENT = 16
+"""Manifests that are read at once."""
+
+
 def _gone(path: str) -> GoneError:
     return GoneError(f"{path} was deleted or replaced while it was read")
 
@@ -71,6 +86,28 @@ class CheckpointReader:
 
     def best(self, step: int) -> BestRecord | None:
         return self._retry(step, lambda path, manifest: manifest.best)
+
+    def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
+        """Return the record of each step, without those of checkpoints that were deleted meanwhile.
+
+        The first process reads the manifests, several at a time, and tells the others.
+        """
+
+        def record(step: int) -> tuple[int, BestRecord | None] | None:
+            path = self._store.path_to_read(self._prefix, step)
+            if path is None:
+                return None
+            try:
+                return step, self._manifest(path, step).best
+            except GoneError:
+                return None
+
+        def as_text() -> str:
+            with ThreadPoolExecutor(_MAX_CONCURRENT, "jstep-manifests") as pool:
+                return json.dumps([found for found in pool.map(record, steps) if found is not None])
+
+        records = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
+        return {step: None if fields is None else BestRecord(*fields) for step, fields in records}
 
     def file(self, name: str, step: int) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""
@@ -161,11 +198,7 @@ class CheckpointReader:
             path, manifest = found()
             return json.dumps([path, encode(manifest).decode()])
 
-        kinds = (
-            *(GoneError, CorruptedCheckpointError, UnsupportedFormatError, CheckpointError),
-            *(FileNotFoundError, PermissionError, OSError),
-        )
-        path, manifest = json.loads(processes.text_from_first(as_text, kinds))
+        path, manifest = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
         return path, decode(manifest.encode())
 
     def _manifest(self, path: str, step: int) -> Manifest:

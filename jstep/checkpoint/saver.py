@@ -314,7 +314,7 @@ class Saver:
         Raises:
             CheckpointError: A save failed in the background; so do `latest_step` and `last_checkpoints`.
         """
-        return sorted(self._engine.steps())
+        return self._engine.all_steps()
 
     def latest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None."""
@@ -333,7 +333,7 @@ class Saver:
             ValueError: No checkpoint of this prefix is of a `KeepBest`.
         """
         steps = self.all_steps()
-        best = best_step({step: self._engine.best(step) for step in steps})
+        best = best_step(self._engine.best_records(steps))
         if best is None and steps:
             raise ValueError(
                 f"best_step: must have checkpoints of a KeepBest, got {format_name(self.prefix, steps[-1])} in "

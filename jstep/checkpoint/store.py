@@ -48,6 +48,10 @@ class Store(abc.ABC):
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Yield step and path of complete checkpoints, highest step first."""
 
+    def all_steps(self, prefix: str) -> list[int]:
+        """Return the steps of all complete checkpoints, in ascending order."""
+        return sorted(step for step, _ in self.newest_first(prefix))
+
     @abc.abstractmethod
     def own_paths(self) -> dict[int, str]:
         """Return step → path of what has the name of a checkpoint of this writer, complete or not."""
