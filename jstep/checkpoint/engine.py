@@ -149,7 +149,7 @@ class SaverEngine:
             problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
             claim = self._store.claim if jax.process_index() == 0 else lambda: None
             # If the first process fails, all raise: a process that continued would wait forever.
-            processes.on_all_processes(claim, problem, CheckpointError)
+            processes.share_errors(claim, problem, CheckpointError)
 
     def save(self, state: Tree, extra: CheckpointExtra) -> str:
         """Begin to save a state; return the path that its checkpoint will have."""
@@ -299,7 +299,7 @@ class SaverEngine:
             delete = functools.partial(self._retention.delete, step, path)
             problem = f"{path} was not deleted; see the error of process 0"
             # The other processes return when it is deleted.
-            processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
+            processes.share_errors(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
 
     def delete_alone(self, step: int) -> None:
         """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""

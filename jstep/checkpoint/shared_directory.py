@@ -61,7 +61,7 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
     announced = _Announced(*json.loads(processes.text_from_first(lambda: _announce(path), (OSError,))))
     problem = f"{argument}: must be one directory of all processes"
     try:
-        processes.on_all_processes(lambda: _look_for(announced, path, argument), problem, ValueError)
+        processes.share_errors(lambda: _look_for(announced, path, argument), problem, ValueError)
     finally:
         if jax.process_index() == 0 and announced.name:
             _remove(path, announced.name)

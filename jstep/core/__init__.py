@@ -1,5 +1,7 @@
 """What do all rooms need?
 
+- `agreed_clock`: periods that end for all processes at the same step.
+- `agreed_shapes`: batches that are alike on all processes.
 - `checks`: validation of arguments.
 - `device_values`: values that go to devices.
 - `drawing`: curves as SVG.
@@ -10,7 +12,7 @@
 - `meshes`: meshes and other JAX contexts.
 - `new_arrays`: arrays made without compiling a program.
 - `placement`: shardings and memory kinds.
-- `processes`: what processes agree on.
+- `processes`: what processes tell each other.
 - `public_names`: public names, and hints for names of others.
 - `recorded_calls`: a `repr` that is a call.
 - `secret_text`: removal of secrets.

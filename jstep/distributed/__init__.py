@@ -1,7 +1,10 @@
-"""How do the processes of a run begin? Their agreement on values is `jstep.core.processes`."""
+"""How do the processes of a run begin? What they tell each other later is `jstep.core.processes`.
 
-from jstep.core.processes import initialize
+- `launcher`: initialization, from arguments and the variables of launchers.
+"""
+
 from jstep.core.public_names import set_public_module as _set_public_module
+from jstep.distributed.launcher import initialize
 
 __all__ = ["initialize"]
 

@@ -242,7 +242,7 @@ class FingerprintHook(RunHook):
             self._path = join_path(self._path, FINGERPRINTS_FILE)
         self._pending, self._before = TransferQueue(), {}
         self._fingerprints = LeafFingerprints(state)  # raises now, not at the first fingerprint
-        processes.on_all_processes(self._open, "the fingerprints cannot be opened")
+        processes.share_errors(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
             lines = processes.broadcast_bytes("".join(entry.line() for entry in self._before.values()).encode())
             self._before = parse_lines(lines)

@@ -146,7 +146,7 @@ class History(ReportingHook):
         if not self._rows:
             self._first, self._counts = step, {}
         if self._path is not None:
-            processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
+            processes.share_errors(self._open, "the file of a History cannot be opened", ValueError)
             if self._file is None:
                 with contextlib.suppress(OSError):  # of process 0
                     self._rows = read_rows(self._path)

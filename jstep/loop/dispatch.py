@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import processes, trees
+from jstep.core.agreed_shapes import AgreedShapes
 from jstep.core.checks import describe_type, format_value
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
@@ -66,7 +67,7 @@ class Dispatch:
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
-        self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
+        self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
     def prepare(self, state: Tree, chunk: Chunk) -> None:
         """Compile what a call needs; no signal is obeyed between this and the call."""

@@ -220,7 +220,7 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     if processes.is_single_process():
         return chunks
     later = iter(chunks)
-    first = processes.on_all_processes(lambda: next(later, None), "batches: the first one cannot be fetched")
+    first = processes.share_errors(lambda: next(later, None), "batches: the first one cannot be fetched")
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")
     return later if first is None else itertools.chain([first], later)

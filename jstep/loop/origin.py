@@ -180,7 +180,7 @@ def open_saver(options: Options) -> Saver | None:
     def opened() -> Saver:
         return Saver(directory, prefix=options.checkpoint_prefix)
 
-    return processes.on_all_processes(opened, "the checkpoints cannot be read")
+    return processes.share_errors(opened, "the checkpoints cannot be read")
 
 
 def plan_start(options: Options, state: TrainState, saver: Saver | None, new_name: str) -> ResumePlan:
@@ -306,7 +306,7 @@ def _find_parent(
     def arguments_with_it() -> list[str]:
         return [name for name, value in places.items() if value is not None and _is_in(os.fspath(value), path, prefix)]
 
-    if names := processes.on_all_processes(arguments_with_it, _PROBLEM):
+    if names := processes.share_errors(arguments_with_it, _PROBLEM):
         raise ValueError(
             f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this one. A run "
             f"resumes from its own by itself: leave start_from out, or give the branch a {names[0]} of its own"
@@ -316,7 +316,7 @@ def _find_parent(
     if saver is not None:
         with contextlib.suppress(FileNotFoundError):
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
-    reads, step, is_named = processes.on_all_processes(lambda: _checkpoint_at(path, prefix), _PROBLEM)
+    reads, step, is_named = processes.share_errors(lambda: _checkpoint_at(path, prefix), _PROBLEM)
     return _agreed_parent(options, ParentCheckpoint(reads, step, is_named, given or 0))
 
 
@@ -367,7 +367,7 @@ def _newest_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheck
                     return step
         raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
 
-    return _agreed_parent(options, parent._replace(step=processes.on_all_processes(newest, _PROBLEM)))
+    return _agreed_parent(options, parent._replace(step=processes.share_errors(newest, _PROBLEM)))
 
 
 def _gone(path: str) -> CheckpointError:

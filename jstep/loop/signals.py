@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from jstep.core import processes
+from jstep.core.agreed_clock import AgreedClock
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
@@ -93,7 +94,7 @@ class StopSignals:
         self._has_agreed = False
         self._has_asked = False
         self._timer: threading.Timer | None = None
-        self._limit: processes.AgreedClock | None = None
+        self._limit: AgreedClock | None = None
         self._polls = 0
         self._ending = threading.Lock()
         if stop_secs is not None and self.is_single_process:
@@ -101,7 +102,7 @@ class StopSignals:
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
         elif stop_secs is not None:
-            self._limit = processes.AgreedClock(stop_secs, time.monotonic)
+            self._limit = AgreedClock(stop_secs, time.monotonic)
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""

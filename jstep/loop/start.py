@@ -135,7 +135,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies 
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             engine_of(saver).check_run(run.state, latest)  # before a program is compiled, which takes longer
-    started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
+    started = processes.share_errors(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
     is_restoring = latest is not None and run.plan.parent is None
     with (
         contextlib.nullcontext() if latest is None else run.times.timing("restore"),
@@ -295,7 +295,7 @@ def _open_copies(run: RunContext, batches: Tree, early_batches: BatchCopies | No
     def open_batches() -> BatchCopies:
         return early_batches or _open_batches(run, batches, origin.step, origin.extra)
 
-    return processes.on_all_processes(open_batches, _NO_BATCHES)
+    return processes.share_errors(open_batches, _NO_BATCHES)
 
 
 def _close_batches(run: RunContext, copies: BatchCopies, feeder: BatchFeeder) -> None:
@@ -316,7 +316,7 @@ def _next_save(options: Options, first: int, batches: int) -> int:
 
 def _build_hooks(run: RunContext) -> list[Any]:
     """Return the hooks of a run, on all processes alike."""
-    return processes.on_all_processes(lambda: _own_hooks(run), _NO_LOGS)
+    return processes.share_errors(lambda: _own_hooks(run), _NO_LOGS)
 
 
 def _own_hooks(run: RunContext) -> list[Any]:

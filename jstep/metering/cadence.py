@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core import processes
+from jstep.core.agreed_clock import AgreedClock
 from jstep.core.checks import as_int, as_number, describe_type, hook_name
 
 NEVER = 2**63
@@ -116,9 +117,9 @@ class HookSchedule:
     def __init__(self, hook: Any, step: int) -> None:
         self.hook, self.cadence = hook, hook_cadence(hook) or Cadence()
         self.deadline = math.inf
-        self._agreed: processes.AgreedClock | None = None
+        self._agreed: AgreedClock | None = None
         if self.cadence.secs is not None and self.cadence.together and not processes.is_single_process():
-            self._agreed = processes.AgreedClock(self.cadence.interval(), self.cadence.clock)
+            self._agreed = AgreedClock(self.cadence.interval(), self.cadence.clock)
         self.reschedule(step)
 
     def is_due(self, step: int) -> bool:

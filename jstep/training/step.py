@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
+from jstep.core.agreed_shapes import AgreedShapes
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
-from jstep.core.processes import AgreedShapes, is_single_process
+from jstep.core.processes import is_single_process
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.threads import TRACING, doing

@@ -17,7 +17,7 @@ import numpy as np
 from jstep.checkpoint.leaf_records import require_value
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
-from jstep.core.processes import on_all_processes
+from jstep.core.processes import share_errors
 from jstep.core.trees import Tree
 from jstep.stores.files import make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
@@ -219,7 +219,7 @@ def save_weights(
             if jax.process_count() > 1:
                 collections.deque(arrays, maxlen=0)
 
-    on_all_processes(write, f"path={path!r}: process 0 could not save the weights")
+    share_errors(write, f"path={path!r}: process 0 could not save the weights")
     return files.path if len(shards) > 1 else path
 
 

@@ -12,8 +12,9 @@ import pytest
 from doubles import raising
 from fellows import Fellows
 
-from jstep.core import processes
-from jstep.core.processes import AgreedClock
+from jstep.core import agreed_shapes, processes
+from jstep.core.agreed_clock import AgreedClock
+from jstep.core.agreed_shapes import AgreedShapes
 from jstep.data.positions import gather_positions
 from jstep.loop import signals
 from jstep.loop.signals import StopSignals
@@ -74,22 +75,22 @@ def test_an_error_of_one_process_is_an_error_of_all(three):
         return "fine"
 
     def on_all(index):
-        return processes.on_all_processes(lambda: fails(index), "it cannot be read", OSError)
+        return processes.share_errors(lambda: fails(index), "it cannot be read", OSError)
 
     here, *others = three.each(on_all)
     assert type(here) is OSError
     assert str(here) == "it cannot be read: process 1: KeyError: 'of process 1'"
     assert [repr(error) for error in others] == ["KeyError('of process 1')", "KeyError('of process 2')"]
-    assert three.each(lambda i: processes.on_all_processes(lambda: i * 2, "none fails")) == [0, 2, 4]
+    assert three.each(lambda i: processes.share_errors(lambda: i * 2, "none fails")) == [0, 2, 4]
 
 
 def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatch):
     """Arrays of one process are told nobody; with `shapes`, which stand for them, the leaves are not looked at."""
-    agreed = [processes.AgreedShapes() for _ in range(3)]
+    agreed = [AgreedShapes() for _ in range(3)]
     same, other = {"x": jnp.ones((2, 3)), "y": jnp.ones(2)}, {"x": jnp.ones((2, 4)), "y": jnp.ones(2)}
     assert three.each(lambda i: agreed[i].check(None, ({"x": jnp.ones(i)},))) == [None] * 3
     assert not three.exchanges
-    monkeypatch.setattr(processes, "_spans_processes", lambda leaf: isinstance(leaf, jax.Array))
+    monkeypatch.setattr(agreed_shapes, "_spans_processes", lambda leaf: isinstance(leaf, jax.Array))
     for _ in range(2):
         assert three.each(lambda i: agreed[i].check(None, (same,))) == [None] * 3
         assert three.each(lambda i: agreed[i].check(None, (same,), "known")) == [None] * 3

@@ -253,4 +253,4 @@ def test_programs_and_sockets_have_one_place_each():
     )
     assert programs.keys() <= {"record.code"}, "git, which `record/code.py` asks with the programs of a config off"
     sockets = callers_of({"socket.create_connection", "socket.socket", "urllib.request.urlopen"})
-    assert sockets.keys() <= {"core.processes"}, "the coordinator of several processes"
+    assert sockets.keys() <= {"distributed.launcher"}, "the coordinator of several processes"
