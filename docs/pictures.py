@@ -634,6 +634,54 @@ def saves(path: pathlib.Path) -> None:
     _svg(path, 780, 118, *parts)
 
 
+def resume(path: pathlib.Path) -> None:
+    """Three starts of one run: killed in an iteration, stopped by SIGTERM, completed."""
+    left, cell, height = 104, 23, 26
+    colors = (BLUE, "#9f8fd6", PAPER)  # the step, the hooks, the body
+    # Label, first and last iteration, and the iterations after which a checkpoint was saved
+    sessions = (
+        ("start 1", 1, 6, (3,)),
+        ("start 2", 4, 8, (8,)),
+        ("start 3", 9, 10, (10,)),
+    )
+    parts = []
+
+    def end_of(iteration: int) -> float:
+        return left + 3 * cell * iteration
+
+    def label(x: float, y: float, text: str, color: str = INK, anchor: str = "middle", size: float = 12.5) -> None:
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{text}</text>')
+
+    for iteration in range(1, 11):
+        label(end_of(iteration) - 1.5 * cell, 28, str(iteration))
+    label(left - 12, 28, "iteration", anchor="end")
+    for row, (name, first, last, saved) in enumerate(sessions):
+        top = 62 + 84 * row
+        label(left - 12, top + 18, name, anchor="end")
+        for iteration in range(first, last + 1):
+            is_killed = row == 0 and iteration == last
+            for part in range(2 if is_killed else 3):
+                x = end_of(iteration - 1) + cell * part
+                box = f'x="{x}" y="{top}" width="{cell}" height="{height}"'
+                parts.append(f'<rect {box} fill="{colors[part]}" stroke="{BLUE}"/>')
+        for iteration in saved:
+            x = end_of(iteration)
+            parts.append(f'<line x1="{x}" y1="{top - 9}" x2="{x}" y2="{top + 40}" stroke="{RED}" stroke-width="3"/>')
+            label(x, top + 54, "checkpoint", RED)
+    kill_x = end_of(5) + 2 * cell
+    parts.append(f'<path d="M{kill_x} 54 v42" stroke="{INK}" stroke-width="2" stroke-dasharray="4 3"/>')
+    label(kill_x + 8, 79, "SIGKILL in a hook of iteration 6", anchor="start")
+    label(end_of(4.5) - 6, 208, "4, 5 and 6 run again, from the newest checkpoint")
+    label(end_of(8) + 8, 154, "SIGTERM during 8:", anchor="start")
+    label(end_of(8) + 8, 171, "8 completes and is saved", anchor="start")
+    label(end_of(8) - 10, 248, "after the last iteration: the end of the hooks and a checkpoint, in one transaction", anchor="end")
+    for i, text in enumerate(("train step", "hooks", "body of your loop")):
+        x = left + (0, 110, 190)[i]
+        parts.append(f'<rect x="{x}" y="302" width="15" height="15" fill="{colors[i]}" stroke="{BLUE}"/>')
+        label(x + 22, 314, text, anchor="start")
+    _svg(path, 850, 334, *parts)
+
+
 def layouts(path: pathlib.Path) -> None:
     """Which part of a state each of four devices holds."""
     columns = [
@@ -685,6 +733,7 @@ MAKERS = {
     "clock.svg": clock,
     "commit.svg": commit,
     "saves.svg": saves,
+    "resume.svg": resume,
 }
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:

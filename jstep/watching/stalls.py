@@ -50,7 +50,7 @@ class StallHook(RunHook):
     computes counts for a tenth.
 
     Each stall is a warning, and if the run has a directory, a file there, which `jstep stalls` reads; see
-    [When a run hangs](../help/stalls.md).
+    [When a run hangs](../help/on-call.md#when-a-run-hangs).
 
     Args:
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
