@@ -87,22 +87,33 @@ def explain_call(
         return ""
     owner = typed or getattr(fn, "__qualname__", "").removesuffix(".__init__")
     unknown = [name for name in kwargs if name not in signature.parameters]
-    for name in unknown:
-        for form in (f"{owner}({name}=)", f"({name}=)"):
-            hint = find_hint(form)
-            if hint:
-                return hint
     if not unknown:
         hint = find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
         return hint + _keyword_only_hint(owner, signature, args)
-    return find_hint(f"{owner}()") or _suggest_argument(unknown[0], list(signature.parameters), str(error))
+    remedies = {name: find_hint(f"{owner}({name}=)") or find_hint(f"({name}=)") for name in unknown}
+    known = {name: remedy for name, remedy in remedies.items() if remedy}
+    if len(unknown) > 1 and known:
+        # Python names only the first of them. Who types `b1=0.9, b2=0.99, eps=1e-8` learns all three at once.
+        return "".join(f"{remedy} for {name}" for name, remedy in known.items())
+    if known:
+        return known[unknown[0]]
+    return _suggest_argument(unknown[0], signature, str(error)) or find_hint(f"{owner}()") or _list_arguments(signature)
 
 
-def _suggest_argument(name: str, parameters: list[str], message: str) -> str:
-    if "Did you mean" in message:  # Python 3.13 suggests an argument by itself
-        return ""
-    nearest = difflib.get_close_matches(name, parameters, n=1)
-    return f". Did you mean {nearest[0]!r}?" if nearest else ""
+def _suggest_argument(name: str, signature: inspect.Signature, message: str) -> str:
+    nearest = difflib.get_close_matches(name, signature.parameters, n=1, cutoff=_SPELLING)
+    # Python 3.13 suggests an argument by itself, and is less strict.
+    return f". Did you mean {nearest[0]!r}?" if nearest and "Did you mean" not in message else ""
+
+
+_SPELLING = 0.8
+"""How similar a misspelt argument is: `num_microbatch` is 0.93; `batch_size`, which is not `batches`, is 0.7."""
+
+
+def _list_arguments(signature: inspect.Signature) -> str:
+    keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in keywords and name != "self"]
+    return f"; the arguments are {', '.join(names)}" if names else ""
 
 
 def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any, ...]) -> str:
@@ -148,10 +159,15 @@ def _hints() -> Mapping[str, str]:
         for ours, theirs in rows.items():
             for typed in theirs.split():
                 pages_of.setdefault(typed, {}).setdefault(ours, []).append(page)
-    return {
-        typed: "; use " + ", or ".join(f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items())
-        for typed, equivalents in pages_of.items()
-    }
+                if typed.startswith("train("):  # the arguments of `Run` are those of `train`
+                    pages_of.setdefault(f"Run{typed.removeprefix('train')}", {}).setdefault(ours, []).append(page)
+    return {typed: _hint_of(equivalents) for typed, equivalents in pages_of.items()}
+
+
+def _hint_of(equivalents: Mapping[str, list[str]]) -> str:
+    texts = [f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items()]
+    verb = "" if texts[0].startswith("nothing in its place") else "use "
+    return f"; {verb}{', or '.join(texts)}"
 
 
 @functools.cache

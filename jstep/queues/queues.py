@@ -14,6 +14,7 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.exceptions import OutOfRangeError, QueueError
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
+from jstep.core.public_names import explains_attributes
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import no_rows, stack_trees, unstack_trees
@@ -338,6 +339,9 @@ class BoundedQueue:
 
 
 # Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue.
+
+
+explains_attributes(BoundedQueue, typed="FIFOQueue")
 
 
 class FIFOQueue(BoundedQueue):

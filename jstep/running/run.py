@@ -35,6 +35,7 @@ from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.core.public_names import explains_attributes
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
@@ -82,6 +83,7 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
             raise course.failure from None
 
 
+@explains_attributes
 class Run(Generic[P]):
     """A training run for a loop of your own; `train` is `with Run(…) as run: for _ in run: pass`.
 

@@ -220,6 +220,11 @@ class TrainState(Generic[P]):
             ValueError: `global_step` is negative.
             OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
         """
+        if isinstance(params, Optimizer):
+            raise TypeError(
+                "params: must be a tree of arrays, got an optimizer; the arguments are TrainState.create(params, "
+                "optimizer)"
+            )
         optimizer = _NO_OPTIMIZER if optimizer is None else require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         of_mesh = {
@@ -288,11 +293,10 @@ class TrainState(Generic[P]):
             >>> print(state.replace(model_state={"seen": 1}).model_state["seen"])
             1
         """
-        replaceable = (*_FIELDS, MODEL_STATE)
         for name in changes:
-            if name not in replaceable:
+            if name not in _REPLACEABLE:
                 hint = find_hint(f"TrainState.{name}")
-                raise TypeError(f"replace({name}=…): must be one of {', '.join(replaceable)}{hint}")
+                raise TypeError(f"replace({name}=…): must be one of {', '.join(_REPLACEABLE)}{hint}")
         if "params" in changes and "slots" not in changes:
             keep = "; or state.replace(params=…, slots=state.slots) to keep them"
             copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)", keep)
@@ -370,6 +374,7 @@ _NO_OPTIMIZER = Optimizer(
 )
 """The optimizer of a state without one, whose step changes the parameters itself."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
+_REPLACEABLE = (*_FIELDS, MODEL_STATE)
 _flatten = operator.attrgetter("_children", "_static")
 
 
@@ -403,6 +408,18 @@ def _copied_slots(state: TrainState) -> Any:
 
 
 TrainState.slots = property(_copied_slots)  # type: ignore[assignment]
+_frozen_setattr = TrainState.__setattr__
+
+
+def _refuse_assignment(self: TrainState, name: str, value: object) -> None:
+    try:
+        _frozen_setattr(self, name, value)
+    except dataclasses.FrozenInstanceError as error:
+        remedy = f"; a state is immutable: use state = state.replace({name}=…)" if name in _REPLACEABLE else ""
+        raise dataclasses.FrozenInstanceError(f"{error}{remedy}") from None
+
+
+TrainState.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # the one that the dataclass generated
 # As `register_dataclass`, but JAX reads the slots without copying them.
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
 

@@ -116,6 +116,7 @@ def zero_fraction(value: object) -> Array:
         return zeros / jnp.float32(value.size)
 
 
+@shortens_tracebacks
 def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
 
