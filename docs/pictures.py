@@ -674,7 +674,8 @@ def resume(path: pathlib.Path) -> None:
     label(end_of(4.5) - 6, 208, "4, 5 and 6 run again, from the newest checkpoint")
     label(end_of(8) + 8, 154, "SIGTERM during 8:", anchor="start")
     label(end_of(8) + 8, 171, "8 completes and is saved", anchor="start")
-    label(end_of(8) - 10, 248, "after the last iteration: the end of the hooks and a checkpoint, in one transaction", anchor="end")
+    words = "after the last iteration: the end of the hooks and a checkpoint, in one transaction"
+    label(end_of(8) - 10, 248, words, anchor="end")
     for i, text in enumerate(("train step", "hooks", "body of your loop")):
         x = left + (0, 110, 190)[i]
         parts.append(f'<rect x="{x}" y="302" width="15" height="15" fill="{colors[i]}" stroke="{BLUE}"/>')
