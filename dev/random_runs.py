@@ -482,7 +482,8 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
         if found["ended"] in ("AssertionError", "AttributeError", "TypeError", "NameError", "KeyError"):
             found["traceback"] = traceback.format_exc()
     finally:
-        gc.collect()  # a generator around the loop is closed where nothing refers to it any more
+        if program.mode == "generator":
+            gc.collect()  # it is closed where nothing refers to it any more
         logger.removeHandler(lines)
         logger.setLevel(level_before)
     found["lines"] = lines.lines
@@ -705,7 +706,14 @@ def has_own_processes(seed: int, processes: int) -> bool:
 def check(seeds: list[int], processes: int, keep: str | None) -> tuple[int, int]:
     """Print what is wrong with programs; return the number of faults, and of programs with problems."""
     faults = bad = 0
-    for seed in seeds:
+    gc.freeze()  # what is there by now is not looked at by each collection
+    for number, seed in enumerate(seeds):
+        if number and number % 20 == 0:
+            print(
+                f"{number} programs, {faults} starts that a fault ended, {bad} with problems",
+                file=sys.stderr,
+                flush=True,
+            )
         problems, came = problems_of(seed, processes, keep)
         faults += came
         bad += bool(problems)
