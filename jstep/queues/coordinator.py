@@ -68,8 +68,8 @@ class Coordinator:
         """Request all threads to stop; `should_stop` returns True from now on.
 
         Args:
-            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Clean-stop types count as
-                None.
+            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the first request
+                counts: `join` raises its exception. Clean-stop types count as None.
 
         Raises:
             BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
@@ -81,8 +81,8 @@ class Coordinator:
         with self._changed:
             if self._joined and exc_info:
                 raise exc_info[1].with_traceback(exc_info[2])
-            first = not self._stopped
-            if first:
+            is_first = not self._stopped
+            if is_first:
                 self._stopped = True
                 self._exc_info = exc_info
                 self._changed.notify_all()
@@ -90,7 +90,7 @@ class Coordinator:
             self._callbacks = []
         for callback in callbacks:
             callback()
-        if exc_info and first:
+        if exc_info and is_first:
             log.info("Error reported to Coordinator: %r", exc_info[1])
         elif exc_info and not isinstance(exc_info[1], CancelledError):
             log.warning("Error reported to Coordinator after it had stopped", exc_info=exc_info)
@@ -109,7 +109,10 @@ class Coordinator:
             return self._stopped
 
     def clear_stop(self) -> None:
-        """Clear the stop, so that the coordinator can be reused."""
+        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused.
+
+        Registered threads that were not joined stay registered.
+        """
         with self._changed:
             self._stopped = self._joined = False
             self._exc_info = None
@@ -128,7 +131,10 @@ class Coordinator:
             self._threads.add(_as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once when a stop is requested, or immediately if it was requested already."""
+        """Call `callback()` once when a stop is requested, or immediately if it was requested already.
+
+        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
+        """
         as_function(callback, "callback", "() -> None")
         with self._changed:
             stopped = self._stopped
@@ -204,6 +210,7 @@ class Coordinator:
 
     @shortens_tracebacks
     def raise_requested_exception(self) -> None:
+        """Raise the exception that was passed with the request to stop, if there was one."""
         exc_info = self._exc_info
         if exc_info:
             # The reported traceback: the exception's own traceback grows each time it is raised.
@@ -211,6 +218,7 @@ class Coordinator:
 
 
 def _as_exc_info(ex: object) -> ExcInfo | None:
+    """Convert an exception, or its `sys.exc_info()`, to the latter form; None stays None."""
     if ex is None:
         return None
     if isinstance(ex, BaseException):

@@ -27,6 +27,10 @@ class QueueRunner:
     stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in
     `exceptions_raised`. In both cases the error is the cause of the OutOfRangeError that the consumer gets at the end.
 
+    Each thread runs in a copy of the context of the thread that starts it: context variables and JAX's settings
+    (`jax.enable_x64`, `jax.set_mesh`, …). Threads do not keep the process alive: when the main thread ends, an op that
+    waits on a queue is cancelled, also with `daemon=False`.
+
     Args:
         queue: The queue that the ops feed.
         enqueue_ops: Callables without arguments, each of which enqueues something.
@@ -120,6 +124,7 @@ class QueueRunner:
         return list(threads)
 
     def feed(self, op: Callable[[], object]) -> None:
+        """Call an op repeatedly: the body of each thread."""
         runner_thread.feeding = True
         try:
             with doing(MAKING):
@@ -131,15 +136,16 @@ class QueueRunner:
             if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
-            if not self._queue.is_closed() and threading.main_thread().is_alive():  # an exception of another queue
+            # An open queue cancels nothing, unless the main thread has ended: the op used another queue.
+            if not self._queue.is_closed() and threading.main_thread().is_alive():
                 self._report(ex)
         except BaseException as ex:
             self._report(ex)
         finally:
             with self._lock:
                 self._left -= 1
-                last = not self._left
-            if last:
+                is_last = not self._left
+            if is_last:
                 self._queue.close()
 
     def _report(self, ex: BaseException) -> None:

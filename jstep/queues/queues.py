@@ -53,6 +53,7 @@ _WARN_SECS = 10.0
 
 
 def _empty_batch_of(element: object) -> tuple[Any, ...]:
+    """Return an empty batch of such elements, in a tuple; () if they cannot be stacked."""
     try:
         return (no_rows(element),)
     except Exception:
@@ -62,7 +63,8 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, which a subclass has taken out of it.
+    The elements are `_items`, in order of arrival, and `_pool`, which a subclass has taken out of it. `enqueue` and
+    `dequeue` write out `size()`, which would take the lock once more for each element.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -116,9 +118,11 @@ class BoundedQueue:
     def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
 
-        All rows are added, with no element of another thread between them, or none. If a dequeue waits for more
-        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and the queue temporarily
-        exceeds its capacity.
+        All rows are added, with no element of another thread between them, or none. Later enqueues wait until this one
+        returns. If no dequeue can make that room, because it waits for more elements itself (`dequeue_many`,
+        `min_after_dequeue`), the rows are added immediately, and the queue temporarily exceeds its capacity.
+
+        TensorFlow adds rows one by one as room becomes available, so there may be more rows than the capacity.
 
         Args:
             elements: A tree of arrays whose leading axes have the same size, which may be 0. The queue stores copies of
@@ -152,7 +156,7 @@ class BoundedQueue:
         """
         with self._mutex:
             if self._collecting or len(self._items) + len(self._pool) <= self._min_after:
-                self._wait(self._can_take, for_elements=True)
+                self._wait(self._can_take, is_dequeue=True)
                 if not self.size():
                     self._refuse(1)
             element = self._take()
@@ -162,7 +166,8 @@ class BoundedQueue:
     def dequeue_many(self, n: int) -> Any:
         """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        If n exceeds the capacity, the queue temporarily exceeds it.
+        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds the capacity,
+        the queue temporarily exceeds it.
 
         Args:
             n: The number of elements. 0 returns an empty batch with the dtypes and shapes of the first enqueued
@@ -179,7 +184,7 @@ class BoundedQueue:
                 or dtype, and stay in the queue.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
-        return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
+        return self._dequeue_batch(n, f"dequeue_many(n={n})", fewest=n)
 
     def dequeue_up_to(self, n: int) -> Any:
         """Remove n consecutive elements, or the rest of a closed queue, and return them as `dequeue_many` does.
@@ -192,15 +197,16 @@ class BoundedQueue:
             ValueError: As for `dequeue_many`.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
-        return self._dequeue_batch(n, 1, f"dequeue_up_to(n={n})")
+        return self._dequeue_batch(n, f"dequeue_up_to(n={n})", fewest=1)
 
-    def _dequeue_batch(self, n: int, at_least: int, name: str) -> Any:
+    def _dequeue_batch(self, n: int, name: str, *, fewest: int) -> Any:
+        """Remove n elements, of a closed queue `fewest` to n, and stack them."""
         if n == 0:
             return self._no_elements()
         with self._mutex:
             if self._collecting or self.size() < self._min_after + n:
                 self._await_batch(n)
-                if self.size() < at_least:
+                if self.size() < fewest:
                     self._refuse(n)
             elements = [self._take() for _ in range(min(n, self.size()))]
             self._wake()
@@ -232,9 +238,11 @@ class BoundedQueue:
             self._failure = self._failure or exception
 
     def _take(self) -> Any:
+        """Remove and return the next element, which must exist."""
         raise NotImplementedError
 
     def _put_back(self, elements: list[Any]) -> None:
+        """Put elements back that `_take` has returned, in that order."""
         raise NotImplementedError
 
     def _no_elements(self) -> Any:
@@ -255,7 +263,8 @@ class BoundedQueue:
 
     # Waiting; the mutex is held.
 
-    def _wait(self, is_ready: Callable[[], bool], *, for_elements: bool = False) -> None:
+    def _wait(self, is_ready: Callable[[], bool], *, is_dequeue: bool = False) -> None:
+        """Wait until `is_ready()`; a change wakes all threads that wait, and each asks anew."""
         began = time.monotonic()
         while not is_ready():
             self._waiting += 1
@@ -263,9 +272,11 @@ class BoundedQueue:
                 woken = self._changed.wait(_POLL_SECS)
             finally:
                 self._waiting -= 1
-            if for_elements and time.monotonic() - began >= _WARN_SECS:
+            if is_dequeue and time.monotonic() - began >= _WARN_SECS:
                 self._warn_if_never_fed()
-            if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
+            if woken or not getattr(runner_thread, "feeding", False):
+                continue
+            if not threading.main_thread().is_alive():
                 raise CancelledError("the main thread has ended, so this thread stops feeding it")
 
     def _warn_if_never_fed(self) -> None:
@@ -291,6 +302,11 @@ class BoundedQueue:
         return not self._collecting and (len(self._items) + len(self._pool) > self._min_after or self._has_ended())
 
     def _wait_to_add(self, wait: Callable[..., None], *args: Any) -> None:
+        """Wait for room by `wait(*args)`. A closed queue has not ended while a thread waits here.
+
+        Raises:
+            CancelledError: There will be no room.
+        """
         name = type(self).__name__
         if self._closed:
             raise CancelledError(f"{name} is closed: it accepts no more elements")
@@ -315,6 +331,10 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
+        """Return the size up to which n elements may be added: with room for them, or because no dequeue can make any.
+
+        A dequeue that waits for more elements than there are takes none before it has them all.
+        """
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:
@@ -323,13 +343,14 @@ class BoundedQueue:
         self._room = max(self._capacity, n + self._min_after)
         self._wake()  # there may be room for enqueues now
         try:
-            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended(), for_elements=True)
+            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended(), is_dequeue=True)
         finally:
             self._collecting = 0
             self._room = self._capacity
             self._wake()
 
     def _has_ended(self) -> bool:
+        """Return whether no further element can arrive."""
         return self._closed and (self._cancelled or not self._pending)
 
     def _refuse(self, n: int) -> NoReturn:
@@ -348,7 +369,7 @@ class FIFOQueue(BoundedQueue):
     """A queue that returns its elements in the order of arrival.
 
     Any number of threads may enqueue and dequeue. An element is any pytree; dtypes and shapes must agree within one
-    `dequeue_many`.
+    `dequeue_many`. Ctrl-C interrupts a wait on the main thread without losing elements.
 
     Args:
         capacity: The maximum number of elements.
@@ -426,8 +447,11 @@ class RandomShuffleQueue(BoundedQueue):
             pool.extend(items)
             items.clear()
         i = int(self._random.random() * len(pool))
-        pool[i], pool[-1] = pool[-1], pool[i]
-        return pool.pop()
+        # The last one takes the place of the drawn one: cheaper than to remove it from the middle.
+        drawn = pool[i]
+        pool[i] = pool[-1]
+        pool.pop()
+        return drawn
 
     def _put_back(self, elements: list[Any]) -> None:
         self._pool.extend(elements)
