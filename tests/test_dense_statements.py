@@ -46,7 +46,6 @@ KNOWN = {
     "planning.plan._functions",
     "planning.plan.plan",
     "planning.topologies._sizes_of_tpus",
-    "record.differences.values_of",
     "schedules.arithmetic",
     "slots.roles.Roles.prefixed",
     "state.sharding.slot_sharding",

@@ -28,8 +28,9 @@ from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec, list_names
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.core.checks import format_bytes, format_list
 from jstep.core.logs import logger
-from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
+from jstep.stores.files import new_file, read_small, replace_file, sync_directory
 from jstep.stores.objects import BYTES_PER_SEC
+from jstep.stores.untrusted import MAX_MANIFEST_BYTES
 
 Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
@@ -94,8 +95,7 @@ class LocalStorage(Storage):
 
     def read(self, key: str) -> bytes | None:
         try:
-            with open_regular(self.path(key)) as file:
-                return bytes(file.read())
+            return read_small(self.path(key), MAX_MANIFEST_BYTES, follow_link=False)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 

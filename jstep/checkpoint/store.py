@@ -124,6 +124,8 @@ class Store(abc.ABC):
                     found[name] = "missing" if read is None else "its content differs from what was written"
             except OSError as error:
                 found[name] = f"cannot be read: {error.strerror or error}"
+            except ValueError:  # it is too large
+                found[name] = "its content differs from what was written"
         return found
 
     def is_gone(self, path: str, manifest: Manifest) -> bool:

@@ -1,6 +1,7 @@
 """The differences of two starts, name by name, and which of these change the bits of a resumed run."""
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,14 +25,16 @@ SECTIONS = {
     "config": "config: ", "code": "",
 }  # fmt: skip
 """The sections that are compared, and how the names of their values begin."""
+_TRACED_STEP = "the traced step"
 HASHES = {
     "state: hash": "state: paths, shapes or dtypes of its leaves differ",
     "state: sharding": "state: its leaves are sharded differently",
     "batches: hash": "batches: the definition differs",
-    "the traced step": "the traced step differs",
+    _TRACED_STEP: "the traced step differs",
 }
 """Values that only tell whether something differs, and the line for each."""
-IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
+IN_A_AND_B = ("in A", "in B")
+BEFORE_AND_NOW = ("before", "now")
 
 # Sections whose differences change the bits, and sections about where the same run is computed; others are intended.
 
@@ -51,38 +54,67 @@ _ABSENT = object()
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return what a start was given, as name → (section, value). Paths are left out: a run that moved is the same."""
     card = start.get("card") or {}
-    commit = start.get("commit")
-    edits = start.get("edits")
     arguments = card.get("arguments") or {}
-    run_paths = [path for name in _PATH_OPTIONS if isinstance(path := arguments.get(name), str)]
-    code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
-    environ = card.get("environment") or {}
-    flags = (word.partition("=") for word in str(environ.get("XLA_FLAGS", "")).split())
-    variables = {name: value for name, value in environ.items() if name != "XLA_FLAGS" and not _ADDRESS.search(name)}
+    run_paths: list[str] = []
+    for name in _PATH_OPTIONS:
+        path = arguments.get(name)
+        if isinstance(path, str):
+            run_paths.append(path)
     parts: dict[str, Any] = {
         **card,
-        "environment": {**{f"XLA_FLAGS {name}": value or "set" for name, _, value in flags}, **variables},
+        "environment": _environment(card.get("environment") or {}),
         "config": start.get("config"),
-        "code": {} if code is None else {"code": code},
+        "code": _code(start),
         "lanes": {"lanes": card.get("lanes")} if "lanes" in card else {},
-        "programs": {
-            (f"{name}[{program['stage']}]" if program.get("stage") else name): value
-            for program in card.get("programs") or ()
-            for name, value in {
-                **(program.get("hyperparameters") or {}),
-                "batch": program.get("batch"),
-                "the traced step": program.get("hash"),
-            }.items()
-        },
+        "programs": _programs(card.get("programs") or ()),
     }
-    return {
-        name: (section, value)
-        for section, begins in SECTIONS.items()
-        for name, value in _flat(begins, parts.get(section) or {})
-        if name.removeprefix("train: ").removeprefix("config: ") not in _PATH_OPTIONS
-        and not (section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths))
-    }
+    values: dict[str, tuple[str, Any]] = {}
+    for section, begins in SECTIONS.items():
+        for name, value in _flat(begins, parts.get(section) or {}):
+            if name.removeprefix("train: ").removeprefix("config: ") in _PATH_OPTIONS:
+                continue
+            # Also without a name that says so: an option, or a variable, may be a path in the directory of the run.
+            if section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths):
+                continue
+            values[name] = (section, value)
+    return values
+
+
+def _environment(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables, and each flag of XLA by itself."""
+    values: dict[str, Any] = {}
+    for word in str(variables.get("XLA_FLAGS", "")).split():
+        name, _, value = word.partition("=")
+        values[f"XLA_FLAGS {name}"] = value or "set"
+    for name, value in variables.items():
+        # Addresses and ports are others in each start of several processes.
+        if name != "XLA_FLAGS" and not _ADDRESS.search(name):
+            values[name] = value
+    return values
+
+
+def _code(start: Mapping[str, Any]) -> dict[str, str]:
+    commit = start.get("commit")
+    if commit is None:
+        return {}
+    edits = start.get("edits")
+    suffix = f" with edits {edits} not committed" if edits else ""
+    return {"code": f"commit {commit[:8]}{suffix}"}
+
+
+def _programs(programs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What each program was compiled for; the names of stage 0 have no number."""
+    values: dict[str, Any] = {}
+    for program in programs:
+        stage = program.get("stage")
+        suffix = f"[{stage}]" if stage else ""
+        for name, value in (program.get("hyperparameters") or {}).items():
+            values[f"{name}{suffix}"] = value
+        values[f"batch{suffix}"] = program.get("batch")
+        values[f"{_TRACED_STEP}{suffix}"] = program.get("hash")
+    return values
 
 
 def _is_path(value: str, run_paths: Collection[str]) -> bool:
@@ -102,6 +134,14 @@ def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class Changes(NamedTuple):
+    """The lines about two starts.
+
+    Attributes:
+        bits: What changes the bits of a run that is resumed.
+        place: What says where it is computed, which may change them.
+        others: What is intended, such as a later last step.
+    """
+
     bits: list[str]
     place: list[str]
     others: list[str]
@@ -110,6 +150,24 @@ class Changes(NamedTuple):
     def lines(self) -> list[str]:
         return [*self.bits, *self.place, *self.others]
 
+    def list_of(self, name: str, section: str) -> list[str]:
+        """Return the list in which a value has its line."""
+        effect = _EFFECTS.get(name, {section})
+        is_xla_flag = name.startswith("XLA_FLAGS ") and not _HARMLESS_FLAG.search(name)
+        if is_xla_flag or effect & _BITS:
+            return self.bits
+        if effect & _PLACE:
+            return self.place
+        return self.others
+
+
+class _Difference(NamedTuple):
+    """A value that differs; `old` or `new` is `_ABSENT` if one of the starts does not have it."""
+
+    section: str
+    old: Any
+    new: Any
+
 
 def changes(
     before: Mapping[str, Any],
@@ -117,37 +175,73 @@ def changes(
     words: tuple[str, str] = BEFORE_AND_NOW,
     leave_out: Collection[str] = (),
 ) -> Changes:
-    a, b = values_of(before), values_of(after)
-    found = Changes([], [], [])
-    sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
-    differ = dict[str, tuple[str, Any, Any]]()
-    for name in dict.fromkeys([*a, *b]):
-        section = (a.get(name) or b[name])[0]
-        old, new = (values.get(name, ("", _ABSENT))[1] for values in (a, b))
-        is_known = _ABSENT not in (old, new) or section not in ("settings", "programs")
-        is_known = is_known and not is_setting(name, section, a)  # which has a line of its own
-        if section in sections and is_known and not same(old, new) and NOT_RECORDED not in (old, new):
-            differ[name] = (section, old, new)
+    """Describe what differs between two starts, in sections that both of them have."""
+    differing = _differing_values(values_of(before), values_of(after), leave_out)
     # The sections and the values that are named as different; a hash names none.
-    named = {word for name in differ.keys() - HASHES.keys() for word in (differ[name][0], _stem(name))}
+    named: set[str] = set()
+    for name, difference in differing.items():
+        if name not in HASHES:
+            named |= {difference.section, _stem(name)}
     # Batches of other shapes, and other devices of lanes, are traced differently by every step.
-    is_comparable = "batch" not in named and not ("devices" in named and (after.get("card") or {}).get("lanes"))
-    for name, (section, old, new) in differ.items():
-        option = name.removeprefix("config: ").rpartition("/")[2]
-        of_train = differ.get(f"train: {_NAMES.get(option, option)}", (None,))[1:]  # such as last_step
-        if (section == "config" and (old, new) == of_train) or (section == "state" and "jax_enable_x64" in differ):
+    has_lanes = bool((after.get("card") or {}).get("lanes"))
+    is_comparable = "batch" not in named and not ("devices" in named and has_lanes)
+    found = Changes([], [], [])
+    shown: set[str] = set()
+    for name, (section, old, new) in differing.items():
+        if section == "config" and _is_argument(name, old, new, differing):
             continue
-        if (stem := _stem(name)) in HASHES:
-            text = HASHES[stem] + (_how_programs_differ(name, (before, after), words) if section == "programs" else "")
-            is_program = section == "programs"
-            lines = found.place if is_program and _TRACED & named else _list_of(found, stem, section)
-            is_shown = is_comparable if is_program else not {section, "devices"} & named
-            if is_shown and not any(line.startswith(HASHES[stem]) for line in lines):
-                lines.append(text)
-        elif not (stem == "train: batch_sharding" and "devices" in named):  # its meshes are those of the devices
+        if section == "state" and "jax_enable_x64" in differing:
+            continue
+        stem = _stem(name)
+        if stem in shown:
+            continue  # the first program that differs stands for all
+        if stem == _TRACED_STEP:
+            if not is_comparable:
+                continue
+            shown.add(stem)
+            lines = found.place if _TRACED & named else found.list_of(stem, section)
+            lines.append(HASHES[stem] + _how_programs_differ(name, (before, after), words))
+        elif stem in HASHES:
+            # Values of the section that are named say more than its hash; other devices have other shardings.
+            if not {section, "devices"} & named:
+                shown.add(stem)
+                found.list_of(stem, section).append(HASHES[stem])
+        elif stem == "train: batch_sharding" and "devices" in named:
+            continue  # its meshes are those of the devices
+        else:
             line = f"{name}: {_shown(old, new)} {words[0]}, {_shown(new, old)} {words[1]}"
-            _list_of(found, stem, section).append(line)
+            found.list_of(stem, section).append(line)
     return found
+
+
+def _differing_values(
+    before: Mapping[str, tuple[str, Any]], after: Mapping[str, tuple[str, Any]], leave_out: Collection[str]
+) -> dict[str, _Difference]:
+    sections_before = {section for section, _ in before.values()}
+    sections_after = {section for section, _ in after.values()}
+    sections = (sections_before & sections_after) - {*leave_out}
+    differing: dict[str, _Difference] = {}
+    for name in dict.fromkeys([*before, *after]):
+        section = (before.get(name) or after[name])[0]
+        # A setting has a line of its own, wherever it was set.
+        if section not in sections or is_setting(name, section, before):
+            continue
+        old = before[name][1] if name in before else _ABSENT
+        new = after[name][1] if name in after else _ABSENT
+        is_in_both = old is not _ABSENT and new is not _ABSENT
+        if not is_in_both and section in ("settings", "programs"):
+            continue  # another version of JAX has other settings, and another stage other programs
+        if NOT_RECORDED in (old, new) or same(old, new):
+            continue
+        differing[name] = _Difference(section, old, new)
+    return differing
+
+
+def _is_argument(name: str, old: Any, new: Any, differing: Mapping[str, _Difference]) -> bool:
+    """Return whether an option is an argument of `train`, such as last_step, which has a line of its own."""
+    option = name.removeprefix("config: ").rpartition("/")[2]
+    argument = differing.get(f"train: {_NAMES.get(option, option)}")
+    return argument is not None and (argument.old, argument.new) == (old, new)
 
 
 def is_setting(name: str, section: str, values: Collection[str]) -> bool:
@@ -156,33 +250,59 @@ def is_setting(name: str, section: str, values: Collection[str]) -> bool:
 
 
 def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
+    """Say in which part two programs differ, by which optimizers, and in which lines; "" if that is not known."""
     stage = name.partition("[")[2].rstrip("]") or "0"
-    pair = [_program_at(stage, start) for start in starts]
-    parts = {"gradients": "loss and gradients", "update": "update"}
-    known = {key: part for key, part in parts.items() if all(program.get(key) for program in pair)}
-    differ = [part for key, part in known.items() if len({program[key] for program in pair}) > 1]
-    clauses = [f"in its {' and its '.join(differ)}"] if differ else []
-    optimizers = [program.get("optimizer") for program in pair]
-    are_named = _differ_in_hyperparameters(*pair)
-    if None not in optimizers and optimizers[0] != optimizers[1] and not are_named:
-        clauses.append(f"{optimizers[0]} {words[0]}, {optimizers[1]} {words[1]}")
-    if are_named and differ == ["update"]:  # its lines would only repeat them
-        return f" ({clauses[0]})"
+    before, after = (_program_at(stage, start) for start in starts)
+    parts: list[str] = []
+    for key, part in _PARTS.items():
+        if before.get(key) and after.get(key) and before[key] != after[key]:
+            parts.append(part)
+    clauses = [f"in its {' and its '.join(parts)}"] if parts else []
+    optimizer = before.get("optimizer")
+    other = after.get("optimizer")
+    # Values of hyperparameters have lines of their own.
+    are_named = _differ_in_hyperparameters(before, after)
+    if None not in (optimizer, other) and optimizer != other and not are_named:
+        clauses.append(f"{optimizer} {words[0]}, {other} {words[1]}")
+    if are_named and parts == [_PARTS["update"]]:
+        return f" ({clauses[0]})"  # the lines of the programs would only repeat them
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
-    impls = {str(((start.get("card") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
-    clauses += differing_lines(*texts, any_keys=len(impls) > 1) if all(texts) else []
+    if all(texts):
+        implementations = {str(((start.get("card") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
+        clauses += differing_lines(*texts, any_keys=len(implementations) > 1)
     return f" ({'; '.join(clauses)})" if clauses else ""
 
 
+_PARTS = {"gradients": "loss and gradients", "update": "update"}
+"""The hashes of a program's parts, and what these are."""
+
+
 def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    old, new = (program.get("hyperparameters") or {} for program in (before, after))
-    texts = [program.get("optimizer") or "" for program in (before, after)]
+    """Return whether two programs have one optimizer with other values of its hyperparameters."""
+    old = before.get("hyperparameters") or {}
+    new = after.get("hyperparameters") or {}
+    values: dict[str, set[str]] = {}
     for name in old.keys() & new.keys():
-        values = [in_own_digits(value) if isinstance(value, float) else value for value in (old[name], new[name])]
-        key = name.rpartition("/")[2]  # of several parts, perhaps with equal values
-        pattern = rf"\b{re.escape(key)}=({'|'.join(re.escape(str(value)) for value in values)})(?=[,)])"
-        texts = [re.sub(pattern, f"{key}=", text) for text in texts]
-    return old != new and texts[0] == texts[1]
+        # Of several optimizers, each of which has one, perhaps with equal values, the last part of the path is shown.
+        shown = values.setdefault(name.rpartition("/")[2], set())
+        shown.add(_value_text(old[name]))
+        shown.add(_value_text(new[name]))
+
+    def without_value(match: re.Match[str]) -> str:
+        return f"{match[1]}=" if match[2] in values.get(match[1], ()) else match[0]
+
+    # In one pass, and not in one for each name, of which somebody else's card may have ten thousand.
+    text_before = _ARGUMENT.sub(without_value, before.get("optimizer") or "")
+    text_after = _ARGUMENT.sub(without_value, after.get("optimizer") or "")
+    return old != new and text_before == text_after
+
+
+_ARGUMENT = re.compile(r"\b(\w++)=([^,()=]++)(?=[,)])")
+"""An argument in the text of an optimizer."""
+
+
+def _value_text(value: object) -> str:
+    return str(in_own_digits(value) if isinstance(value, float) else value)
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,12 +312,6 @@ def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _stem(name: str) -> str:
     return name.partition("[")[0]
-
-
-def _list_of(found: Changes, name: str, section: str) -> list[str]:
-    effect = _EFFECTS.get(name, {section})
-    is_flag = name.startswith("XLA_FLAGS ") and not _HARMLESS_FLAG.search(name)
-    return found.bits if is_flag or effect & _BITS else found.place if effect & _PLACE else found.others
 
 
 def same(a: Any, b: Any) -> bool:
@@ -217,7 +331,12 @@ def _shown(value: Any, other: Any) -> str:
 
 # The first lines in which two printed programs differ.
 
-_MAX_LINES, _COMPARED, _MAX_SHOWN = 5, 400, 60
+_MAX_LINES = 5
+"""How many lines are shown."""
+_COMPARED = 400
+"""How many lines are compared, from the first one on that differs."""
+_MAX_SHOWN = 60
+"""How many characters of a line are shown."""
 _BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*(?:<\w+>)?\[)")
 _WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=<\[])(:)?")
 _KEY = re.compile(r"\bkey<\w+>")
@@ -228,18 +347,28 @@ def differing_lines(before: str, after: str, *, any_keys: bool = False) -> list[
 
     With `any_keys`, PRNG keys of all implementations are equal.
     """
-    old, new = (_without_names(_KEY.sub("key", text) if any_keys else text) for text in (before, after))
-    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new)))
-    old, new = old[same : same + _COMPARED], new[same : same + _COMPARED]
-    return list(dict.fromkeys(_replaced(old, new)))[:_MAX_LINES]
+    if any_keys:
+        before = _KEY.sub("key", before)
+        after = _KEY.sub("key", after)
+    old = _without_names(before)
+    new = _without_names(after)
+    first = 0
+    while first < min(len(old), len(new)) and old[first] == new[first]:
+        first += 1
+    # Not all that follows: difflib takes quadratic time.
+    replaced = _replaced(old[first : first + _COMPARED], new[first : first + _COMPARED])
+    return list(dict.fromkeys(replaced))[:_MAX_LINES]
 
 
 def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if kind != "equal":
-            for x, y in zip([*old[a:b], *[""] * (d - c)], [*new[c:d], *[""] * (b - a)], strict=False):
-                if x or y:
-                    yield f"{truncate(x, _MAX_SHOWN) or 'nothing'} → {truncate(y, _MAX_SHOWN) or 'nothing'}"
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for kind, old_start, old_stop, new_start, new_stop in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        pairs = itertools.zip_longest(old[old_start:old_stop], new[new_start:new_stop], fillvalue="")
+        for old_line, new_line in pairs:
+            if old_line or new_line:
+                yield f"{truncate(old_line, _MAX_SHOWN) or 'nothing'} → {truncate(new_line, _MAX_SHOWN) or 'nothing'}"
 
 
 def _without_names(text: str) -> list[str]:

@@ -122,3 +122,14 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
         assert saver.all_steps() == [3]
     assert listing(tmp_path / "run") == ["model-3"]
     assert listing(tmp_path / "elsewhere") == ["model-1"]
+
+
+@pytest.mark.parametrize("name", ["commit_success.txt", "_METADATA"])
+def test_a_link_in_place_of_a_file_that_only_orbax_reads_is_not_followed(saved, tmp_path, capsys, name):
+    _, checkpoint = saved
+    path = os.path.join(checkpoint, name)
+    shutil.copy(path, tmp_path / "elsewhere")  # the same bytes, so that only the link is wrong
+    os.unlink(path)
+    os.symlink(tmp_path / "elsewhere", path)
+    assert main(["inspect", checkpoint, "--verify"]) == 2
+    assert f"{name}: cannot be read: is a link, not a regular file" in capsys.readouterr().err

@@ -135,3 +135,17 @@ def test_an_option_is_an_argument_only_by_its_name():
     before = of("arguments", steps_per_call=1) | {"config": {"augment": 1, "steps_per_call": 1, "train/last_step": 6}}
     now = of("arguments", steps_per_call=4) | {"config": {"augment": 4, "steps_per_call": 4, "train/last_step": 6}}
     assert changes(before, now).lines == ["config: augment: 1 before, 4 now", "train: steps_per_call: 1 before, 4 now"]
+
+
+def test_other_values_of_ten_thousand_hyperparameters_are_one_optimizer():
+    """A stranger's card has as many as fit into its bytes: one pass for each of them would take a minute."""
+    starts = []
+    for shift in (0.0, 1.0):
+        values = {f"part{i}/rate{i}": i + shift for i in range(10_000)}
+        text = f"chain({', '.join(f'rate{i}={value}' for i, value in enumerate(values.values()))})"
+        starts.append(program(hash=text[:20], hyperparameters=values, optimizer=text))
+    assert TRACED in changes(*starts).bits
+    # Another optimizer is named, also if it has the same values.
+    other = copy.deepcopy(starts[1])
+    other["card"]["programs"][0]["optimizer"] = starts[1]["card"]["programs"][0]["optimizer"].replace("chain", "sum")
+    assert f"{TRACED} (chain(rate0=0.0" in "".join(changes(starts[0], other).bits)
