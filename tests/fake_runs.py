@@ -3,9 +3,9 @@
 from collections import Counter
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.run_hook import RunInfo, use_run
+from jstep.hooks.schedule import HookSchedule
 from jstep.hooks.speed import StepCounterHook
-from jstep.metering.cadence import HookSchedule
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
@@ -27,7 +27,7 @@ class FakeRun:
         self.watch, self.in_flight, self.at_start = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
         for each in {counter, hook}:
-            each.use_run(self)
+            use_run(each, self)
         hook.begin(state)
         self.schedule = HookSchedule(hook, step)
 

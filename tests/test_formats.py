@@ -56,7 +56,7 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     yield "record of hooks' states", hook_states.RECORD_FORMAT, sorted(hook_states._RECORD_KEYS)
     yield "record of hooks' states, a state", hook_states.RECORD_FORMAT, sorted(hook_states._STATE_KEYS)
     for hook in (jstep.EvaluationHook, MetricCallback, jstep.KeepBest, jstep.History):
-        state = hook.state_format
+        state = hook_states._FORMATS[hook]
         yield f"state of {hook.__name__}", state.number, [f"{name}={value!r}" for name, value in state.defaults.items()]
     for kind in (schema.Start, schema.Process, schema.Parent, schema.Stall, schema.KeepBestRecord, schema.StateChange):
         yield f"starts, {kind.__name__}", starts.VERSION, fields_of(kind)

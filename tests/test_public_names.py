@@ -133,6 +133,39 @@ def test_an_old_name_works_with_a_warning_that_shows_the_new_one(monkeypatch):
     assert "adam_with_decay" not in dir(jstep)
 
 
+@pytest.mark.parametrize(
+    ("form", "new", "call"),
+    [
+        ("KeepBest(keep=)", "max_to_keep", lambda: jstep.KeepBest("best", "loss", keep=2)),
+        ("adam(lr=)", "learning_rate", lambda: jstep.adam(lr=0.5)),
+        ("Saver.save(extras=)", "extra", lambda: jstep.Saver("run").save({"global_step": 3}, extras=1)),
+    ],
+)
+def test_an_old_argument_works_with_a_warning_that_shows_the_new_one(form, new, call, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(public_names.MOVED, form, new)
+    with pytest.warns(DeprecationWarning, match=rf"{new}=…\) now") as warned:
+        call()
+    assert [(one.filename, len(warned)) for one in warned] == [(__file__, 1)]
+
+
+def test_an_argument_by_both_names_is_an_error(monkeypatch):
+    monkeypatch.setitem(public_names.MOVED, "adam(lr=)", "learning_rate")
+    with pytest.raises(TypeError, match="lr"):
+        jstep.adam(lr=0.5, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [pair for pair in public_names.MOVED.items() if "." in pair[0] and "(" not in pair[0]]
+)
+def test_an_old_attribute_works_with_a_warning_that_shows_the_new_one(old, new):
+    made = {"EarlyStopping": jstep.EarlyStopping("loss"), "ReduceOnPlateau": jstep.ReduceOnPlateau("loss", "rate")}
+    cls, _, attribute = old.partition(".")
+    with pytest.warns(DeprecationWarning, match=f"{old} is called {new} now") as warned:
+        assert getattr(made[cls], attribute) == getattr(made[cls], new)
+    assert warned[0].filename == __file__
+
+
 TENSORFLOWS = """
     momentum rmsprop exponential_decay natural_exp_decay inverse_time_decay polynomial_decay ExponentialMovingAverage
     start_queue_runners Coordinator.join QueueRunner.create_threads FIFOQueue.close RandomShuffleQueue.close

@@ -5,7 +5,7 @@ A hook is identified by its `key` if it has one, whatever its class, and otherwi
 their settings, and by order if these are equal too.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jstep.checkpoint.manifest import UnsupportedFormatError, jstep_version
@@ -14,7 +14,7 @@ from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.public_names import public_name
 from jstep.stores import tagged_json
-from jstep.stores.tagged_arrays import UnsupportedError
+from jstep.stores.tagged_arrays import UnknownPartError, UnsupportedError
 
 RECORD_FORMAT = 1
 """The number of the format of a record of states. See docs/how/compatibility.md."""
@@ -23,15 +23,26 @@ _STATE_KEYS = frozenset({"key", "class", "state", "settings", "format", "notes"}
 
 
 class StateFormat(NamedTuple):
-    """The format of the state of a built-in hook, which is a dict: the attribute `state_format` of its class.
+    """The format of the state of a built-in hook, which is a dict.
 
     Attributes:
         number: Raised if an earlier version of jstep would misread a state.
         defaults: Field → its value in a state that has none, because an earlier version saved it.
+        settings: Returns what tells hooks of one key apart; None if nothing does.
     """
 
     number: int
     defaults: Mapping[str, Any]
+    settings: Callable[[Any], dict[str, Any]] | None = None
+
+
+_FORMATS: dict[type, StateFormat] = {}
+"""Class → the format of the state that its `get_state` returns. Not an attribute, which users would be shown."""
+
+
+def register_format(cls: type, state_format: StateFormat) -> None:
+    """Declare what `get_state` of a built-in hook returns, and `set_state` reads."""
+    _FORMATS[cls] = state_format
 
 
 class _HookIdentity(NamedTuple):
@@ -171,6 +182,8 @@ class _Reader(NamedTuple):
             self.check(what, record, _STATE_KEYS, built_in.number)
         try:
             state = tagged_json.decode(record["state"])
+        except UnknownPartError as error:
+            self._refuse(what, f"has {error.part}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.argument}: {what} cannot be decoded ({error}); it was not saved by jstep, or was changed"
@@ -193,9 +206,10 @@ class _Reader(NamedTuple):
 def _format_of(hook: object) -> StateFormat | None:
     """Return the format of the state of a built-in hook; None if a subclass of the user's has its own `get_state`."""
     for cls in type(hook).__mro__:
+        if cls in _FORMATS:
+            return _FORMATS[cls]
         if "get_state" in vars(cls):
-            found = vars(cls).get("state_format")
-            return found if isinstance(found, StateFormat) else None
+            return None
     return None
 
 
@@ -212,8 +226,10 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> 
 
 
 def _settings(hook: object) -> dict[str, Any]:
-    settings = getattr(hook, "identifying_settings", None)
-    return settings if isinstance(settings, dict) else {}
+    # Of a subclass with a `get_state` of its own, too: two of them are told apart as those of its base class.
+    formats = (_FORMATS[cls] for cls in type(hook).__mro__ if cls in _FORMATS)
+    found = next(formats, None)
+    return {} if found is None or found.settings is None else found.settings(hook)
 
 
 def hook_key(hook: object) -> str:

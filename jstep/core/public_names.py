@@ -14,8 +14,15 @@ from typing import Any, NoReturn, TypeVar
 _T = TypeVar("_T")
 
 
-MOVED: dict[str, str] = {}
-"""Old name in `jstep` → new one. The old one works for two minor releases, with a DeprecationWarning."""
+MOVED: dict[str, str] = {
+    "EarlyStopping.bad": "wait",
+    "EarlyStopping.why": "stop_reason",
+    "ReduceOnPlateau.bad": "wait",
+}
+"""Old name → new one. The old one works for two minor releases, with a DeprecationWarning.
+
+Forms: `adam_with_decay` of the package, `EarlyStopping.bad` of an attribute, `KeepBest(keep=)` of an argument.
+"""
 
 
 def new_name(package: str, name: str) -> str:
@@ -23,6 +30,22 @@ def new_name(package: str, name: str) -> str:
     # The level of the program: this function is called by the `__getattr__` of the package.
     warnings.warn(f"{package}.{name} is called {package}.{new} now", DeprecationWarning, stacklevel=3)
     return new
+
+
+def with_new_arguments(fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: str = "") -> dict[str, Any] | None:
+    """Return the arguments of a call by their new names; None if none has an old name, or one is given by both."""
+    owner = _name_of_call(fn, typed)
+    moved = {name: MOVED[f"{owner}({name}=)"] for name in kwargs if f"{owner}({name}=)" in MOVED}
+    if not moved or not kwargs.keys().isdisjoint(moved.values()):
+        return None
+    for old, new in moved.items():
+        # The level of the program: this function is called by the wrapper around `fn`.
+        warnings.warn(f"{owner}({old}=…) is called {owner}({new}=…) now", DeprecationWarning, stacklevel=3)
+    return {moved.get(name, name): value for name, value in kwargs.items()}
+
+
+def _name_of_call(fn: Callable[..., Any], typed: str) -> str:
+    return typed or getattr(fn, "__qualname__", "").removesuffix(".__init__")
 
 
 def show_in(package: str, value: object) -> None:
@@ -85,7 +108,7 @@ def explain_call(
         pass
     else:
         return ""
-    owner = typed or getattr(fn, "__qualname__", "").removesuffix(".__init__")
+    owner = _name_of_call(fn, typed)
     unknown = [name for name in kwargs if name not in signature.parameters]
     if not unknown:
         hint = find_hint(f"{owner}(*)") or find_hint(f"{owner}()")
@@ -134,14 +157,18 @@ def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any
 
 
 def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> type[_T]:
-    """Class decorator: errors of attributes that another library has say what to type.
+    """Class decorator: errors of attributes that another library has say what to type, and old names work.
 
     Args:
         owner: What the error calls an object; by default that of its class.
         typed: The name that the table has for the class; by default its own.
     """
 
-    def missing(self: object, name: str) -> NoReturn:
+    def missing(self: object, name: str) -> Any:
+        new = MOVED.get(f"{cls.__name__}.{name}")
+        if new is not None:
+            warnings.warn(f"{cls.__name__}.{name} is called {new} now", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)
         shown = owner or f"{type(self).__name__!r} object"
         # Protocols (`__array__`, `__setstate__`, IPython's `_repr_png_`) look for names that no library's user types.
         if name.startswith("_"):

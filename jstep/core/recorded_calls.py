@@ -100,12 +100,21 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
     return record_calls(_remember, positional)
 
 
-class RememberedFunction(RecordedCall):
+class RememberedFunction:
     """A schedule: the function, which is called with a step, and the call that made it."""
 
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
         functools.update_wrapper(self, function)  # also copies the attributes of a function that is already remembered
-        super().__init__(call.function, call.positional, call.args, call.kwargs)
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call.__reduce__()
+
+    def __deepcopy__(self, memo: object) -> "RememberedFunction":
+        return self  # immutable, as its call
+
+    def __repr__(self) -> str:
+        return repr(self._call)
 
     @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jstep.core.exceptions import explain_jax
-from jstep.core.public_names import explain_call
+from jstep.core.public_names import explain_call, with_new_arguments
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,19 +43,23 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            if isinstance(error, TypeError):
-                hint = explain_call(fn, args, kwargs, error, typed)
-                if hint and hint not in str(error):  # a decorated function that passes its arguments to another one
-                    raise TypeError(f"{error}{hint}") from None
-            original = original_error(error)
-            explain_jax(error)
-            shorten(original)
-            try:
-                if original is not error:
-                    raise original from None
-                raise  # without another frame
-            finally:
-                del original  # breaks the reference cycle with this frame, which its traceback holds
+            renamed = with_new_arguments(fn, kwargs, typed) if isinstance(error, TypeError) else None
+            if renamed is None:
+                if isinstance(error, TypeError):
+                    hint = explain_call(fn, args, kwargs, error, typed)
+                    if hint and hint not in str(error):  # a decorated function that passes its arguments to another one
+                        raise TypeError(f"{error}{hint}") from None
+                original = original_error(error)
+                explain_jax(error)
+                shorten(original)
+                try:
+                    if original is not error:
+                        raise original from None
+                    raise  # without another frame
+                finally:
+                    del original  # breaks the reference cycle with this frame, which its traceback holds
+        # Not in the block above: an error of this call does not follow from the old name.
+        return call(*args, **renamed)
 
     return call
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jstep.data.positions import batches_since
-from jstep.data.sequence import BatchSequence
+from jstep.data.sequence import BatchSequence, next_change
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
 
@@ -120,7 +120,7 @@ class Indexed(BatchSource):
 
     def next_change(self, step: int) -> int | None:
         try:
-            return self.given.next_change(step) if self.knows_shapes else None
+            return next_change(self.given, step) if self.knows_shapes else None
         except IndexError:  # they end before the run does
             return None
 

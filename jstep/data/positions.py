@@ -12,6 +12,7 @@ import jax
 from jstep.core import processes
 from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import UnknownPartError
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 from jstep.stores.untrusted import decode_json
 
@@ -228,6 +229,11 @@ def decode_position(encoded: object, owner: str) -> Any:
         raise ValueError(f"{what} must be a position, got {describe_type(encoded)}")
     try:
         return tagged_json.decode(encoded["value"])
+    except UnknownPartError as error:
+        raise ValueError(
+            f"{what} has {error.part}, which this version of jstep does not know. The checkpoint is intact: install "
+            "the version that wrote it, which `python -m jstep inspect` shows, or a later one"
+        ) from None
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use another checkpoint_dir"

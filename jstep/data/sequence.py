@@ -194,8 +194,7 @@ class BatchSequence(abc.ABC, Generic[T]):
 
         return jax.tree.map(leaf, next(iter(self._rows.values())).take(slice(0, 1)))
 
-    def next_change(self, step: int) -> int | None:
-        """Return the next step whose batch has a different number of rows, or None."""
+    def _next_change(self, step: int) -> int | None:
         step = self._as_step(step)
         sizes = self._plan.sizes
         size = sizes.size_at(self._steps[step])
@@ -343,3 +342,8 @@ class BatchIterator(Iterator[T]):
 
     def set_state(self, state: dict[str, int]) -> None:
         self.step = self._batches._as_step(state["step"], end=1)
+
+
+def next_change(sequence: BatchSequence[Any], step: int) -> int | None:
+    """Return the next step whose batch has a different number of rows than that of `step`, or None."""
+    return sequence._next_change(step)

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from jstep.checkpoint.hook_states import StateFormat, hook_key
+from jstep.checkpoint.hook_states import StateFormat, hook_key, register_format
 from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
+from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.run_hook import RunInfo
@@ -32,6 +33,21 @@ class MetricReader(ShownAsTyped):
 
     # Such as `eval/`. Empty until a run has begun, and outside of runs.
     _log_prefix = ""
+
+    # What its `EvaluationHook` calls, by the functions below the class. A public name would be shown to users by
+    # completion, as one of the methods that are theirs to call.
+
+    def _use_run(self, run: RunInfo) -> None:
+        """Called before `begin` of any hook."""
+
+    def _use_evaluator(self, evaluate: Any) -> None:
+        """Called before `begin`, with the function that measures."""
+
+    def _before_run_save(self, step: int) -> None:
+        """Called in the loop's thread before a save of the run."""
+
+    def _wait_until_finished(self) -> None:
+        """Called in another thread before a save of the run appears; an error keeps it from appearing."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -53,7 +69,7 @@ class MetricReader(ShownAsTyped):
     def mode(self) -> str:
         return self._mode
 
-    def use_names(self, prefix: str, names: Collection[str] | None) -> None:
+    def _use_names(self, prefix: str, names: Collection[str] | None) -> None:
         """Note the prefix of logged names; check that the metric is one of `names`, if these are known."""
         self._log_prefix = f"{prefix}/"
         if names is None:
@@ -63,7 +79,7 @@ class MetricReader(ShownAsTyped):
         if not any(metric.startswith(f"{name}/") for name in names):
             raise self._missing(names)
 
-    def score(self, results: Mapping[str, Any]) -> float:
+    def _score(self, results: Mapping[str, Any]) -> float:
         """Return the value of the metric."""
         name = self._name_in(results)
         if name not in results:
@@ -80,6 +96,36 @@ class MetricReader(ShownAsTyped):
     def _missing(self, names: Collection[str]) -> KeyError:
         subject = f"{type(self).__name__}: metric={self.metric!r}"
         return KeyError(f"{subject}: evaluate does not return it; it returns {list(names)}")
+
+
+def use_run(callback: object, run: RunInfo) -> None:
+    if isinstance(callback, MetricReader):
+        callback._use_run(run)
+
+
+def use_evaluation(callback: object, prefix: str, names: Collection[str] | None, evaluate: Any) -> None:
+    """Tell a callback what it will be called with.
+
+    Args:
+        callback: Any callback.
+        prefix: The prefix of logged names.
+        names: The names of the metrics that `evaluate` returns; None if they are not known.
+        evaluate: The function that measures.
+    """
+    if isinstance(callback, MetricReader):
+        callback._use_names(prefix, names)
+        callback._use_evaluator(evaluate)
+
+
+def before_run_save(callback: object, step: int) -> None:
+    # Not `before_save`, which users' callbacks may have: an object with it is a hook, and `KeepBest` is none.
+    if isinstance(callback, MetricReader):
+        callback._before_run_save(step)
+
+
+def wait_until_finished(callback: object) -> None:
+    if isinstance(callback, MetricReader):
+        callback._wait_until_finished()
 
 
 def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
@@ -119,7 +165,6 @@ class MetricCallback(MetricReader):
     count as many evaluations as 2k.
     """
 
-    state_format = StateFormat(1, {"metric": None, "name": None, "mode": None, **_SAVED_DEFAULTS})
     on_cadence_only: bool = True
     key: str | None = None
     _progress = CallbackState()
@@ -132,9 +177,7 @@ class MetricCallback(MetricReader):
         self._watched = {**watched, "mode": self._mode}
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
 
-    @property
-    def identifying_settings(self) -> dict[str, Any]:
-        """What tells this callback from another one of the same key, see `hook_states`."""
+    def _identifying_settings(self) -> dict[str, Any]:
         settings = {name: getattr(self, f"_{name}") for name in self._settings}
         return {"mode": self._mode, **settings}
 
@@ -145,11 +188,6 @@ class MetricCallback(MetricReader):
     @property
     def wait(self) -> int:
         return self._progress.wait
-
-    @property
-    def bad(self) -> int:
-        """The former name of `wait`."""
-        return self.wait
 
     def begin(self, state: TrainState) -> None:
         self._progress = CallbackState()
@@ -170,6 +208,17 @@ class MetricCallback(MetricReader):
         logger.warning("%s starts fresh: its state in the checkpoint %s", hook_key(self), why)
 
 
+register_format(
+    MetricCallback,
+    StateFormat(
+        1,
+        {"metric": None, "name": None, "mode": None, **_SAVED_DEFAULTS},
+        settings=MetricCallback._identifying_settings,
+    ),
+)
+
+
+@explains_attributes
 class EarlyStopping(MetricCallback):
     """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
 
@@ -226,7 +275,7 @@ class EarlyStopping(MetricCallback):
         self._is_new_branch = False
         super().__init__({"metric": metric, "mode": mode}, key)
 
-    def use_run(self, run: RunInfo) -> None:
+    def _use_run(self, run: RunInfo) -> None:
         self._is_new_branch = run.is_new_branch
 
     @property
@@ -241,18 +290,13 @@ class EarlyStopping(MetricCallback):
             "EarlyStopping(…, reset=True)"
         )
 
-    @property
-    def why(self) -> str | None:
-        """The former name of `stop_reason`."""
-        return self.stop_reason
-
     def _failure(self, has: str) -> str:
         progress = self._progress
         problem = "been NaN" if progress.best is None else f"not improved on {progress.best}"
         return f"{self.metric} {has} {problem} in {progress.wait} evaluations"
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        value = self.score(results)
+        value = self._score(results)
         if self._start_after and step <= self._start_after:
             return None
         if is_better(value, self._progress.best, self._mode, self._min_delta):
@@ -280,6 +324,7 @@ class EarlyStopping(MetricCallback):
         return self.stop_reason is not None
 
 
+@explains_attributes
 class ReduceOnPlateau(MetricCallback):
     """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
@@ -348,7 +393,7 @@ class ReduceOnPlateau(MetricCallback):
             get_hyperparameter(state, self._name)  # a KeyError before the first step
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        value = self.score(results)
+        value = self._score(results)
         self._count(value)
         if self._progress.wait <= self._patience:
             return None

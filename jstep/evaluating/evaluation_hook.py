@@ -10,16 +10,17 @@ import jax
 import numpy as np
 
 from jstep import summary
-from jstep.checkpoint.hook_states import StateFormat, check_stateful, get_states, hook_key, set_states
+from jstep.checkpoint.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
 from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
+from jstep.evaluating.callbacks import before_run_save, use_evaluation, use_run, wait_until_finished
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
-from jstep.evaluating.keep_best import Best
-from jstep.hooks.hook import StopWith, check_hook_result
+from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
+from jstep.hooks.hook import StopWith, check_hook_result, refuse_misspelt
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import Clock, make_cadence
 from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
@@ -28,6 +29,8 @@ from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
 _CALLBACKS = "EvaluationHook(callbacks=…)"
+_METHODS_OF_CALLBACKS = ("begin", "before_save", "get_state", "set_state", "close")
+"""What is called of a callback that is an object."""
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
@@ -37,6 +40,8 @@ class EvaluationHook(RunHook):
 
     Results are also written to `train`'s `logdir`. The states of callbacks are saved with each checkpoint. An
     evaluation at the end of a run that is not due is not passed to callbacks with a true attribute `on_cadence_only`.
+    A callback that is an object may also have the methods `begin`, `before_save`, `get_state` and `set_state`, and
+    `close()`, and the attributes `key` and `watches`, which are those of a `Hook`.
     An evaluation that a signal interrupts is repeated when the run is restarted.
 
     Args:
@@ -52,6 +57,8 @@ class EvaluationHook(RunHook):
 
     Attributes:
         results: Step → result of `evaluate`, for this start; before its first one, that of the step it resumes from.
+        stop_reason: The `stop_reason` of the first callback that has stopped the run, such as `EarlyStopping`; None if
+            none did.
 
     Raises:
         KeyError: Before the first step or after an evaluation: evaluate does not return the metric of a callback.
@@ -74,12 +81,10 @@ class EvaluationHook(RunHook):
     Source: `ValidationMonitor` of `tf.contrib.learn`.
     """
 
-    state_format = StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None})
-
     key: str | None = None
 
-    phase = EVALUATING
-    instead = "call the evaluator itself, evaluate(state), and the callbacks with its results"
+    _phase = EVALUATING
+    _instead = "call the evaluator itself, evaluate(state), and the callbacks with its results"
 
     def __init__(
         self,
@@ -99,56 +104,45 @@ class EvaluationHook(RunHook):
         self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
-        self.stopped_by: str | None = None  # the key of the callback that stopped the run
+        for i, callback in enumerate(self._callbacks):
+            refuse_misspelt(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
+        self._stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
-        self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
+        self._newest: dict[str, Any] | None = None  # the last results, by their logged names
         self._restored_step = -1  # the step whose result is that of an earlier start
         self._interrupted_step: int | None = None  # the step whose evaluation was due, and abandoned by a signal
 
     @property
     def stop_reason(self) -> str | None:
-        """The `stop_reason` of the callback that ends the run before any step, or None."""
         reasons = (getattr(callback, "stop_reason", None) for callback in self._callbacks)
         return next((reason for reason in reasons if isinstance(reason, str)), None)
 
-    @property
-    def watched(self) -> list[tuple[str, Any]]:
-        """The logged names of the metrics that callbacks watch, each with its callback."""
-        named = [(getattr(callback, "metric", None), callback) for callback in self._callbacks]
-        prefix = f"{self.prefix}/"
-        return [(f"{prefix}{name.removeprefix(prefix)}", callback) for name, callback in named if isinstance(name, str)]
-
-    @property
-    def best(self) -> dict[str, Best]:
-        """The best checkpoints that callbacks keep, by the logged name of their metric."""
-        named = ((name, getattr(callback, "best_kept", None)) for name, callback in self.watched)
-        return {name: best for name, best in named if best is not None}
-
-    def use_run(self, run: RunInfo) -> None:
+    def _use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook, whose results it names; give another"
             )
-        super().use_run(run)
-        self._call_each("use_run", run)
+        super()._use_run(run)
+        for callback in self._callbacks:
+            use_run(callback, run)
 
     def begin(self, state: TrainState) -> bool:
         """Begin the callbacks; if one of them returns True, no step is run."""
         super().begin(state)
         require_alive(state)
         self.results = {}
-        self.newest = None
+        self._newest = None
         self._interrupted_step = None
         self._restored_step = -1
         names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
-        self._call_each("use_names", self.prefix, names)
-        self._call_each("use_evaluator", self._evaluate)
+        for callback in self._callbacks:
+            use_evaluation(callback, self.prefix, names, self._evaluate)
         check_stateful(self._callbacks, _CALLBACKS)
-        self.stopped_by = None
+        self._stopped_by = None
         return any(self._call_each("begin", state))
 
     @property
@@ -161,7 +155,7 @@ class EvaluationHook(RunHook):
         A start that finds these does not evaluate that step again: a hook behind this one, or the body, may have
         replaced the state since.
         """
-        results = self.results.get(self.run.step)
+        results = self.results.get(self._run.step)
         return {
             "results": None if results is None else read_values(as_numbers(results)),
             "interrupted_step": self._interrupted_step,
@@ -170,22 +164,22 @@ class EvaluationHook(RunHook):
 
     def set_state(self, value: Any) -> bool:
         if value["results"] is not None:
-            self._restored_step = self.run.step
+            self._restored_step = self._run.step
             self.results = {self._restored_step: value["results"]}
         self._interrupted_step = value["interrupted_step"]
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
-    def evaluate_first(self, step: int, state: TrainState) -> Any:
+    def _evaluate_first(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
-    def evaluate_owed(self, step: int, state: TrainState) -> Any:
+    def _evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
         if not self._owes(step):
             return None
         result = self._evaluate_at(step, state, on_cadence=True)
         return True if self._owes(step) else result  # interrupted again
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, on_cadence=True)
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
@@ -196,19 +190,20 @@ class EvaluationHook(RunHook):
         return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
-        # Another name for `KeepBest`: an object with `before_save` is a hook, and would pass as one among hooks.
-        self._call_each("before_run_save", step)
+        for callback in self._callbacks:
+            before_run_save(callback, step)
         return any(self._call_each("before_save", step))
 
     def flush(self) -> None:
-        self._call_each("wait_until_finished")
+        for callback in self._callbacks:
+            wait_until_finished(callback)
 
     def close(self) -> None:
         super().close()
         self._call_each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
-        is_due = self.cadence is not None and self.cadence.has_multiple(step)
+        is_due = self._cadence is not None and self._cadence.has_multiple(step)
         return is_due or self._owes(step)
 
     def _owes(self, step: int) -> bool:
@@ -231,10 +226,10 @@ class EvaluationHook(RunHook):
 
     def _results_of(self, state: TrainState) -> Mapping[str, Any]:
         require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
-        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
-        with setting(STOP_REQUESTED, self.run.poll_stop_signal):
+        self._run.transfers.deliver_all()  # rows of earlier steps precede these results
+        with setting(STOP_REQUESTED, self._run.poll_stop_signal):
             results = self._evaluate(state)
         if not isinstance(results, Mapping):
             raise TypeError(f"evaluate returned {type(results).__name__}; it must return a mapping of names to numbers")
@@ -255,21 +250,21 @@ class EvaluationHook(RunHook):
             self.results.pop(self._restored_step, None)
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}
-        self.newest = (step, as_numbers(named))
+        self._newest = as_numbers(named)
         if jax.process_index() == 0:
             logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
-        if self.run.writer is None:
+        if self._run.writer is None:
             return
         try:
             with internal_transfers():
                 for name, value in named.items():
-                    self.run.writer.add_summary(summary.scalar(name, value, collections=()), step)
+                    self._run.writer.add_summary(summary.scalar(name, value, collections=()), step)
         except Exception as error:
-            self.run.log_failed(self, error)  # callbacks may save
+            self._run.log_failed(self, error)  # callbacks may save
 
     def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
         if not on_cadence:
-            self.run.freeze_batch_position()
+            self._run.freeze_batch_position()
         new_state, stopped_by = state, None
         for function in self._callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
@@ -278,15 +273,62 @@ class EvaluationHook(RunHook):
             stop, new_state = check_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
             if stop and stopped_by is None:
                 stopped_by = hook_key(function)
-        if self.run.saver is not None and len(self.results) == 1:
+        if self._run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
-        self.stopped_by = self.stopped_by or stopped_by
+        self._stopped_by = self._stopped_by or stopped_by
         if new_state is state:
             return None if stopped_by is None else True
         return new_state if stopped_by is None else StopWith(new_state)
 
     def _call_each(self, method: str, *args: Any) -> list[bool]:
         return [bool(getattr(callback, method)(*args)) for callback in self._callbacks if hasattr(callback, method)]
+
+
+register_format(EvaluationHook, StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None}))
+
+
+# What a run, and its observers, call of it beside the methods of `Hook`.
+
+
+def evaluate_first(hook: EvaluationHook, step: int, state: TrainState) -> Any:
+    """Evaluate before the first step, if the hook does that."""
+    return hook._evaluate_first(step, state)
+
+
+def evaluate_owed(hook: EvaluationHook, step: int, state: TrainState) -> Any:
+    """Repeat the evaluation of this step that a signal interrupted, if one did."""
+    return hook._evaluate_owed(step, state)
+
+
+def stopped_by(hook: EvaluationHook) -> str | None:
+    """Return the key of the callback that stopped the run."""
+    return hook._stopped_by
+
+
+def newest_results(hook: EvaluationHook) -> dict[str, Any] | None:
+    """Return the results of the last evaluation of this start by their logged names; None before it."""
+    return hook._newest
+
+
+def watched_metrics(hook: EvaluationHook) -> list[tuple[str, Any]]:
+    """Return the logged names of the metrics that callbacks watch, each with its callback."""
+    prefix = f"{hook.prefix}/"
+    watched = []
+    for callback in hook.callbacks:
+        name = getattr(callback, "metric", None)
+        if isinstance(name, str):
+            watched.append((f"{prefix}{name.removeprefix(prefix)}", callback))
+    return watched
+
+
+def best_checkpoints(hook: EvaluationHook) -> dict[str, Best]:
+    """Return the best checkpoints that callbacks keep, by the logged name of their metric."""
+    found = {}
+    for name, callback in watched_metrics(hook):
+        best = best_on_disk(callback) if isinstance(callback, KeepBest) else None
+        if best is not None:
+            found[name] = best
+    return found
 
 
 def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ checkpoints continue, so the two are kept in step:
 
 | | what is ensured | by |
 |---|---|---|
-| before | a save of the run appears only after each best checkpoint of an evaluation up to it | `wait_until_finished` |
+| before | a save of the run appears only after the best checkpoints of evaluations up to it | `_wait_until_finished` |
 | failure | after one that failed no save appears, and the run ends: its evaluation is made again | `_fail` |
 | after | one that is superseded goes only when a save appears that has seen it superseded | `_superseded` |
 | restart | those beyond the step from which the run resumes count for nothing | `_beyond` |
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.hook_states import StateFormat
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
+from jstep.checkpoint.hook_states import StateFormat, register_format
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, UnsupportedFormatError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver, engine_of
@@ -120,8 +120,6 @@ class KeepBest(MetricReader):
     Source: Keras' `ModelCheckpoint(save_best_only=True)`.
     """
 
-    state_format = StateFormat(1, {"measured_on": {}})
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -159,7 +157,7 @@ class KeepBest(MetricReader):
 
     # Before the first step.
 
-    def use_run(self, run: RunInfo) -> None:
+    def _use_run(self, run: RunInfo) -> None:
         self._run = run
         saver = run.saver
         if saver is not None:
@@ -171,7 +169,7 @@ class KeepBest(MetricReader):
                 f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
             )
 
-    def use_evaluator(self, evaluate: Any) -> None:
+    def _use_evaluator(self, evaluate: Any) -> None:
         """Note whether values are measured with averages, and hash the data in the background."""
         self._are_averages = bool(getattr(evaluate, "use_averages", False))
         first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
@@ -223,6 +221,9 @@ class KeepBest(MetricReader):
                 record = engine_of(saver).best(step)
                 if record is None or record.metric != self.metric:
                     raise ValueError(f"it is not kept for {self.metric!r}")
+            except UnsupportedFormatError as error:
+                # Not skipped as a corrupted one: it is intact, and may be the best.
+                raise UnsupportedFormatError(f"KeepBest: {error} Or give a new directory") from error
             except (CheckpointError, ValueError) as error:
                 text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
                 logger.warning(text, checkpoint_name(self._prefix, step), error)
@@ -282,9 +283,7 @@ class KeepBest(MetricReader):
 
     # Its state in the checkpoints of the run.
 
-    @property
-    def identifying_settings(self) -> dict[str, Any]:
-        """What tells this callback from another one of the same key, see `hook_states`."""
+    def _identifying_settings(self) -> dict[str, Any]:
         return {"metric": self.metric, "prefix": self._prefix}
 
     def get_state(self) -> Any:
@@ -302,7 +301,7 @@ class KeepBest(MetricReader):
         kept = self._kept_text(best)
 
         def compare(task: Future[str | None]) -> None:
-            if None not in (measured_on, self.data) and measured_on != self.data:
+            if None not in (measured_on, self._data_hash()) and measured_on != self._data_hash():
                 logger.warning(_CHANGED, kept, "data of the evaluation", "")
 
         self._data.add_done_callback(compare)
@@ -310,7 +309,7 @@ class KeepBest(MetricReader):
     # An evaluation.
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        value = self.score(results)
+        value = self._score(results)
         saver = self._saver or self._open()
         self._wait(saver)  # its error would be that of the next save, of another step
         if self._failed is not None:
@@ -378,17 +377,18 @@ class KeepBest(MetricReader):
         self._of_others.discard(step)
         with internal_transfers():
             saver.save(state, extra=CheckpointExtra.of(extra)._replace(finite=is_finite, best=record))
-        if self.data is not None:
-            self._measured_on[step] = self.data
+        data = self._data_hash()
+        if data is not None:
+            self._measured_on[step] = data
 
     # The order of best checkpoints and of the checkpoints of the run.
 
-    def before_run_save(self, step: int) -> None:
+    def _before_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run, which waits for what is being saved now."""
         self._saving_run_step = step
         self._delete_superseded()
 
-    def wait_until_finished(self) -> None:
+    def _wait_until_finished(self) -> None:
         """Called in another thread before a save of the run appears; an error keeps it from appearing.
 
         Raises:
@@ -494,19 +494,15 @@ class KeepBest(MetricReader):
         except (OSError, CheckpointError) as error:
             logger.warning("KeepBest: %s could not be deleted: %s", checkpoint_name(self._prefix, step), error)
 
-    # What others read.
+    # What others read, by the functions below the class.
 
-    @property
-    def best_kept(self) -> Best | None:
-        """The best checkpoint that is on disk."""
+    def _best_on_disk(self) -> Best | None:
         values = dict(self.values)  # the loop's thread changes it
         paths = dict(self._paths.by_step)
         complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
         return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
 
-    @property
-    def data(self) -> str | None:
-        """A hash of the data on which the values are measured, once known."""
+    def _data_hash(self) -> str | None:
         task = self._data
         if task is None or not task.done() or task.exception() is not None:
             return None
@@ -544,3 +540,16 @@ class KeepBest(MetricReader):
             saver.close()
         if self._failed is not None and not had_failed:
             raise self._failed.error  # the run has ended, and raises it no more
+
+
+register_format(KeepBest, StateFormat(1, {"measured_on": {}}, settings=KeepBest._identifying_settings))
+
+
+def best_on_disk(callback: KeepBest) -> Best | None:
+    """Return the best checkpoint that is on disk."""
+    return callback._best_on_disk()
+
+
+def data_hash(callback: KeepBest) -> str | None:
+    """Return a hash of the data on which the values are measured, once known."""
+    return callback._data_hash()

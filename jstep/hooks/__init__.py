@@ -10,5 +10,6 @@
 - `reporting`: hooks that report metrics.
 - `run_hook`: the base class of built-in hooks.
 - `saver_hook`: what all hooks that save have in common.
+- `schedule`: when a hook is due, and where it ends calls.
 - `speed`: the hook that measures the speed.
 """

@@ -65,7 +65,7 @@ class StopAtStepHook(RunHook):
     Source: `tf.train.StopAtStepHook`.
     """
 
-    instead = "end the loop at that step"
+    _instead = "end the loop at that step"
 
     def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
@@ -90,9 +90,14 @@ class StopAtStepHook(RunHook):
         """The step to stop at, or the next step if the run has already reached it."""
         return max(step + 1, self._last_step or 0)
 
-    def steps_between(self, start: int, last_step: int) -> range:
-        stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
-        return range(stop, min(stop, last_step) + 1)
+
+def stop_steps(hook: StopAtStepHook, start: int, last_step: int) -> range:
+    """Return the step at which a hook would stop a run that begins at `start`; empty beyond `last_step`."""
+    stop = hook._last_step or 0
+    if hook._num_steps is not None:
+        stop = start + hook._num_steps
+    stop = max(start + 1, stop)
+    return range(stop, min(stop, last_step) + 1)
 
 
 class ProfilerHook(RunHook):
@@ -108,7 +113,7 @@ class ProfilerHook(RunHook):
     Source: `tf.train.ProfilerHook`.
     """
 
-    instead = "call jax.profiler.start_trace and jax.profiler.stop_trace"
+    _instead = "call jax.profiler.start_trace and jax.profiler.stop_trace"
 
     def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")

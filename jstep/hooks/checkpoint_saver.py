@@ -29,6 +29,8 @@ class CheckpointSaverHook(SaverHook):
     Attributes:
         saver: The `Saver`.
 
+    `save(step, state, wait=True)` saves at once, such as in another hook; it returns False if a hook prevents it.
+
     Source: `tf.train.CheckpointSaverHook`.
     """
 
@@ -44,7 +46,7 @@ class CheckpointSaverHook(SaverHook):
     ) -> None:
         steps = ("save_steps", save_steps)
         secs = ("save_secs", save_secs)
-        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
@@ -65,14 +67,14 @@ class CheckpointSaverHook(SaverHook):
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
         if self._saved is None or not self._saved.holds(step, state):
-            if not may_save(self.run, step, state, self._before_save):
+            if not may_save(self._run, step, state, self._before_save):
                 return False
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver = Saver(self._directory)
                 self._is_closed = False
-            is_finite = self.run.require_finite(step, self.saver)
+            is_finite = self._run.require_finite(step, self.saver)
             extra = CheckpointExtra.of(self._extra() if self._extra else None)
-            write(self.run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
+            write(self._run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
             self._saved = LatestSave.of(step, state)
         if wait and not self._is_closed:
             try:

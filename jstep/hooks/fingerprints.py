@@ -54,6 +54,15 @@ class Entry(NamedTuple):
 
 
 class Log(NamedTuple):
+    """The lines of a log.
+
+    Attributes:
+        path: The path of the log, for errors.
+        entries: Step → the last line of it.
+        corrupted: What other lines are.
+    """
+
+    path: str
     entries: dict[int, Entry]
     corrupted: list[str]
 
@@ -65,25 +74,27 @@ class Log(NamedTuple):
             entry = parse_line(raw)
             if entry is not None:
                 self.entries[entry.step] = entry
-            elif _is_later(raw):
+                continue
+            version = _later_version(raw)
+            if version is not None:
                 raise ValueError(
-                    f"line {number}{where} has a version, which fingerprints of this jstep have not: a later one "
-                    "wrote it; install that one, or give another path"
+                    f"path={self.path!r}: must have lines of version 1, got version {version} in line {number}{where}, "
+                    "which a later jstep wrote; install that one, or give another path"
                 )
-            elif raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):  # the last line may be an interrupted write
+            if raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):  # the last line may be an interrupted write
                 text = format_value(raw.decode(errors="replace").strip(), 60)
                 self.corrupted.append(f"line {number}{where} is not a fingerprint: {text}")
 
 
 def read_log(path: str) -> Log:
-    log = Log({}, [])
+    log = Log(path, {}, [])
     for part, lines in read_log_files(path):
         log.add(lines, "" if part == path else f" of {part}")
     return log
 
 
 def read_later(path: str, step: int) -> Log:
-    log = Log({}, [])
+    log = Log(path, {}, [])
     for tail in read_tail(path):
         part = "" if tail.part == path else f" of {tail.part}"
         log.add(tail.lines, part if tail.is_whole else f"{part} from its last {TAIL} bytes on", step)
@@ -91,17 +102,18 @@ def read_later(path: str, step: int) -> Log:
 
 
 def parse_lines(data: bytes) -> dict[int, Entry]:
-    log = Log({}, [])
+    log = Log("", {}, [])
     log.add(data.splitlines(keepends=True), "")
     return log.entries
 
 
-def _is_later(raw: bytes) -> bool:
-    """Return whether a later jstep wrote a line; those of this one, whose version is 1, do not have it."""
+def _later_version(raw: bytes) -> str | None:
+    """Return the version of a line that a later jstep wrote; None for those of this one, which do not have it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(raw)
-        return isinstance(record, dict) and "version" in record
-    return False
+        if isinstance(record, dict) and "version" in record:
+            return format_value(record["version"], 20)
+    return None
 
 
 _KEYS = frozenset({"step", "state", "leaves", "notes"})
@@ -212,7 +224,7 @@ class FingerprintHook(RunHook):
         [2, 4]
     """
 
-    instead = "call jstep.fingerprint(state)"
+    _instead = "call jstep.fingerprint(state)"
 
     def __init__(
         self,
@@ -222,7 +234,7 @@ class FingerprintHook(RunHook):
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
-        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps))
+        self._cadence = make_cadence(steps=("every_n_steps", every_n_steps))
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
@@ -235,7 +247,7 @@ class FingerprintHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._path = self._given or os.fspath(getattr(self.run.writer, "logdir", ""))
+        self._path = self._given or os.fspath(getattr(self._run.writer, "logdir", ""))
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
@@ -249,16 +261,16 @@ class FingerprintHook(RunHook):
 
     def _open(self) -> None:
         if jax.process_index() == 0:
-            if self.run.saver is not None:
-                refuse_links(self._path, self.run.saver.directory)
+            if self._run.saver is not None:
+                refuse_links(self._path, self._run.saver.directory)
             self._claim = None if is_url(self._path) else claim_file(self._path)
-            log = read_later(self._path, self.run.step)
+            log = read_later(self._path, self._run.step)
             if log.corrupted:
                 logger.warning("%s: skipped: %s", self._path, format_list(log.corrupted, 5, "; "))
             self._before = log.entries
             self._file = append_to(self._path, is_line)
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = self._fingerprints.start(state)
         entry = functools.partial(make_entry, step, result, self._per_leaf)
         self._pending.add(step, start_transfer([words for _, words in result.groups], entry), self._finish, self)
@@ -275,7 +287,7 @@ class FingerprintHook(RunHook):
         self._finish_all()
         file, self._file = self._file, None
         if file is not None:
-            with self.deferring_errors(self._path):
+            with self._deferring_errors(self._path):
                 file.close()
 
     def close(self) -> None:
@@ -300,12 +312,12 @@ class FingerprintHook(RunHook):
             self._pending.deliver_all()
         finally:
             if self._file is not None:
-                with self.deferring_errors(self._path):
+                with self._deferring_errors(self._path):
                     self._file.sync()
 
     def _finish(self, step: int, entry: Entry) -> None:
         if self._file is not None:
-            with self.deferring_errors(self._path):
+            with self._deferring_errors(self._path):
                 self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
         difference = None if before is None else compare_logs(before, entry)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jstep.checkpoint.hook_states import StateFormat
+from jstep.checkpoint.hook_states import StateFormat, register_format
 from jstep.core import processes, trees
 from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
@@ -76,21 +76,6 @@ class History(ReportingHook):
     Source: `History` of Keras.
     """
 
-    state_format = StateFormat(
-        1,
-        {
-            "at": 0,
-            "last_row": 0,
-            "first": 0,
-            "evaluated": [],
-            "sums": {},
-            "rows": {"steps": [], "columns": {}},
-            "counts": {"steps": [], "columns": {}},
-            "constants": [],
-            "newest": {},
-        },
-    )
-
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, every_n_steps: int | None = None, mean: bool = True
     ) -> None:
@@ -129,19 +114,19 @@ class History(ReportingHook):
         with self._lock:
             rows = {step: dict(row) for step, row in self._rows.items()}
             counts = dict(self._counts)
-            return {**vars(self), "_rows": rows, "_counts": counts, "_lock": None, "_file": None, "_run": None}
+            return {**vars(self), "_rows": rows, "_counts": counts, "_lock": None, "_file": None, "_given_run": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
 
-    def use_run(self, run: RunInfo) -> None:
-        super().use_run(run)
+    def _use_run(self, run: RunInfo) -> None:
+        super()._use_run(run)
         self._base = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
         self._set_interval(run.step)
 
     def begin(self, state: TrainState) -> bool | None:
         super().begin(state)
-        step, self._pulled = self.run.step, {}
+        step, self._pulled = self._run.step, {}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
         if not self._rows:
             self._first, self._counts = step, {}
@@ -158,27 +143,27 @@ class History(ReportingHook):
 
     def _set_interval(self, step: int) -> None:
         every = self._base
-        if self._path is None and self.run.last_step is None:
+        if self._path is None and self._run.last_step is None:
             while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
                 every *= 2
         self._interval = every
-        self.cadence = make_cadence(steps=("every_n_steps", every))
+        self._cadence = make_cadence(steps=("every_n_steps", every))
 
     def _open(self) -> None:
         if jax.process_index() != 0 or self._path is None:
             return
-        if self.run.saver is not None:
-            refuse_links(self._path, self.run.saver.directory)
+        if self._run.saver is not None:
+            refuse_links(self._path, self._run.saver.directory)
         self._file = HistoryFile(
-            self._path, self.run.step, resumes=self.run.restored is not None and not self.run.is_new_branch
+            self._path, self._run.step, resumes=self._run.restored is not None and not self._run.is_new_branch
         )
         self._rows = dict(sorted((self._rows | self._file.rows).items()))  # some may not be there: the disk was full
         self._since = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._pull()
         self._last_row = step
-        super().when_due(step, state, metrics)
+        super()._when_due(step, state, metrics)
         before = self._interval
         self._set_interval(step)
         if self._interval > self._base:
@@ -189,15 +174,15 @@ class History(ReportingHook):
                     text = "History: from step %d on, a row is kept every %d steps; earlier ones are merged (see path)"
                     logger.info(text, step, self._interval)
             merge = functools.partial(self._merge, after, self._interval)
-            self.run.transfers.add(step, PendingTransfer(lambda: True, lambda: None), merge, self)
+            self._run.transfers.add(step, PendingTransfer(lambda: True, lambda: None), merge, self)
         self._write()
 
-    def make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
+    def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
         if step == self._last_row:
             return
         # Without metrics, this start took no step: an earlier one was killed or interrupted before its end, in the
         # middle of a row.
-        self.when_due(step, state, self._newest if metrics is None else metrics)
+        self._when_due(step, state, self._newest if metrics is None else metrics)
 
     def end(self, step: int, state: TrainState) -> None:
         super().end(step, state)
@@ -266,17 +251,17 @@ class History(ReportingHook):
                 self._rows = {}
                 self._counts = _from_columns(value["counts"])
             if self._sums:
-                self.run.sums.has_ratios = True
+                self._run.sums.has_ratios = True
             for step, row in rows.items():
                 self._put(step, row)
             self._saved_constants = set(value["constants"])
             self._newest = value["newest"]
-            self._set_interval(self.run.step)
+            self._set_interval(self._run.step)
 
     def _newest_metrics(self) -> Row:
         """Return the metrics of the current step, if they have no row yet; with means, the sums have them."""
-        metrics = self.run.metrics
-        if self._mean or self._last_row == self.run.step:
+        metrics = self._run.metrics
+        if self._mean or self._last_row == self._run.step:
             return {}
         if metrics is None:
             return self._newest
@@ -285,13 +270,13 @@ class History(ReportingHook):
         return read_values(scalars(metrics, self._constants()))
 
     def flush(self) -> None:
-        with self._lock, self.deferring_errors():
+        with self._lock, self._deferring_errors():
             self._write()
             if self._file is not None:
                 self._file.sync()
 
     def close(self) -> None:
-        if self._run is not None:
+        if self._given_run is not None:
             with contextlib.suppress(Exception):  # a step that failed has no metrics
                 self._carry()
         with self._lock:
@@ -315,10 +300,10 @@ class History(ReportingHook):
 
     def _constants(self) -> Collection[str]:
         """Return the names of the metrics that never change; a start without a step has those of an earlier one."""
-        return self.run.constant_metrics().keys() or self._saved_constants
+        return self._run.constant_metrics().keys() or self._saved_constants
 
     def _means(self, leave_out: Collection[str]) -> PendingTransfer:
-        interval, step, before = self.run.sums.take(self._number), self._last_row, self._sums
+        interval, step, before = self._run.sums.take(self._number), self._last_row, self._sums
         self._sums = {}
 
         def means() -> Row:
@@ -330,13 +315,13 @@ class History(ReportingHook):
         return PendingTransfer(interval.is_ready, means)
 
     def _carry(self) -> None:
-        self.run.transfers.deliver_all()
+        self._run.transfers.deliver_all()
         self._pull()
-        self._sums = _plus(self._sums, self.run.sums.take(self._number))
-        self._reached = self.run.step
+        self._sums = _plus(self._sums, self._run.sums.take(self._number))
+        self._reached = self._run.step
 
     def _pull(self) -> None:
-        for hook in self.run.evaluations:
+        for hook in self._run.evaluations:
             pulled = self._pulled.get(hook.prefix, -1)
             new = [*itertools.takewhile(lambda pair: pair[0] > pulled, reversed(hook.results.items()))]  # noqa: B023
             for step, values in reversed(new):
@@ -409,6 +394,25 @@ class History(ReportingHook):
         cells = [[str(row["step"]), *(f"{row[name]:.4g}" if name in row else "" for name in names)] for row in rows]
         title = f"History: {len(rows)} rows" + (f", steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "")
         return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
+
+
+register_format(
+    History,
+    StateFormat(
+        1,
+        {
+            "at": 0,
+            "last_row": 0,
+            "first": 0,
+            "evaluated": [],
+            "sums": {},
+            "rows": {"steps": [], "columns": {}},
+            "counts": {"steps": [], "columns": {}},
+            "constants": [],
+            "newest": {},
+        },
+    ),
+)
 
 
 def check_paths(hooks: Sequence[object]) -> None:

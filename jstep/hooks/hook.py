@@ -127,35 +127,80 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
 # The hooks that `train` is given, checked before anything is opened.
 
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
-_ALSO_OF_CALLBACKS = ("begin", "get_state", "set_state")
+_OF_CALLBACKS = ("begin", "get_state", "set_state")
 """Methods that callbacks of evaluations have, too."""
-_ALSO_OF_FILES = ("flush", "close")
+_OF_FILES = ("flush", "close")
+_ALL = (*_OF_HOOKS, *_OF_CALLBACKS, *_OF_FILES)
 
+_OF_OTHERS = {
+    **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "after_create_session", "setup"), "begin"),
+    **dict.fromkeys(("on_train_batch_begin", "on_train_batch_start", "on_batch_begin"), "before_step"),
+    **dict.fromkeys(("on_step_begin", "before_run"), "before_step"),
+    **dict.fromkeys(("on_train_batch_end", "on_batch_end", "on_step_end", "after_run", "on_epoch_end"), "after_step"),
+    **dict.fromkeys(("on_train_end", "on_fit_end"), "end"),
+    **dict.fromkeys(("on_save_checkpoint", "state_dict"), "get_state"),
+    **dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "set_state"),
+    **dict.fromkeys(("on_exception",), "failed"),
+    **dict.fromkeys(("teardown",), "closed"),
+}
+"""Method of a callback of Keras, Lightning, the Hugging Face Trainer or `tf.train` → that of a hook."""
 
 _SIMILAR = 0.84
 """How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like `closed`."""
 
 
-def _misspelt_method(hook: object) -> tuple[str, str]:
-    """Return a method of the user's that looks like one of a hook that is not defined, and this one; or empty ones."""
-    known = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
+def refuse_misspelt(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL) -> None:
+    """Refuse an object that has a method which looks like one of a hook, and which nothing would call.
+
+    Args:
+        hook: The object.
+        argument: What the error calls it.
+        kind: What the object should be, with its article.
+        known: The methods that are called of such an object.
+    """
     missing = [name for name in known if not defines(hook, name)]
+    for name in _own_methods(hook):
+        if name in _ALL:
+            continue
+        meant = _nearest(name, missing)
+        if meant:
+            raise TypeError(
+                f"{argument}={format_value(hook)}: has a method {name!r}, which a run does not call; rename it: "
+                f"{kind} has {meant!r} (or begin its name with an underscore)"
+            )
+
+
+def _own_methods(hook: object) -> list[str]:
+    """Return the names of the methods that the user's classes of an object define."""
     classes = type(hook).__mro__[:-1]
     of_jstep = [cls for cls in classes if cls.__module__.partition(".")[0] == "jstep"]
     # A method that a hook of jstep has, and a subclass overrides, is meant: `save` of a CheckpointSaverHook.
     overridden = {name for cls in of_jstep for name in vars(cls)}
+    names: list[str] = []
     for cls in classes:
         if cls in of_jstep:
             continue
         for name, value in vars(cls).items():
-            if name.startswith("_") or name in known or not callable(value) or isinstance(value, type):
-                continue
-            if name in overridden:
-                continue
-            similar = difflib.get_close_matches(name, missing, n=1, cutoff=_SIMILAR)
-            if similar:
-                return name, similar[0]
-    return "", ""
+            is_method = callable(value) and not isinstance(value, type)
+            if is_method and not name.startswith("_") and name not in overridden:
+                names.append(name)
+    return names
+
+
+def _nearest(name: str, missing: Sequence[str]) -> str:
+    """Return the method that a name is a misspelling of; empty if it is none."""
+    if name == "get_stats":  # a word of its own, one letter beside `get_state`
+        return ""
+    for known in missing:
+        if _letters(name) == _letters(known):
+            return known
+    similar = difflib.get_close_matches(name, missing, n=1, cutoff=_SIMILAR)
+    return similar[0] if similar else ""
+
+
+def _letters(name: str) -> str:
+    """Return what is the same in `after_step`, `afterStep` and `on_after_step`."""
+    return name.removeprefix("on_").replace("_", "").casefold()
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
@@ -171,22 +216,36 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
             )
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        names: tuple[str, ...] = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
-        if isinstance(hook, Hook):
-            names = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
-        misspelt, meant = _misspelt_method(hook)
-        if misspelt:
+        refuse_misspelt(hook, f"hooks[{i}]", "a hook")
+        if not _is_hook(hook):
             raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: has a method {misspelt!r}, which a run does not call; rename it: a "
-                f"hook has {meant!r} (or begin its name with an underscore)"
-            )
-        if type(hook) is not Hook and not any(defines(hook, name) for name in names):
-            raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook. A function "
-                "becomes one by jstep.every(100, fn); a callback of evaluations belongs in "
-                "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
+                f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook"
+                f"{_name_in_jstep(hook)}. A function becomes one by jstep.every(100, fn); a callback of evaluations "
+                "belongs in jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
             )
     return checked
+
+
+def _is_hook(hook: object) -> bool:
+    if type(hook) is Hook:
+        return True
+    if isinstance(hook, Hook):
+        return any(defines(hook, name) for name in _ALL)
+    if callable(hook):  # a callback, if it has nothing else than these
+        return any(defines(hook, name) for name in _OF_HOOKS)
+    return any(defines(hook, name) for name in (*_OF_HOOKS, *_OF_CALLBACKS))
+
+
+def _name_in_jstep(hook: object) -> str:
+    """Say which method of a hook is called like one that an object has instead."""
+    names = [name for name in _OF_OTHERS if callable(getattr(hook, name, None))]
+    if names:
+        return f": {names[0]} is {_OF_OTHERS[names[0]]} here"
+    for name, value in getattr(hook, "__dict__", {}).items():  # a namespace of functions
+        meant = "" if name.startswith("_") or not callable(value) else _nearest(name, _ALL)
+        if meant:
+            return f": {name} is none, {meant} is one"
+    return ""
 
 
 # Return values of hooks: None, a bool, or a state to continue with.

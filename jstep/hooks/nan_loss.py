@@ -42,13 +42,13 @@ class NanLossHook(RunHook):
     Source: `tf.train.NanTensorHook`.
     """
 
-    instead = "check jnp.isfinite(metrics['loss'])"
+    _instead = "check jnp.isfinite(metrics['loss'])"
 
     def __init__(
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
         # This hook needs no call to end at its steps: the sums of a call do not depend on where it ends.
-        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
+        self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
             max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
@@ -61,8 +61,8 @@ class NanLossHook(RunHook):
         self._gradient: int | None = None
         self._has_warned_of_slots = False
 
-    def use_run(self, run: RunInfo) -> None:
-        super().use_run(run)
+    def _use_run(self, run: RunInfo) -> None:
+        super()._use_run(run)
         self._number = run.sums.subscribe(means=False)
 
     def begin(self, state: TrainState) -> None:
@@ -72,35 +72,35 @@ class NanLossHook(RunHook):
         finite = [state.slots[slot] for slot in roles_in(state).of(Role.LAST_FINITE) if slot in state.slots]
         if self.max_skipped_steps is not None and finite:
             latest = max(int(np.max(read_value(step))) for step in finite)
-            self.run.sums.begin_skipped(max(0, self._began - latest))
-        self.run.poll(self, self._check_first)
+            self._run.sums.begin_skipped(max(0, self._began - latest))
+        self._run.poll(self, self._check_first)
 
     def close(self) -> None:
         super().close()
         self._reset()
 
     def _check_first(self, *, wait: bool = False) -> None:
-        _check_loss(self.run.metrics)
-        if with_nan := self.run.at_start.with_nan():
+        _check_loss(self._run.metrics)
+        if with_nan := self._run.at_start.with_nan():
             logger.warning("NanLossHook: %s", describe_nan_at_start(with_nan, self._began))
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
-        before, self._held = self._held, self.run.sums.take(self._number)
+        before, self._held = self._held, self._run.sums.take(self._number)
         try:
             self._check_interval(before)
         except NanLossDuringTrainingError as error:
             if not error.may_save:
                 raise
             # Raised between two iterations instead, where the state can be saved.
-            self.run.log_failed(self, error, "after_step")
+            self._run.log_failed(self, error, "after_step")
             return False
         return self._bad or (self._over and not self._fail)
 
     def before_save(self, step: int) -> bool:
         """Return True, to prevent the save, if a loss or the state is not finite."""
-        self._check_all(step, self.run.state)
+        self._check_all(step, self._run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
@@ -109,7 +109,7 @@ class NanLossHook(RunHook):
     def _check_interval(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
-        with contextlib.nullcontext() if interval.is_ready() else self.run.watch.phase(STEPPING):
+        with contextlib.nullcontext() if interval.is_ready() else self._run.watch.phase(STEPPING):
             totals = interval.totals
         if totals is None:
             return
@@ -135,12 +135,12 @@ class NanLossHook(RunHook):
     def _check_all(self, step: int, state: TrainState) -> None:
         before, self._held = self._held, None
         self._check_interval(before)
-        self._check_interval(self.run.sums.take(self._number))
+        self._check_interval(self._run.sums.take(self._number))
         if self._bad or self._over or step == self._began:
             return
-        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        nonfinite, infinite_slots = StateContents(state).worse_since(self.run.at_start)
+        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.at_start)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             logger.warning(
@@ -166,7 +166,7 @@ class NanLossHook(RunHook):
         if self._fail:
             raise NanLossDuringTrainingError(message, step, may_save=not self._bad)
         logger.warning("%s Stopping.", message)
-        self.run.stop(hook_name(self))
+        self._run.stop(hook_name(self))
 
 
 def _check_loss(metrics: Metrics) -> None:

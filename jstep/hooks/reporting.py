@@ -15,7 +15,7 @@ from jstep.core.checks import as_bool, as_function, describe_type, format_value,
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
-from jstep.hooks.speed import format_utilization
+from jstep.hooks.speed import format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.train_state import TrainState
@@ -59,7 +59,7 @@ class ReportingHook(RunHook):
         [(2, 1.0), (3, 1.0)]
     """
 
-    instead = "pass float(metrics['loss']) to your logger"
+    _instead = "pass float(metrics['loss']) to your logger"
 
     def __init__(
         self,
@@ -71,20 +71,20 @@ class ReportingHook(RunHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last=True)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last=True)
         self._mean = as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
-    def use_run(self, run: RunInfo) -> None:
-        super().use_run(run)
+    def _use_run(self, run: RunInfo) -> None:
+        super()._use_run(run)
         self._number = run.sums.subscribe(ratios=not self._mean)
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
-        self.run.transfers.deliver_ready()
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        self._run.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
+        self._run.transfers.deliver_ready()
 
     def end(self, step: int, state: TrainState) -> None:
-        self.run.transfers.deliver_all()
+        self._run.transfers.deliver_all()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
@@ -94,7 +94,7 @@ class ReportingHook(RunHook):
         if self._mean:
             return self._means(leave_out)
         values = numbers.scalars(metrics, leave_out)
-        if not self.run.sums.has_ratios:
+        if not self._run.sums.has_ratios:
             return numbers.start_transfer(values.values(), lambda: numbers.read_values(values))
         means = self._means(leave_out)
 
@@ -106,7 +106,7 @@ class ReportingHook(RunHook):
         return numbers.PendingTransfer(lambda: means.is_ready() and numbers.is_ready(values.values()), read)
 
     def _means(self, leave_out: Collection[str]) -> numbers.PendingTransfer:
-        interval = self.run.sums.take(self._number)
+        interval = self._run.sums.take(self._number)
         names = numbers.sort_metrics(interval.names, leave_out)
         return numbers.PendingTransfer(interval.is_ready, lambda: interval.means(names))
 
@@ -151,12 +151,12 @@ class LoggingHook(ReportingHook):
             logger.log(self._level, "step %d  %s%s", step, numbers.format_number(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
-        counter = self.run.counter
-        counter.measure_finished()
+        counter = self._run.counter
+        measure_finished(counter)
         if counter.steps_per_sec is None:
             return ""
         figures = [] if counter.examples_per_sec is None else [f"{counter.examples_per_sec:.4g} examples/s"]
-        figures += [f"{counter.steps_per_sec:.4g} steps/s", *format_utilization(counter.utilization)]
+        figures += [f"{counter.steps_per_sec:.4g} steps/s", *format_utilization(counter)]
         return f"  ({', '.join(figures)})"
 
 
@@ -199,18 +199,19 @@ class MetricsHook(ReportingHook):
         self._named: set[str] = set()
         self.constants: dict[str, float] = {}
         super().__init__(mean=mean)
-        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
+        self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()
-        if self._mean and self.run.restored is not None and jax.process_index() == 0:
-            self._report_first_row(self.run.restored)
+        if self._mean and self._run.restored is not None and jax.process_index() == 0:
+            self._report_first_row(self._run.restored)
         return super().begin(state)
 
     def _report_first_row(self, restored: int) -> None:
-        assert self.cadence is not None
-        row = min(self.cadence.next_multiple(restored), math.inf if self.run.last_step is None else self.run.last_step)
-        if not self.cadence.has_multiple(restored) and row > restored:
+        assert self._cadence is not None
+        last_step = math.inf if self._run.last_step is None else self._run.last_step
+        row = min(self._cadence.next_multiple(restored), last_step)
+        if not self._cadence.has_multiple(restored) and row > restored:
             logger.info("MetricsHook: row %d is the mean of steps %d to %d, as the run resumes", row, restored + 1, row)
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
@@ -222,7 +223,7 @@ class MetricsHook(ReportingHook):
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
-        constants = {name: value for name, value in self.run.constant_metrics().items() if numbers.is_number(value)}
+        constants = {name: value for name, value in self._run.constant_metrics().items() if numbers.is_number(value)}
         self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
@@ -259,7 +260,7 @@ class SummarySaverHook(ReportingHook):
     Source: `tf.train.SummarySaverHook`.
     """
 
-    instead = "call add_summary(jstep.summary.scalar(name, value), step) of a jstep.summary.SummaryWriter"
+    _instead = "call add_summary(jstep.summary.scalar(name, value), step) of a jstep.summary.SummaryWriter"
 
     def __init__(
         self,
@@ -275,9 +276,8 @@ class SummarySaverHook(ReportingHook):
         super().__init__(mean=mean, leave_out=leave_out)
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self._given_writer = check_writer(summary_writer)
-        self.takes_writer = summary_writer is None  # then it uses the run's
         self._histograms = _globs(histograms)
 
     def begin(self, state: TrainState) -> None:
@@ -285,14 +285,14 @@ class SummarySaverHook(ReportingHook):
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
-        if self._mean or self.run.sums.has_ratios:
-            self.run.transfers.add(step, self._means(leave_out), self.deliver, self)
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        leave_out = {*self._leave_out(), *(self._run.constant_metrics() if uses_writer_of_run(self) else ())}
+        if self._mean or self._run.sums.has_ratios:
+            self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else numbers.scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
-        self.run.transfers.deliver_ready()
+        self._run.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics = NO_METRICS) -> None:
         if numbers.is_ready(values.values()):  # numbers of the host are the quickest to write
@@ -304,6 +304,11 @@ class SummarySaverHook(ReportingHook):
         merged = summary.merge([*scalars, made_by_step])
         if merged.parts:
             self._writer.add_summary(merged, step)
+
+
+def uses_writer_of_run(hook: SummarySaverHook) -> bool:
+    """Whether it writes to the event file of the run, in place of the hook that a run has for that."""
+    return hook._given_writer is None
 
 
 def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:

@@ -58,7 +58,7 @@ class HookCall(NamedTuple):
 
     @property
     def phase(self) -> str:
-        return HOOKS if self.is_user_hook else str(self.hook.phase)
+        return HOOKS if self.is_user_hook else self.hook._phase
 
     @property
     def timing_key(self) -> Hashable:
@@ -218,14 +218,15 @@ class RunInfo(abc.ABC):
 class RunHook(Hook):
     """Base class of built-in hooks, which only `train` calls.
 
-    A hook with a `cadence` defines `when_due`; `phase` is what its calls are timed as, `instead` what to call in other
-    loops.
+    A hook with a `_cadence` defines `_when_due`; `_phase` is what its calls are timed as, `_instead` what to call in
+    other loops. What a run calls beside the methods of `Hook` are the functions below the class: a public name here
+    would be shown to users by completion.
     """
 
-    cadence: Cadence | None = None
-    phase: str = HOOKS
-    instead: str = "call a plain function every few steps"
-    _run: RunInfo | None = None
+    _cadence: Cadence | None = None
+    _phase: str = HOOKS
+    _instead: str = "call a plain function every few steps"
+    _given_run: RunInfo | None = None
     _given_writer: Any = None
 
     def __init_subclass__(cls) -> None:
@@ -233,39 +234,39 @@ class RunHook(Hook):
             cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[method-assign]
 
     @property
-    def run(self) -> RunInfo:
-        if self._run is None:
+    def _run(self) -> RunInfo:
+        if self._given_run is None:
             name = type(self).__name__
             raise RuntimeError(
                 f"{name} is called outside of a run of train: give it to train, hooks=[{name}(…)]. In a custom loop, "
-                f"{self.instead}"
+                f"{self._instead}"
             )
-        return self._run
+        return self._given_run
 
     @property
     def _writer(self) -> Any:
-        return self.run.writer if self._given_writer is None else self._given_writer
+        return self._run.writer if self._given_writer is None else self._given_writer
 
-    def use_run(self, run: RunInfo) -> None:
+    def _use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""
-        self._run = run
+        self._given_run = run
 
     def begin(self, state: TrainState) -> bool | None:
-        _ = self.run  # an error outside of a run
+        _ = self._run  # an error outside of a run
         return None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        run = self.run
-        when = self.cadence
+        run = self._run
+        when = self._cadence
         # A subclass may be called at other steps, and a state that was restored may have changed the cadence.
         if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
             return None
-        return self.when_due(step, state, metrics)
+        return self._when_due(step, state, metrics)
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Called when due, with the arguments and results of `after_step`."""
 
-    def make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
+    def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
         """Called before the boundary of the last step, if the run ends there well; metrics are None without a step.
 
         For a row that a run interrupted here must not have, as it would split the interval of the next one. The hooks
@@ -274,24 +275,45 @@ class RunHook(Hook):
 
     def next_due(self, step: int) -> int | None:
         """Return the next multiple of the cadence's steps; None if it depends on the clock."""
-        return None if self.cadence is None or self.cadence.secs is not None else self.cadence.next_multiple(step)
+        return None if self._cadence is None or self._cadence.secs is not None else self._cadence.next_multiple(step)
 
     @contextlib.contextmanager
-    def deferring_errors(self, path: str = "") -> Iterator[None]:
+    def _deferring_errors(self, path: str = "") -> Iterator[None]:
         """Keep the error of a log that cannot be written until the checkpoint that is due is saved."""
         try:
             yield
         except OSError as error:
-            if self._run is None:  # it closes after its run
+            if self._given_run is None:  # it closes after its run
                 raise
-            self.run.log_failed(self, with_path(error, path) if path else error)
+            self._run.log_failed(self, with_path(error, path) if path else error)
 
     def flush(self) -> None:
         """Called in the background before a checkpoint exists: flush files that must not be older."""
 
     def close(self) -> None:
         """Called at the end, before `closed` of any hook."""
-        self._run = None
+        self._given_run = None
+
+
+# What a run calls of a built-in hook beside the methods of `Hook`.
+
+
+def hook_cadence(hook: object) -> Cadence | None:
+    """Return when a built-in hook is due; None for a user's hook, and for one that says so by `next_due` alone."""
+    return hook._cadence if isinstance(hook, RunHook) else None
+
+
+def use_run(hook: RunHook, run: RunInfo) -> None:
+    hook._use_run(run)
+
+
+def call_when_due(hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
+    """Call a hook at a step that may not be one of its own, as a saver that is called at the end of an iteration."""
+    return hook._when_due(step, state, metrics)
+
+
+def make_last_row(hook: RunHook, step: int, state: TrainState, metrics: Metrics | None) -> None:
+    hook._make_last_row(step, state, metrics)
 
 
 def check_writer(summary_writer: object) -> Any:

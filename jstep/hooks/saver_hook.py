@@ -22,8 +22,8 @@ class SaverHook(RunHook):
         saver: The `Saver`.
     """
 
-    phase = SAVING
-    instead = "call save(state) of a jstep.Saver"
+    _phase = SAVING
+    _instead = "call save(state) of a jstep.Saver"
     saver: Saver
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
@@ -33,7 +33,7 @@ class SaverHook(RunHook):
         """
         raise NotImplementedError
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:

@@ -77,7 +77,7 @@ class StepCounterHook(RunHook):
     Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022), appendix B.
     """
 
-    instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"
+    _instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepCounterHook(RunHook):
         clock: Clock = time.perf_counter,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock)
         self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
@@ -105,9 +105,9 @@ class StepCounterHook(RunHook):
         self._unfinished_at = 0.0
         self.steps_per_sec: float | None = None
         self.examples_per_sec: float | None = None
-        self.utilization: Any = None
+        self._utilization: Any = None
 
-    def count_examples(self, rows: int | None, args: tuple[Any, ...]) -> int | None:
+    def _count_examples(self, rows: int | None, args: tuple[Any, ...]) -> int | None:
         """Return the number of examples in a batch.
 
         Args:
@@ -129,37 +129,37 @@ class StepCounterHook(RunHook):
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
-        return None if self.utilization is None or self.utilization.name != name else self.utilization.value
+        return None if self._utilization is None or self._utilization.name != name else self._utilization.value
 
     def begin(self, state: TrainState) -> None:
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
         super().begin(state)
         self._reset()
-        self._meter = self.run.meter(state, self._peak, self._flops)
-        self.run.poll(self, self._begin_interval)
+        self._meter = self._run.meter(state, self._peak, self._flops)
+        self._run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
-        self._since = self._count_at(self.run.step)
+        self._since = self._count_at(self._run.step)
 
     def _count_at(self, step: int) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
-        return _Count(step, self._clock(), counted, self.run.examples)
+        return _Count(step, self._clock(), counted, self._run.examples)
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
         is_pending = bool(self._unfinished)
         self._unfinished.append(self._count_at(step))
-        if self.measure_finished() and not is_pending:
-            self.run.poll(self, self.measure_finished)
+        if self._measure_finished() and not is_pending:
+            self._run.poll(self, self._measure_finished)
 
-    def measure_finished(self, *, wait: bool = False) -> bool:
+    def _measure_finished(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether others remain."""
-        flight = self.run.in_flight
+        flight = self._run.in_flight
         for count in tuple(self._unfinished) if wait else ():
-            with self.run.watch.phase(STEPPING):
+            with self._run.watch.phase(STEPPING):
                 flight.wait_for(count.step)
-            self.measure_finished()
+            self._measure_finished()
         before, finished = self._clock(), []
         flight.drop_finished()
         while self._unfinished and self._unfinished[0].step <= flight.finished:
@@ -180,16 +180,29 @@ class StepCounterHook(RunHook):
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
         self.examples_per_sec = counted / seconds if counted and not unknown else None
-        self.utilization, values = None, {TAG: rate}
+        self._utilization, values = None, {TAG: rate}
         if since.dispatched is not None and last.dispatched is not None:
-            self.utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
+            self._utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
             values |= {} if share is None else {share.name: share.value}
         for count in finished if self._writer is not None else ():
             for tag, value in values.items() if count.step > since.step else ():
                 self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
 
 
-def format_utilization(share: Any) -> list[str]:
+# What a run asks of it.
+
+
+def count_examples(counter: StepCounterHook, rows: int | None, args: tuple[Any, ...]) -> int | None:
+    return counter._count_examples(rows, args)
+
+
+def measure_finished(counter: StepCounterHook, *, wait: bool = False) -> bool:
+    return counter._measure_finished(wait=wait)
+
+
+def format_utilization(counter: StepCounterHook) -> list[str]:
+    """Return the utilization as log lines and the bar show it; an empty list if it is unknown."""
+    share = counter._utilization
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 
 

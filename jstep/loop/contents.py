@@ -25,6 +25,7 @@ from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
+from jstep.summary.writer import drain
 
 HOOK_STATES, SKIPPED_IN_A_ROW, BEFORE_END = "hooks", "skipped", "before_end"
 """Keys of a checkpoint's `extra`."""
@@ -88,7 +89,7 @@ class RunContents:
         if writer is None:
             return
         try:
-            writer.drain()
+            drain(writer)
         except Exception as error:
             self._run.log_failed(writer, error)
 

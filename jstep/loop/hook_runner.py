@@ -13,15 +13,16 @@ from jstep.core.exceptions import note, note_other, noting
 from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
-from jstep.evaluating.evaluation_hook import EvaluationHook
+from jstep.evaluating.evaluation_hook import EvaluationHook, stopped_by
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import HookCall, RunHook, RunInfo
+from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook_cadence, make_last_row, use_run
 from jstep.hooks.saver_hook import SaverHook
+from jstep.hooks.schedule import HookSchedule, next_call
 from jstep.loop.arguments import Options
 from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.programs import Boundaries, Chunk, TrainSteps
-from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
+from jstep.metering.cadence import NEVER, Cadence
 
 RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` returns the new state and the last metrics."""
@@ -73,7 +74,7 @@ class HookRunner:
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 closing.push(noting(functools.partial(call_named, hook, "close")))
-                hook.use_run(self._run)
+                use_run(hook, self._run)
 
     def with_before_step(self, dispatch: Dispatch) -> RunChunk:
         """Return `dispatch`, after a call of each hook's `before_step`, before which its program is compiled."""
@@ -99,14 +100,16 @@ class HookRunner:
         self._non_savers, self.savers = ScheduleGroup(others, course.first), ScheduleGroup(savers, course.first)
         return is_done
 
-    def evaluate(self, method: str) -> bool:
+    def evaluate(self, evaluate: Callable[..., Any]) -> bool:
+        """Call `evaluate_first` or `evaluate_owed` for each evaluation."""
         course = self._course
         is_done = False
         for hook in self._run.evaluations:
-            result = self._call(hook, method, course.position.step, course.position.state)
-            if course.apply(HookCall(hook, method), result):
+            call = HookCall(hook, evaluate.__name__)
+            result = self._timed(call, functools.partial(evaluate, hook), course.position.step, course.position.state)
+            if course.apply(call, result):
                 is_done = True
-                course.stop(hook.stopped_by)
+                course.stop(stopped_by(hook))
         return is_done
 
     def after(self, first: int) -> None:
@@ -208,10 +211,10 @@ class HookRunner:
         act = call.hook.after_step
         # A saver may be due at a step within an iteration of several steps.
         if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
-            act = call.hook.when_due
+            act = functools.partial(call_when_due, call.hook)
         step, state, metrics, _ = course.position
         if course.apply(call, act(step, state, metrics)):
-            course.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
+            course.stop(_name_of_stop(call.hook))
 
     def before_save(self, step: int) -> bool:
         self._run.transfers.deliver_all()
@@ -275,7 +278,7 @@ class HookRunner:
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 with errors:
-                    self._course.call_hook(HookCall(hook, "make_last_row"), hook.make_last_row, step, state, metrics)
+                    self._course.call_hook(HookCall(hook, "make_last_row"), make_last_row, hook, step, state, metrics)
         self._deliver_all(errors)
         errors.end()
 
@@ -322,11 +325,13 @@ class HookRunner:
         return False
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
+        return self._timed(HookCall(hook, method), getattr(hook, method), *args)
+
+    def _timed(self, call: HookCall, fn: Callable[..., Any], *args: Any) -> Any:
         watch = self._run.watch
-        call = HookCall(hook, method)
         began = watch.clock()
         with contextlib.nullcontext() if call.phase == STEPPING else watch.phase(call.phase):
-            result = self._course.call_hook(call, getattr(hook, method), *args)
+            result = self._course.call_hook(call, fn, *args)
         self._record(call, began)
         return result
 
@@ -418,8 +423,14 @@ def close_hooks(
 
 def _acts(hook: Any) -> bool:
     if isinstance(hook, RunHook):
-        return hook.cadence is not None or type(hook).after_step is not RunHook.after_step
+        return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step
     return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))
+
+
+def _name_of_stop(hook: Any) -> str:
+    """Return what stops a run if a hook does: the callback of an evaluation, or the hook."""
+    key = stopped_by(hook) if isinstance(hook, EvaluationHook) else None
+    return key or hook_name(hook)
 
 
 def _may_return_state(hook: Any) -> bool:

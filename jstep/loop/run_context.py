@@ -46,8 +46,11 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def on_open(self) -> None:
         """Called once the run may write to its directory, before the state is restored."""
 
+    replaces_log_lines: bool = False
+    """Whether its `progress_hook` shows what log lines would."""
+
     def progress_hook(self) -> Any:
-        """Return a hook that replaces log lines, or None."""
+        """Return a hook that shows the progress, or None."""
         return None
 
     def on_restored(self) -> None:

@@ -81,7 +81,7 @@ class SaveInterval:
 class RunSaverHook(SaverHook):
     """Saves a run, by which it resumes: the state, and the contents beside it, again if only these have changed."""
 
-    phase = STEPPING  # it measures its own time, and only when it saves
+    _phase = STEPPING  # it measures its own time, and only when it saves
 
     def __init__(self, run: RunContext, saver: Saver) -> None:
         options = run.options
@@ -92,9 +92,9 @@ class RunSaverHook(SaverHook):
         if self._interval is None:
             secs: Any = options.save_checkpoint_secs
             steps = ("save_steps", options.save_checkpoint_steps)
-            self.cadence = make_cadence(steps=steps, secs=("save_secs", secs), required=False, together=True)
+            self._cadence = make_cadence(steps=steps, secs=("save_secs", secs), required=False, together=True)
         else:
-            self.cadence = Cadence(secs=self._interval.seconds_left, together=True)
+            self._cadence = Cadence(secs=self._interval.seconds_left, together=True)
         # What the latest checkpoint holds. The contents stay known after a failed write: a stalled run saves them.
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
@@ -159,7 +159,7 @@ class RunSaverHook(SaverHook):
             self._latest_save = None  # so that another try saves it again instead of returning True
             raise
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Save; an automatic checkpoint may be temporary. One of the last step is left to the end."""
         interval = self._interval
         if interval is None:

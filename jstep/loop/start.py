@@ -20,11 +20,11 @@ from jstep.data.batch_sources import BatchSource
 from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
-from jstep.evaluating.evaluation_hook import EvaluationHook
+from jstep.evaluating.evaluation_hook import EvaluationHook, evaluate_first, evaluate_owed
 from jstep.hooks.history import check_paths
-from jstep.hooks.reporting import LoggingHook, SummarySaverHook
+from jstep.hooks.reporting import LoggingHook, SummarySaverHook, uses_writer_of_run
 from jstep.hooks.saver_hook import SaverHook
-from jstep.hooks.speed import StepCounterHook
+from jstep.hooks.speed import StepCounterHook, count_examples
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.contents import restore_hooks
@@ -46,7 +46,7 @@ from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import is_alive, remove_temporary, this_process
 from jstep.stores.urls import is_url, location
 from jstep.summary.new_event_files import marks_of_start, remove_event_file, suffix_of_run
-from jstep.summary.writer import SummaryWriter
+from jstep.summary.writer import SummaryWriter, settle
 
 _NO_LOGS = "the logs cannot be opened"
 _NO_BATCHES = "the batches cannot be opened"
@@ -82,7 +82,7 @@ def _flush_before_saves(run: RunContext) -> None:
         return
     flushes = [observer.flush for observer in run.observers]
     if run.writer is not None:
-        flushes.insert(0, run.writer.settle)
+        flushes.insert(0, functools.partial(settle, run.writer))
     for flush in (*flushes, run.background.flush):
         run.closing.enter_context(run.saver.flushing(flush))
 
@@ -171,7 +171,7 @@ def begin_hooks(run: RunContext) -> bool:
     elif run.saver is not None:
         get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
-        is_over = components.runner.evaluate("evaluate_first")
+        is_over = components.runner.evaluate(evaluate_first)
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
@@ -190,7 +190,7 @@ def _resume_hooks(run: RunContext) -> bool:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
     # A signal interrupted it before the save. Evaluated even if a hook keeps the run stopped: its result is owed.
-    is_done = run.components.runner.evaluate("evaluate_owed")
+    is_done = run.components.runner.evaluate(evaluate_owed)
     return is_stopped or is_done
 
 
@@ -235,10 +235,18 @@ def _make_dispatch(run: RunContext) -> Dispatch:
             *(observer.on_first_call for observer in run.observers),
             functools.partial(_log_start, run),
         ],
-        count_examples=next((hook.count_examples for hook in options.hooks if isinstance(hook, StepCounterHook)), None),
+        count_examples=_counts_examples(options),
     )
     run.closing.callback(dispatch.compiler.close)
     return dispatch
+
+
+def _counts_examples(options: Options) -> Callable[..., int | None] | None:
+    """Return how the user's hook counts the examples of a batch; None if it is the size of the leading axis."""
+    for hook in options.hooks:
+        if isinstance(hook, StepCounterHook):
+            return functools.partial(count_examples, hook)
+    return None
 
 
 def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
@@ -347,10 +355,10 @@ def _logs_for(run: RunContext, hooks: list[Any]) -> list[Any]:
     """Return the hooks that show the run: a progress line or log lines, and summaries unless the user has a hook."""
     options = run.options
     logs = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
-    is_shown = any(hook.replaces_log_lines for hook in logs)
+    is_shown = any(observer.replaces_log_lines for observer in run.observers)
     if options.log_steps is not None and options.progress is not False and jax.process_index() == 0 and not is_shown:
         logs.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
-    has_summaries = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+    has_summaries = any(isinstance(hook, SummarySaverHook) and uses_writer_of_run(hook) for hook in hooks)
     if run.writer is not None and options.save_summaries_steps is not None and not has_summaries:
         logs.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     return logs

@@ -94,7 +94,7 @@ class ExponentialMovingAverage:
             raise ValueError(
                 f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
             )
-        argument, value = self.speed
+        argument, value = self._speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
         for flag in ("zero_debias", "model_state", "per_step"):
             as_bool(getattr(self, flag), flag)
@@ -121,7 +121,7 @@ class ExponentialMovingAverage:
             if not trees.is_trainable(p):
                 return None
             dtype = trees.compute_dtype(jnp.result_type(p))
-            return full_like(p, 0.0, dtype) if self.starts_at_zeros else copy_as(p, dtype)
+            return full_like(p, 0.0, dtype) if self._starts_at_zeros else copy_as(p, dtype)
 
         return jax.tree.map(leaf, params)
 
@@ -140,20 +140,20 @@ class ExponentialMovingAverage:
             TypeError: `decay` or `rate` is held.
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
-        weight = self.weight(num_updates, age)
+        weight = self._weight(num_updates, age)
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
         new = [avg if avg is None else move_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
         return treedef.unflatten(new)
 
     @property
-    def speed(self) -> tuple[str, Any]:
+    def _speed(self) -> tuple[str, Any]:
         return (DECAY, self.decay) if self.rate is None else (RATE, self.rate)
 
-    def weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
+    def _weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
         """The weight of p: `apply` adds weight · (p − avg)."""
-        argument, speed = self.speed
-        needed = self.num_updates or self.waits or callable(speed) or (self.zero_debias and age is None)
+        argument, speed = self._speed
+        needed = self.num_updates or self._waits or callable(speed) or (self.zero_debias and age is None)
         if num_updates is None and needed:
             raise ValueError("num_updates=None: must be given for this average; pass num_updates=state.global_step")
         if isinstance(speed, Held):
@@ -166,26 +166,26 @@ class ExponentialMovingAverage:
         if age is None and self.zero_debias:  # if there was one update for each number from 1 to n
             age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
         weight = self._weight_when_due(num_updates, age)
-        if self.waits:
-            later = jnp.where(self.is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
+        if self._waits:
+            later = jnp.where(self._is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
             weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, later)
         return weight
 
     @property
-    def starts_at_zeros(self) -> bool:
+    def _starts_at_zeros(self) -> bool:
         return self.zero_debias and not self.start_step
 
     @property
-    def waits(self) -> bool:
+    def _waits(self) -> bool:
         return self.start_step > 0 or self.every > 1
 
-    def is_due(self, num_updates: Step | None) -> Array:
+    def _is_due(self, num_updates: Step | None) -> Array:
         since = jnp.asarray(num_updates) - self.start_step
         return (since > 0) & (since % self.every == 0)
 
     def _weight_when_due(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
-        argument, speed = self.speed
+        argument, speed = self._speed
         if callable(speed):
             speed = hyperparameters.value_at(argument, speed, jnp.asarray(num_updates) - 1)
         rate: Any = 1 - speed if argument == DECAY else speed
@@ -277,7 +277,7 @@ def with_moving_average(
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
     weight_slots = [f"{ema.name}/weight"] if ema.model_state else []  # for `move_model_state`
-    argument, speed = ema.speed
+    argument, speed = ema._speed
     hyper = {f"{ema.name}/{argument}": speed} if callable(speed) or isinstance(speed, Held) else {}
 
     def fresh(params: Params, global_step: Step) -> Any:
@@ -304,8 +304,8 @@ def with_moving_average(
             if id(start) not in by_label:
                 age = None if start is None else slot_age(at.step, start)
                 # An average that starts at zeros becomes the first value, even without a gradient.
-                first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-                by_label[id(start)] = averaging.weight(after, age), first
+                first = jnp.where((age == 1) & ema._is_due(after), 1.0, 0.0) if ema._starts_at_zeros else None
+                by_label[id(start)] = averaging._weight(after, age), first
             return by_label[id(start)][not has_gradient]
 
         def call(average: object, p: object, u: object, g: object, start: object) -> Any:
@@ -318,16 +318,16 @@ def with_moving_average(
         weights = dict.fromkeys(weight_slots, jnp.asarray(weight, jnp.float32))
         return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **weights}
 
-    role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
+    role = Role.COPY if initial is None and not ema._starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
-    waits = ema.zero_debias and (ema.waits or ema.per_step)
+    waits = ema.zero_debias and (ema._waits or ema.per_step)
     outer = WrapperSlots(
         {ema.name: fresh, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
         {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
         hyper,
         aged=ema.zero_debias,
-        counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
+        counted=(lambda step: ema._is_due(jnp.asarray(step) + 1)) if waits else None,
         age_scope=f"with_moving_average/{ema.name}" if waits else None,
         per_step=ema.per_step,
         by_step=f"{ema.name} (every={ema.every})" if ema.every > 1 and not ema.per_step else None,

@@ -17,10 +17,11 @@ from jstep.core.trees import OptimizerLike, Schedule, Tree
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
+from jstep.hooks.at_steps import StopAtStepHook, stop_steps
 from jstep.hooks.hook import Hook, list_of_hooks
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_hook import RunHook, hook_cadence
+from jstep.hooks.schedule import next_call
 from jstep.loop.programs import as_stages, name_of_step
-from jstep.metering.cadence import hook_cadence, next_call
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
 
 T = TypeVar("T")
@@ -246,8 +247,8 @@ _MAX_LISTED = 64
 
 
 def call_steps(hook: Any, start: int, last_step: int) -> Any:
-    if hasattr(type(hook), "steps_between"):  # its steps differ from the steps of its calls
-        return hook.steps_between(start, last_step)
+    if isinstance(hook, StopAtStepHook):  # its steps differ from the steps of its calls
+        return stop_steps(hook, start, last_step)
     cadence = hook_cadence(hook)
     if cadence is None and getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None

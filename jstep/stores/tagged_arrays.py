@@ -69,6 +69,18 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 
+class UnknownPartError(ValueError):
+    """A value has something that this version of jstep does not know; another one may have written it.
+
+    Attributes:
+        part: What that is.
+    """
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"{part} is not known; another version of jstep may have written it")
+        self.part = part
+
+
 _ARRAY_PARTS = ("dtype", "shape", "axes", "data")
 
 
@@ -76,7 +88,7 @@ def refuse_unknown(parts: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse a part that this version does not know, because it may change the meaning of the others."""
     unknown = sorted(parts.keys() - known)
     if unknown:
-        raise ValueError(f"the part {unknown[0]!r:.50} is not known; a later version of jstep may have written it")
+        raise UnknownPartError(f"the part {unknown[0]!r:.50}")
 
 
 def decode_array(parts: Any) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jstep.core.trees import Tree
 from jstep.stores import tagged_arrays
-from jstep.stores.tagged_arrays import LARGE, UnsupportedError
+from jstep.stores.tagged_arrays import LARGE, UnknownPartError, UnsupportedError
 from jstep.stores.untrusted import UntrustedError, check_keys
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
@@ -204,10 +204,12 @@ def decode(value: object) -> Any:
         return {key: decode(item) for key, item in value.items()}
     ((key, parts),) = value.items()
     if key not in _WHOLE:  # also objects in several places, and arrays that overlap, of early versions
-        raise ValueError(f"the tag {key!r:.50} is not known; another version of jstep may have written it")
+        raise UnknownPartError(f"the tag {key!r:.50}")
     parts = decode(parts)
     try:
         return _WHOLE[key](parts)
+    except UnknownPartError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, ImportError) as error:
         raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
 

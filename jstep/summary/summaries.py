@@ -86,6 +86,10 @@ class Summary:
 
     A pytree with arrays as leaves and static tags, for `SummaryWriter.add_summary`.
 
+    Attributes:
+        tags: All tags, in the order in which the values are written.
+        parts: The values, each with its kind and its tags; their fields may change in a minor release.
+
     Example:
         >>> import jax, jstep.summary
         >>> step = jax.jit(lambda x: jstep.summary.scalar("loss", x * x))

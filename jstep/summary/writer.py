@@ -403,25 +403,6 @@ class SummaryWriter:
             self._worker.sync()
             self._worker.check()
 
-    def request_flush(self) -> None:
-        if self._worker is not None and not self._closed:
-            self._worker.request_flush()
-
-    def drain(self) -> None:
-        """Wait until everything added is in the file, where readers see it, if not yet on the disk.
-
-        Raises:
-            Exception: An event could not be written.
-        """
-        if self._worker is not None and not self._closed:
-            self._worker.flush()
-            self._worker.check()
-
-    def settle(self) -> None:
-        """Flush the events that `drain` has waited for to the disk; errors are raised by the next call."""
-        if self._worker is not None and not self._closed:
-            self._worker.sync()
-
     def close(self) -> None:
         """Write everything added, flush it to disk, close the file and end the thread.
 
@@ -509,3 +490,32 @@ def _flat(hparams: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value
+
+
+# What a run does with its writer beside the methods that users call.
+
+
+def request_flush(writer: SummaryWriter) -> None:
+    """Begin to flush what was added to the disk, without waiting."""
+    worker = writer._worker
+    if worker is not None and not writer._closed:
+        worker.request_flush()
+
+
+def drain(writer: SummaryWriter) -> None:
+    """Wait until everything added is in the file, where readers see it, if not yet on the disk.
+
+    Raises:
+        Exception: An event could not be written.
+    """
+    worker = writer._worker
+    if worker is not None and not writer._closed:
+        worker.flush()
+        worker.check()
+
+
+def settle(writer: SummaryWriter) -> None:
+    """Flush the events that `drain` has waited for to the disk; errors are raised by the next call."""
+    worker = writer._worker
+    if worker is not None and not writer._closed:
+        worker.sync()

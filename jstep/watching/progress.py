@@ -14,6 +14,7 @@ import jax
 from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
+from jstep.evaluating.evaluation_hook import newest_results
 from jstep.hooks.history import History
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook, RunInfo
@@ -44,6 +45,7 @@ class Progress(Observer):
             self._hook = _NotebookHook(self._lines, histories, last_step=run.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=run.options.last_step)
+            self.replaces_log_lines = True
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lines is not None:
@@ -78,8 +80,7 @@ class ProgressHook(RunHook):
         ImportError: tqdm is not installed.
     """
 
-    replaces_log_lines = True
-    instead = "use tqdm"
+    _instead = "use tqdm"
 
     def __init__(
         self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
@@ -89,7 +90,7 @@ class ProgressHook(RunHook):
         self._new_bar = self._bars()
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         secs = as_number(every_n_secs, "every_n_secs", low=0)
-        self.cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
+        self._cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
         self._bar: Any = None
 
     def _bars(self) -> Callable[..., Any]:
@@ -109,23 +110,23 @@ class ProgressHook(RunHook):
         self._bar = self._new_bar(
             total=self._last_step, initial=first, unit="step", file=self._file, dynamic_ncols=True, **words
         )
-        self.run.poll(self, self._restart_clock)
+        self._run.poll(self, self._restart_clock)
 
     def _restart_clock(self, *, wait: bool = False) -> None:
         self._bar.set_postfix_str("", refresh=False)
         self._bar.unpause()
 
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Update the line with the steps that have finished; at the end, with the last step."""
-        if self.run.is_over:
+        if self._run.is_over:
             self.end(step, state)
             return
         numbers = self._numbers()
         transfer = start_transfer(numbers.values(), lambda: numbers)
         self._transfers.add(step, transfer, lambda _, ready: self._show(ready), self)
         self._transfers.deliver_ready()
-        self.run.in_flight.drop_finished()
-        self._count(max(self.run.in_flight.finished, self._bar.n))
+        self._run.in_flight.drop_finished()
+        self._count(max(self._run.in_flight.finished, self._bar.n))
 
     def _count(self, step: int) -> None:
         self._bar.update(step - self._bar.n)
@@ -137,17 +138,18 @@ class ProgressHook(RunHook):
         self._count(step)
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
+        return {name: value for name, value in scalars(self._run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
         words = ""
-        results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
+        newest = map(newest_results, self._run.evaluations)
+        results = [as_numbers(results) for results in newest if results is not None]
         for name, value in functools.reduce(operator.or_, results, numbers).items():  # as many as fit
             longer = f"{words}  {format_number({name: value})}".lstrip()
             words = longer if len(longer) <= _WIDTH else words
-        counter = self.run.counter
+        counter = self._run.counter
         rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
-        share = format_utilization(counter.utilization)
+        share = format_utilization(counter)
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:
@@ -160,8 +162,6 @@ class ProgressHook(RunHook):
 class _NotebookHook(ProgressHook):
     """The same bar in the output of a notebook cell."""
 
-    replaces_log_lines = False
-
     def __init__(self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None) -> None:
         self._lines = lines
         self._histories = histories
@@ -169,20 +169,20 @@ class _NotebookHook(ProgressHook):
 
     def _bars(self) -> Callable[..., Any]:
         return lambda **options: NotebookBar(
-            below=Below(self.run, self._histories, self._clock, self._lines), clock=self._clock, **options
+            below=Below(self._run, self._histories, self._clock, self._lines), clock=self._clock, **options
         )
 
-    def use_run(self, run: RunInfo) -> None:
-        super().use_run(run)
+    def _use_run(self, run: RunInfo) -> None:
+        super()._use_run(run)
         self._ratios = run.sums.follow_ratios()
 
     def _numbers(self) -> dict[str, Any]:
-        self.run.sums.cut()
-        return scalars({**(self.run.metrics or {}), **self._ratios.arrived()}, self.run.constant_metrics())
+        self._run.sums.cut()
+        return scalars({**(self._run.metrics or {}), **self._ratios.arrived()}, self._run.constant_metrics())
 
     def close(self) -> None:
         """End with the run; `finish` also shows the lines that are logged while it closes."""
-        self._run = None
+        self._given_run = None
 
     def finish(self) -> None:
         super().close()

@@ -24,7 +24,8 @@ from jstep.core.tables import printable
 from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
-from jstep.evaluating.keep_best import KeepBest
+from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
+from jstep.evaluating.keep_best import KeepBest, data_hash
 from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
 from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import Observer, RunContext
@@ -208,9 +209,9 @@ class Recorder(Observer):
             **_bounded(self._numbers["values"]),
             "best": dict(self._numbers["best"]),
             "kept": {
-                name: {"mode": callback.mode, "data": callback.data}
+                name: {"mode": callback.mode, "data": data_hash(callback)}
                 for hook in run.evaluations
-                for name, callback in hook.watched
+                for name, callback in watched_metrics(hook)
                 if isinstance(callback, KeepBest)
             },
             "peak_bytes": max(peaks) or None,
@@ -237,9 +238,10 @@ class Recorder(Observer):
                 values |= read_values(numbers)
             values |= self._ratios.arrived()
             for hook in run.evaluations:
-                values |= {} if hook.newest is None else read_values(hook.newest[1])
-                best |= {name: [kept.value, kept.step, absolute(kept.path)] for name, kept in hook.best.items()}
-            watched = [LOSS, *(name for hook in run.evaluations for name, _ in hook.watched)]
+                values |= read_values(newest_results(hook) or {})
+                for name, kept in best_checkpoints(hook).items():
+                    best[name] = [kept.value, kept.step, absolute(kept.path)]
+            watched = [LOSS, *(name for hook in run.evaluations for name, _ in watched_metrics(hook))]
             first = {name: values[name] for name in watched if name in values}
             self._numbers = {"values": first | values, "best": best}
 

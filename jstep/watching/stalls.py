@@ -24,6 +24,7 @@ from jstep.loop.course import Activity
 from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
+from jstep.summary.writer import request_flush
 
 _BATCH = "batch"
 _COMPILE = "compile"
@@ -71,7 +72,7 @@ class StallHook(RunHook):
         >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
     """
 
-    instead = "call faulthandler.dump_traceback_later"
+    _instead = "call faulthandler.dump_traceback_later"
 
     def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
         self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
@@ -179,7 +180,7 @@ class StallWatch(Observer):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             log_in_time(self._line(wait))
             if (writer := self.run.writer) is not None:  # a stalled run may be killed
-                writer.request_flush()
+                request_flush(writer)
         if self._wait.part:
             self._record(self._wait)
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:

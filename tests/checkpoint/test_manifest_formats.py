@@ -89,3 +89,14 @@ def test_a_corrupted_one_says_so(saver):
         file.write(b" ")
     with pytest.raises(CorruptedCheckpointError, match=r"is corrupted: .*its checksum differs.*step 1"):
         saver.restore()
+
+
+def test_keep_best_does_not_pass_over_a_best_checkpoint_of_a_later_version(tmp_path):
+    best = jstep.KeepBest(tmp_path, "loss")
+    best(1, state_at(1), {"loss": 0.5})
+    best.close()
+    edit_manifest(tmp_path / "best-1", lambda data: (data.update(format=5, jstep="7.8.9"), data)[1])
+    with pytest.raises(
+        UnsupportedFormatError, match=r"KeepBest: .*best-1 .* written by jstep 7\.8\.9: install that or a"
+    ):
+        jstep.KeepBest(tmp_path, "loss").begin(state_at(1))

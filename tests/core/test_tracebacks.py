@@ -81,8 +81,8 @@ class Items:
 
 
 class Evaluating(jstep.EvaluationHook):
-    def when_due(self, step, state, metrics):
-        return super().when_due(step, state, metrics)
+    def _when_due(self, step, state, metrics):
+        return super()._when_due(step, state, metrics)
 
 
 def on_explicit_axes(step):

@@ -17,6 +17,7 @@ from thorough import examples
 import jstep
 from jstep.data.batches import batches
 from jstep.data.prefetch import prefetch_to_device
+from jstep.data.sequence import next_change
 
 FIRST = [[98, 768, 275, 819], [433, 574, 591, 814], [716, 127, 255, 481]]
 
@@ -248,7 +249,7 @@ def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     assert data.batch_size_at(start) == len(expected[start])
     assert data.rows_before(start) == sum(map(len, expected[:start]))
     changes = [i for i in range(start + 1, len(want)) if len(expected[i]) != len(expected[start])]
-    change = data.next_change(start)
+    change = next_change(data, start)
     assert change == changes[0] if changes else change is None or change >= len(want)
 
 
@@ -307,7 +308,7 @@ def test_skips_and_slices_compose(cuts, drop, drawn):
         assert data[step].tolist() == expected[step]
         assert data.batch_size_at(step) == len(expected[step])
         changes = [i for i in range(step + 1, len(expected)) if len(expected[i]) != len(expected[step])]
-        assert data.next_change(step) == (changes[0] if changes else None)
+        assert next_change(data, step) == (changes[0] if changes else None)
     before = drawn.draw(st.integers(0, len(expected)))
     assert data.rows_before(before) == sum(map(len, expected[:before]))
 

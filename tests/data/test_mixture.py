@@ -18,6 +18,7 @@ import jstep
 from jstep.data import permutation
 from jstep.data.batches import Batches, batches, mixture
 from jstep.data.proportions import count_stages
+from jstep.data.sequence import next_change
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
@@ -124,8 +125,8 @@ def test_slices_and_skips():
     view = mix.skip(5, 25)[3:]
     assert same(list(view[:20]), [*walked[3:5], *walked[25:43]])
     assert view.batch_size == {0: 6, 7: 9}
-    assert view.next_change(0) == 7
-    assert view.next_change(7) is None
+    assert next_change(view, 0) == 7
+    assert next_change(view, 7) is None
     for cut, steps in (
         (view, [3, 4, *range(25, 60)]),
         (mix[40::-3], [*range(40, 0, -3)]),

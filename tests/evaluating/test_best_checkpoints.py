@@ -12,6 +12,7 @@ from comparisons import same
 import jstep
 from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.saver import engine_of
+from jstep.evaluating.callbacks import wait_until_finished
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
@@ -149,7 +150,7 @@ def test_what_is_superseded_stays_until_a_checkpoint_of_the_run_has_seen_it(tmp_
     best = keep(tmp_path)
 
     def look(step, state, results):
-        best.wait_until_finished()
+        wait_until_finished(best)
         seen[step] = kept(tmp_path / "best")
 
     hooks = [Settle(), evaluation(best, losses, 1, [look])]
@@ -175,7 +176,7 @@ def test_without_checkpoints_of_the_run_what_is_superseded_goes_at_once(tmp_path
     best, seen = keep(tmp_path), []
 
     def look(step, state, results):
-        best.wait_until_finished()
+        wait_until_finished(best)
         seen.append(kept(tmp_path / "best"))
 
     go("train", tmp_path, [evaluation(best, losses, 1, [look])], 4, checkpoint_dir=None)

@@ -12,6 +12,7 @@ import pytest
 
 import jstep
 from jstep.checkpoint.hook_states import get_states, set_states
+from jstep.evaluating.callbacks import use_run
 from jstep.stores import tagged_json
 
 
@@ -250,7 +251,8 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
-        one.use_run(
+        use_run(
+            one,
             types.SimpleNamespace(
                 saver=None,
                 restored=restored,
@@ -259,7 +261,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
                 log_failed=None,
                 is_new_branch=False,
                 was_best_checkpoint=lambda path: "earlier" in best and path == f"{tmp_path}/best-2",
-            )
+            ),
         )
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -12,6 +12,8 @@ from hook_fakes import Clock, Marker, lines, state_at
 from hooked_runs import train
 
 import jstep
+from jstep.hooks.run_hook import use_run
+from jstep.hooks.speed import measure_finished
 from jstep.metering import in_flight
 
 # LoggingHook
@@ -23,7 +25,7 @@ def test_the_contents_of_a_line(caplog):
     hook = jstep.LoggingHook(every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
     run = FakeRun(hook, state_at())
     run.counter = counter
-    counter.use_run(run)
+    use_run(counter, run)
     counter.steps_per_sec = 812.34
     metrics = {
         "accuracy": jnp.float32(0.5),
@@ -147,7 +149,7 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_write
     drive(run, 40, {"loss": markers[40]}, rows=4)
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 10
-    assert not hook.measure_finished(wait=True)
+    assert not measure_finished(hook, wait=True)
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)
@@ -183,7 +185,7 @@ def test_examples_per_sec_follows_the_batch_size():
     class RateRecorder(jstep.Hook):
         def after_step(self, n, state, metrics):
             jax.block_until_ready(state)
-            counter.measure_finished()
+            measure_finished(counter)
             seen[n] = (counter.steps_per_sec, counter.examples_per_sec)
 
     counter = jstep.StepCounterHook(every_n_steps=4)

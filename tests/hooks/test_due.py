@@ -12,7 +12,8 @@ from hooked_runs import train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
-from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
+from jstep.hooks.schedule import HookSchedule, next_call
+from jstep.metering.cadence import NEVER, Cadence
 
 
 def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
@@ -88,7 +89,7 @@ def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(togethe
 
     def due_at(index):
         clock, hook, found = Clock(), RunHook(), []
-        hook.cadence = Cadence(5, 10.0, clock, together=together)
+        hook._cadence = Cadence(5, 10.0, clock, together=together)
         schedule = HookSchedule(hook, 0)
         for step in range(1, 12):
             clock.now += 0 if index == 2 else 3 + index

@@ -120,11 +120,11 @@ def test_lines_of_a_later_version_are_refused_as_what_they_are(tmp_path, capsys)
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(first + second.replace("{", '{"version": 2, ', 1))
-    said = r"line 2 has a version.*a later one wrote it; install that one, or give another path"
+    said = r"log'.* got version 2 in line 2, which a later jstep wrote; install that one, or give another path"
     with pytest.raises(ValueError, match=said):
         run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     assert main(["diff", str(path), str(path)]) == 2
-    assert "line 2 has a version" in capsys.readouterr().err
+    assert "got version 2 in line 2" in capsys.readouterr().err
 
 
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):

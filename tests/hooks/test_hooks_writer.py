@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
+from jstep.summary.writer import drain, settle
 
 pytest.importorskip("tensorboard")
 
@@ -88,12 +89,12 @@ def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, m
     until, flushed = threading.Event(), []
     with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
         writer.add_summary(jstep.summary.scalar("early", 1.0), 1)
-        writer.drain()
+        drain(writer)
         encode = writer._worker._encode
         writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
         writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
         monkeypatch.setattr(writer._worker._sink, "sync", lambda: flushed.append(writer.path))
-        settled = threading.Thread(target=writer.settle)
+        settled = threading.Thread(target=settle, args=(writer,))
         settled.start()
         settled.join(20)
         is_settled, flushed_by_it = not settled.is_alive(), flushed[:]

@@ -128,12 +128,19 @@ NEWER = {
     "a state of History": later(OF_HISTORY, format=2),
     "a field of History": later(OF_HISTORY, state={"was_first": 3}),
     "a field with a key": later(of(Early("loss", key="mine")), state={"was_bad": 3}),
+    "a tag": later(OF_HISTORY, state={"sums": {"$table": []}}),
+    "a part of an array": later(
+        OF_HISTORY,
+        state={"sums": {"$array": {"dtype": "<i8", "shape": [1], "data": {"$bytes": "AQAAAAAAAAA="}, "order": 1}}},
+    ),
 }
 NAMED = {
     "a key of a state": "History",
     "a state of History": "History",
     "a field of History": "History",
     "a field with a key": "mine",
+    "a tag": "History has the tag '$table'",
+    "a part of an array": "History has the part 'order'",
 }
 
 
@@ -152,7 +159,7 @@ def test_notes_are_ignored_and_a_missing_field_has_its_default():
     state = {"metric": "loss", "mode": "min", "best": 0.5, "stopped_at": None, "cooling": 0}  # without `bad`
     saved = {**as_saved({**of(hook), "state": state, "notes": [1]}), "notes": {"a": 1}}
     set_states([hook], saved)
-    assert (hook.best, hook.bad) == (0.5, 0)
+    assert (hook.best, hook.wait) == (0.5, 0)
 
 
 def test_states_before_the_first_release_are_refused_as_what_they_are():

@@ -101,7 +101,7 @@ def test_what_hooks_wait_for_between_steps_is_their_time(clock, tmp_path):
     class Looks(RunHook):
         def begin(self, state):
             super().begin(state)
-            self.run.poll(self, clock.advancing(0.75))
+            self._run.poll(self, clock.advancing(0.75))
 
     train(clock, 3, [Looks()], checkpoint_dir=tmp_path)
     parts = jstep.goodput(tmp_path).parts

@@ -40,10 +40,10 @@ class Calls(RunHook):
 
     def begin(self, state):
         self.note("begin", jstep.global_step(state))
-        self.run.poll(self, self.first_call)
+        self._run.poll(self, self.first_call)
 
     def first_call(self, *, wait=False):
-        self.note("first", self.run.step)
+        self.note("first", self._run.step)
 
     def before_step(self, step, state):
         self.calls.append(step)

@@ -20,7 +20,7 @@ def said_in(directory, look):
 
     def batches(step):
         if step == 3:
-            said.append(look(hook.run))
+            said.append(look(hook._run))
         return DATA[step]
 
     train(5, batches, hooks=[hook, Calls()], checkpoint_dir=directory)
@@ -56,7 +56,7 @@ def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same):
     error = KeyError("mine")
 
     class AtLast(RunHook):
-        cadence = Cadence(100, at_last=True)
+        _cadence = Cadence(100, at_last=True)
 
         def after_step(self, step, state, metrics):
             called.append(step)

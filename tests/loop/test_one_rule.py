@@ -115,7 +115,7 @@ def test_an_evaluation_whose_callback_raises_is_made_again_with_all_callbacks(mo
     stop, evaluation = hooks(lambda *_: None)
     go(mode, 8, tmp_path, [evaluation])
     assert list(evaluation.results) == [4, 6, 8]
-    assert stop.bad == 3  # of four evaluations, the first one was the best
+    assert stop.wait == 3  # of four evaluations, the first one was the best
 
 
 @pytest.mark.thorough(except_for=["end-GeneratorExit-train", "batches-GeneratorExit-run"])

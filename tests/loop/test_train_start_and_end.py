@@ -108,13 +108,13 @@ def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
     """Also if it is due there only because the run ends."""
 
     class AtLast(RunHook):
-        cadence = Cadence(steps=100, at_last=True)
+        _cadence = Cadence(steps=100, at_last=True)
 
-        def when_due(self, step, state, metrics):
+        def _when_due(self, step, state, metrics):
             return state.replace(params={"w": jnp.full(2, 123.0)})
 
     class Stops(AtLast):
-        def when_due(self, step, state, metrics):
+        def _when_due(self, step, state, metrics):
             return True
 
     state = train(10, hooks=[AtLast(), Stops()], checkpoint_dir=tmp_path)

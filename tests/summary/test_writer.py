@@ -18,7 +18,7 @@ from waiting import interrupt, wait_until
 from jstep import summary
 from jstep.summary import new_event_files
 from jstep.summary import writer as worker
-from jstep.summary.writer import SummaryWriter
+from jstep.summary.writer import SummaryWriter, settle
 
 
 def test_the_first_event_is_that_of_tensorboard(tmp_path):
@@ -224,7 +224,7 @@ def test_any_error_of_a_flush_to_disk_is_raised_and_the_thread_goes_on(tmp_path,
         with monkeypatch.context() as broken:
             broken.setattr(writer._worker._sink, "sync", raising(ValueError("a handle of another kind")))
             if call == "settle":
-                writer.settle()
+                settle(writer)
             with pytest.raises(ValueError, match="a handle of another kind") as caught:
                 writer.flush()
         assert caught.value.__notes__ == [f"raised on the writer's thread of {writer.path}"]

@@ -59,7 +59,7 @@ def of_hook(name: str, phase: str | None = None) -> HookCall:
     hook = jstep.Hook() if phase is None else types.new_class(name, (RunHook,))()
     hook.name = name  # type: ignore[union-attr]
     if phase is not None:
-        hook.phase = phase  # type: ignore[union-attr]
+        hook._phase = phase  # type: ignore[union-attr]
     return HookCall(hook, "after_step")
 
 
@@ -162,7 +162,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
     hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
-    hooks[1].phase, hooks[2].phase = EVALUATING, SAVING
+    hooks[1]._phase, hooks[2]._phase = EVALUATING, SAVING
     keys = [HookCall(hook, "after_step").timing_key for hook in hooks]
     assert keys == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
 
