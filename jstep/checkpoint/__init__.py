@@ -18,6 +18,7 @@
 - `names`: names of checkpoints, and their stores.
 - `object_store`: a store below a URL.
 - `opening`: what a run finds when it opens its checkpoints.
+- `part_watch`: whether another process still writes.
 - `reading`: finding, verifying and restoring.
 - `retention`: which checkpoints are deleted.
 - `saver`: `Saver`, as users see it.

@@ -26,23 +26,26 @@ from typing import Any, Protocol
 
 from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec, list_names
 from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.checkpoint.part_watch import PATIENCE_SECS, PartWatch, patience_secs
 from jstep.core.checks import format_bytes, format_list
 from jstep.core.logs import logger
 from jstep.stores.files import new_file, read_small, replace_file, sync_directory
-from jstep.stores.objects import BYTES_PER_SEC
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES
 
 Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
 
-PEER_SECS = 120.0
-"""Seconds without a new part after which the first process gives up, plus ten times those of its own part, plus those
-in which a slow process writes the average part."""
 OUTCOME_SECS = 1800.0
-"""Seconds that the others wait for the outcome, plus those after which they would give up waiting for a part."""
+"""Seconds without a sign of the first process after which the others give up, once it has written its part."""
+_SIGN_SECS = 30.0
+"""Seconds between two signs of the first process, while it waits for parts that grow."""
 PARTS = "parts/"
 _FAILED = ".failed"
 """The end of the name of a file in which a process reports to the first one why it has failed."""
+# What the first process publishes at the key of its part. Anything else is the error for which it has failed.
+_BEGUN = b""
+_WAITING = b"waiting "
+"""The beginning of its signs, which a number follows: it has written its part, and others still write theirs."""
 _SAVED = b"saved"
 
 
@@ -63,6 +66,10 @@ class Storage(Protocol):
 
     def names(self, key: str) -> Collection[str]:
         """Return the names of the files below a key."""
+
+    def progress(self, key: str) -> object:
+        """Return what changes while files below a key are written: their bytes, or the number of objects."""
+        return len(self.names(key))
 
     def write(self, key: str, data: bytes) -> object:
         """Write a new file, and flush its content."""
@@ -101,6 +108,14 @@ class LocalStorage(Storage):
 
     def names(self, key: str) -> Collection[str]:
         return list_names(self.path(key))
+
+    def progress(self, key: str) -> int:
+        nbytes = 0
+        for directory, _, names in os.walk(self.path(key)):
+            for name in names:
+                with contextlib.suppress(OSError):  # a temporary file that has its final name now
+                    nbytes += os.path.getsize(os.path.join(directory, name))
+        return nbytes
 
     def write(self, key: str, data: bytes) -> None:
         with new_file(self.path(key)) as file:
@@ -163,7 +178,11 @@ class Attempt(abc.ABC):
         self._release = job.release
         self._names = [array.name for array in job.arrays]
         self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
-        self._peer_secs = PEER_SECS + job.nbytes / job.count / BYTES_PER_SEC
+        self._own_bytes = sum([values.nbytes for array in job.arrays for _, values in array.values])
+        # The parts of other processes are not known: a replicated array is in one of them.
+        self._average_bytes = job.nbytes / job.count
+        self._own_secs = 0.0
+        self._signs = 0
 
     @abc.abstractmethod
     def publish(self, manifest: Manifest) -> Sequence[str]:
@@ -176,7 +195,7 @@ class Attempt(abc.ABC):
     def begin(self) -> None:
         """Let the others wait for the outcome; called on the first process before anything is written."""
         if self.count > 1:
-            self.storage.publish(self.part(0), b"")
+            self.storage.publish(self.part(0), _BEGUN)
 
     def commit(self, files: Files) -> None:
         """Publish the checkpoint, on the first process."""
@@ -196,7 +215,7 @@ class Attempt(abc.ABC):
             if self.process == 0:
                 self.begin()
             self._write_part()
-            self._peer_secs += 10 * (time.monotonic() - began)
+            self._own_secs = time.monotonic() - began
             if self.process == 0:
                 self._merge()
                 for name, data in array_writer().orbax_files(self._names, self.saved_at).items():
@@ -229,55 +248,85 @@ class Attempt(abc.ABC):
         """Wait for the parts of all processes, and merge their databases."""
         if self.count == 1:
             return
-        missing = {*range(1, self.count)}
-        until = time.monotonic() + self._peer_secs
-        warn_at = time.monotonic() + PEER_SECS
-        for pause in _pauses():
-            names = set(self.storage.names(PARTS))
-            arrived = {process for process in missing if f"{self.name}.{process}" in names}
-            for process in missing:
-                if f"{self.name}.{process}{_FAILED}" in names:
-                    text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
-                    raise CheckpointError(f"process {process}: {text.decode()}")
-            missing -= arrived
-            if not missing:
-                break
-            if arrived:
-                until = time.monotonic() + self._peer_secs
-                warn_at = time.monotonic() + PEER_SECS
-            who = format_list([f"process {process}" for process in sorted(missing)], 8)
-            if time.monotonic() > warn_at:
-                # A write that hangs and a slow flush look alike from here, and bytes that are flushed do not grow.
-                logger.warning(
-                    "%s: waiting for %s for %.0f s, up to %.0f s more: its storage is slow, or its write hangs",
-                    *(self.storage.path(""), who, PEER_SECS, until - time.monotonic()),
-                )
-                warn_at = math.inf
-            if time.monotonic() > until:
-                raise CheckpointError(f"{who}: not written in {self._peer_secs:.0f} s, as the others have")
-            time.sleep(pause)
+        self._wait_for_parts()
         writer = array_writer()
         base = writer.base(self.storage.spec())
         self._write_root("", writer.merge(base, map(process_key, range(self.count)), self._entries, self.storage.wait))
+
+    def _watch(self, process: int) -> PartWatch:
+        patience = patience_secs(self._average_bytes, self._own_bytes, self._own_secs)
+        key = process_key(process)
+        return PartWatch(lambda: self.storage.progress(key), patience, time.monotonic())
+
+    def _wait_for_parts(self) -> None:
+        """Wait, on the first process, until all others have written; a process that hangs is an error."""
+        watches = {process: self._watch(process) for process in range(1, self.count)}
+        named: set[int] = set()
+        self._give_sign()
+        gave_sign_at = time.monotonic()
+        for pause in _pauses():
+            names = set(self.storage.names(PARTS))
+            for process in list(watches):
+                if f"{self.name}.{process}{_FAILED}" in names:
+                    text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
+                    raise CheckpointError(f"process {process}: {text.decode()}")
+                if f"{self.name}.{process}" in names:
+                    del watches[process]
+            if not watches:
+                return
+            now = time.monotonic()
+            stuck = [process for process, watch in watches.items() if watch.is_stuck(now)]
+            if stuck:
+                quiet = max(watches[process].quiet_secs(now) for process in stuck)
+                raise CheckpointError(
+                    f"{_processes_text(stuck)}: written nothing for {quiet:.0f} s, and not finished, as "
+                    f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
+                )
+            quiet = [p for p, watch in watches.items() if watch.quiet_secs(now) > PATIENCE_SECS and p not in named]
+            if quiet:
+                named.update(quiet)
+                logger.warning(
+                    "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write "
+                    "hangs",
+                    *(self.storage.path(""), _processes_text(quiet), PATIENCE_SECS, watches[quiet[0]].left_secs(now)),
+                )
+            if now - gave_sign_at > _SIGN_SECS:
+                self._give_sign()
+                gave_sign_at = now
+            time.sleep(pause)
+
+    def _give_sign(self) -> None:
+        """Tell the others that this first process lives, and has written its part."""
+        self._signs += 1
+        self.storage.publish(self.part(0), _WAITING + str(self._signs).encode())
 
     def _write_root(self, key: str, root: bytes | None) -> None:
         if root is not None:
             self.storage.write(f"{key}{ROOT}", root)
 
     def _wait_for_outcome(self) -> None:
-        secs, has_begun = OUTCOME_SECS + self._peer_secs, False
-        until = time.monotonic() + secs
+        """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not."""
+        watch = self._watch(0)
+        latest: bytes | None = None
+        latest_at = time.monotonic()
         for pause in _pauses():
             outcome = self.storage.read(self.part(0))
             if outcome == _SAVED or (outcome is None and self.is_published()):
                 return
-            if outcome:
-                raise CheckpointError(f"process 0: {outcome.decode()}")
-            if outcome is None and has_begun:
+            now = time.monotonic()
+            if outcome is None and latest is not None:
                 raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
-            has_begun = outcome is not None
-            if time.monotonic() > until:
-                raise CheckpointError(f"{self.storage.path('')}: process 0 has not published it in {secs:.0f} s")
+            if outcome and not outcome.startswith(_WAITING):
+                raise CheckpointError(f"process 0: {outcome.decode()}")
+            if outcome != latest:
+                latest = outcome
+                latest_at = now
+            if not outcome and watch.is_stuck(now):
+                # It writes its own part, as this process has done.
+                raise CheckpointError(f"process 0: written nothing for {watch.quiet_secs(now):.0f} s: its write hangs")
+            if outcome and now - latest_at > OUTCOME_SECS:
+                text = f"process 0 has neither published it nor given a sign in {OUTCOME_SECS:.0f} s"
+                raise CheckpointError(f"{self.storage.path('')}: {text}")
             time.sleep(pause)
 
     def _report(self, text: str) -> None:
@@ -289,6 +338,10 @@ class Attempt(abc.ABC):
                 self.tell_outcome(data)
         except OSError as error:
             logger.warning("the failure of %s was not reported to other processes: %s", self.storage.path(""), error)
+
+
+def _processes_text(found: Sequence[int]) -> str:
+    return format_list([f"process {process}" for process in sorted(found)], 8)
 
 
 def process_key(process: int) -> str:

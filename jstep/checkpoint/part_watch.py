@@ -1,0 +1,68 @@
+"""Whether another process still writes its part of a checkpoint, as seen from outside.
+
+A write that hangs and a slow flush look alike: bytes that are flushed do not grow. How long a flush may take is known
+from the part that this process has written and flushed itself, on the same storage.
+"""
+
+from collections.abc import Callable
+
+from jstep.stores.objects import BYTES_PER_SEC
+
+PATIENCE_SECS = 120.0
+"""Seconds without progress that are always granted."""
+_LOOK_SECS = 10.0
+"""Seconds between two looks at a part, each of which lists its files."""
+_MIN_MEASURED_BYTES = 2**24
+"""The minimum bytes of a part that says how fast the storage is."""
+_SLOWDOWN = 10
+"""How much slower than this one another process may be."""
+
+
+def patience_secs(part_bytes: float, own_bytes: int, own_secs: float) -> float:
+    """Return the seconds after which a part that has not grown is one that hangs.
+
+    Within `PATIENCE_SECS` and the time in which a slow process flushes all of its part, something has to change.
+
+    Args:
+        part_bytes: The bytes of the part.
+        own_bytes: The bytes that this process has written and flushed.
+        own_secs: The seconds that this took.
+    """
+    if own_bytes < _MIN_MEASURED_BYTES:
+        return PATIENCE_SECS + _SLOWDOWN * own_secs + part_bytes / BYTES_PER_SEC
+    return PATIENCE_SECS + _SLOWDOWN * own_secs * max(1.0, part_bytes / own_bytes)
+
+
+class PartWatch:
+    """Watches the part of another process.
+
+    Args:
+        look: Returns what changes while the part is written, such as its bytes.
+        patience: Seconds without a change after which it hangs.
+        now: The monotonic time.
+    """
+
+    def __init__(self, look: Callable[[], object], patience: float, now: float) -> None:
+        self._look = look
+        self._patience = patience
+        self._seen: object = None
+        self._looked_at = float("-inf")
+        self._changed_at = now
+
+    def quiet_secs(self, now: float) -> float:
+        """Return the seconds since the part last changed, which is looked at every few seconds."""
+        if now - self._looked_at >= min(_LOOK_SECS, self._patience / 4):
+            self._looked_at = now
+            seen = self._look()
+            if seen != self._seen:
+                self._seen = seen
+                self._changed_at = now
+        return now - self._changed_at
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether the part has not changed for too long."""
+        return self.quiet_secs(now) > self._patience
+
+    def left_secs(self, now: float) -> float:
+        """Return the seconds until `is_stuck`, if nothing changes."""
+        return self._patience - (now - self._changed_at)
