@@ -33,7 +33,17 @@ QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
 ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
 """Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
 NOT_SHOWN = {
-    *("collectives", "compact_quality", "compile_growth", "compilers", "fingerprint", "growth", "import", "in_flight"),
+    *(
+        "collectives",
+        "compact_quality",
+        "compile_growth",
+        "compilers",
+        "create",
+        "fingerprint",
+        "growth",
+        "import",
+        "in_flight",
+    ),
     *("lanes", "muon", "positions", "queues", "stages", "start"),
 }
 """Benchmarks of jstep's inside: `--only` runs them, and the page leaves them out."""
