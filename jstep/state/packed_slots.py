@@ -16,7 +16,7 @@ import jax
 from jstep.core.trees import Params, Slots
 
 _PACKINGS: weakref.WeakValueDictionary[Any, "Packing"] = weakref.WeakValueDictionary()
-MIN_ABSENT = 32
+MIN_ABSENT = 8
 """The number of None above which a slot is packed: a few cost less than the dicts."""
 
 
