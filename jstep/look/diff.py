@@ -39,7 +39,7 @@ class RecordedRuns(NamedTuple):
 
 def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
     """Describe the differences between the last starts of two runs that trained; None if there is no record of one."""
-    of_a, of_b = ({run.prefix: run.trained_with_card for run in x.folders if run.trained_with_card} for x in (a, b))
+    of_a, of_b = ({run.prefix: run.last_trained_start for run in x.folders if run.last_trained_start} for x in (a, b))
     pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]

@@ -82,8 +82,8 @@ def _odd(sweep: Sweep) -> list[str]:
     items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
     several = len(sweep.rows) > 1
     for row in sweep.rows:
-        not_shown = [f"and {len(row.odd) - _MAX_ODD} more"] if len(row.odd) > _MAX_ODD else []
-        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *not_shown)]
+        not_shown = [f"and {len(row.warnings) - _MAX_ODD} more"] if len(row.warnings) > _MAX_ODD else []
+        lines = [html_text(truncate(line, 300)) for line in (*row.warnings[:_MAX_ODD], *not_shown)]
         together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
         items += together if several else lines
     listed = "".join(f"<li>{item}</li>" for item in items)
@@ -126,9 +126,9 @@ def _facts(row: RunFiles) -> list[str]:
 
 def _recorded(row: RunFiles) -> str:
     groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
-    if argv := row.folder.trained_with_card.get("argv"):
+    if argv := row.folder.last_trained_start.get("argv"):
         groups["command"] = shlex.join(argv)
-    for name, (section, value) in values_of(row.folder.trained_with_card).items():
+    for name, (section, value) in values_of(row.folder.last_trained_start).items():
         if section not in ("config", "settings") and value is not None:
             group = groups.setdefault("program" if section == "programs" else section, {})
             group[name.partition(": ")[2] or name] = value

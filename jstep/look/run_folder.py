@@ -62,7 +62,7 @@ class RunFolder:
         return last_trained(self.valid_starts) or self.valid_starts[-1]
 
     @functools.cached_property
-    def trained_with_card(self) -> Mapping[str, Any]:
+    def last_trained_start(self) -> Mapping[str, Any]:
         """The newest start with a card, up to the one that represents the run, or {}."""
         last = [start for start in self.valid_starts if start["number"] <= self.trained["number"]]
         return next((full for start in reversed(last) if (full := with_card(self.path, start))["card"]), {})

@@ -44,28 +44,44 @@ class RunList(list[RunSummary]):
         Returns:
             Name → the value of each run, in the order of the list; None if a run has none.
         """
-        return differences_of([_given(run) for run in self])
+        return differences_of([_trained_start(run) for run in self])
 
 
-def _given(run: RunSummary) -> Mapping[str, Any]:
+def _trained_start(run: RunSummary) -> Mapping[str, Any]:
     with contextlib.suppress(OSError):
-        return run_folder(run.path, run.prefix).trained_with_card
+        return run_folder(run.path, run.prefix).last_trained_start
     return {}
 
 
 def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    every = [values_of(start) if start else {} for start in starts]
-    present = [named for named in every if named]
-    names = {name: section for named in present for name, (section, _) in named.items()}
-    names = {name: section for name, section in names.items() if not is_setting(name, section, names)}
-    values = {name: [named[name][1] if name in named else None for named in every] for name in names}
-    known = [i for i, named in enumerate(every) if named]
-    differ = [name for name, row in values.items() if len({json.dumps(row[i], sort_keys=True) for i in known}) > 1]
-    differ.sort(key=lambda name: names[name] != "config")
-    # A hash is shown only if no other value of its section differs.
-    sections = {names[name] for name in differ if not _is_hash(name)}
-    kept = [name for name in differ if not (_is_hash(name) and names[name] in sections)]
-    return {name: [x[:8] if _is_hash(name) and isinstance(x, str) else x for x in values[name]] for name in kept}
+    """Return name → the value of each start, of what differs between them; a start may be empty, and is then unknown.
+
+    A hash, of which only the beginning is shown, is left out if another value of its section differs, too.
+    """
+    values_of_starts = [values_of(start) if start else {} for start in starts]
+    sections: dict[str, str] = {}
+    for values in values_of_starts:
+        for name, (section, _) in values.items():
+            sections[name] = section
+    known = [i for i, values in enumerate(values_of_starts) if values]
+    differing: dict[str, list[Any]] = {}
+    for name, section in sections.items():
+        if is_setting(name, section, sections):
+            continue  # it has a name of its own, wherever it was set
+        row = [values[name][1] if name in values else None for values in values_of_starts]
+        if len({json.dumps(row[i], sort_keys=True) for i in known}) > 1:
+            differing[name] = row
+    explained = {sections[name] for name in differing if not _is_hash(name)}
+    shown: dict[str, list[Any]] = {}
+    # Options first: they are what whoever started the runs has chosen.
+    for name in sorted(differing, key=lambda name: sections[name] != "config"):
+        row = differing[name]
+        if _is_hash(name):
+            if sections[name] in explained:
+                continue
+            row = [value[:8] if isinstance(value, str) else value for value in row]
+        shown[name] = row
+    return shown
 
 
 def _is_hash(name: str) -> bool:
@@ -103,7 +119,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     if not is_directory(above):
         raise FileNotFoundError(f"{above}: no such directory")
     found: list[RunSummary] = []
-    for where, error in _places(above):
+    for where, error in _recorded_directories(above):
         try:
             if error is not None:
                 raise error
@@ -131,7 +147,7 @@ def distinct(found: Iterable[RunSummary]) -> RunList:
     return RunList(once.values())
 
 
-def _places(above: str) -> list[tuple[str, OSError | None]]:
+def _recorded_directories(above: str) -> list[tuple[str, OSError | None]]:
     """The directories with records, at and below a path, and those that cannot be opened, with the error.
 
     Checkpoints are not searched, and each directory is searched once. Links are followed last.
@@ -206,25 +222,31 @@ class Row(NamedTuple):
 
 def tree(summaries: Sequence[RunSummary]) -> list[Row]:
     """Return each run after its parent. Parents may form a circle or a long chain."""
-    children: dict[int, list[RunSummary]] = {}
+    branches_of: dict[int, list[RunSummary]] = {}
     roots: list[RunSummary] = []
     find_parent = _parents_among(summaries)
     for run in summaries:
-        above = find_parent(run)
-        (roots if above is None or above is run else children.setdefault(id(above), [])).append(run)
+        parent = find_parent(run)
+        if parent is None or parent is run:
+            roots.append(run)
+        else:
+            branches_of.setdefault(id(parent), []).append(run)
     rows: dict[int, Row] = {}
-    for root in [*roots, *summaries]:  # runs whose parents form a circle have no first one
+    # All runs follow the roots, as those whose parents form a circle have no root.
+    for root in [*roots, *summaries]:
+        # Not recursive: a chain of a thousand branches is longer than Python's stack.
         waiting = [(Row(root), "")]
         while waiting:
-            row, begins = waiting.pop()
+            row, indent = waiting.pop()
             if id(row.run) in rows:
                 continue
             rows[id(row.run)] = row
-            below = children.get(id(row.run), [])
-            for child in reversed(below):
-                last = child is below[-1]
-                branch = Row(child, begins + ("└─ " if last else "├─ "), row.depth + 1)
-                waiting.append((branch, (begins + ("   " if last else "│  "))[:_MAX_INDENT]))
+            branches = branches_of.get(id(row.run), [])
+            for branch in reversed(branches):
+                is_last = branch is branches[-1]
+                branch_row = Row(branch, indent + ("└─ " if is_last else "├─ "), row.depth + 1)
+                branch_indent = indent + ("   " if is_last else "│  ")
+                waiting.append((branch_row, branch_indent[:_MAX_INDENT]))
     return list(rows.values())
 
 
@@ -236,16 +258,22 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
     """Return a function that finds the parent of a run by its run ID: of copies, the one at the recorded path."""
     by_id = _by_id(summaries)
 
-    def parent(run: RunSummary) -> RunSummary | None:
+    def find_parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
             return None
-        place = _resolved(split_path(run.parent[0])[0], run)
+        directory = _resolved(split_path(run.parent[0])[0], run)
         copies = by_id.get(run.parent_run or "", [])
-        above = [copy for copy in copies if join_path(place, "").startswith(join_path(resolve_path(copy.path), ""))]
-        found = above or copies
-        return found[0] if len(found) == 1 else None
+        # The best checkpoints of a run, which may be branched as well, are in a directory below it.
+        recorded = [copy for copy in copies if _is_in(directory, resolve_path(copy.path))]
+        candidates = recorded or copies
+        return candidates[0] if len(candidates) == 1 else None
 
-    return parent
+    return find_parent
+
+
+def _is_in(path: str, directory: str) -> bool:
+    # With the slash: runs/ab is not in runs/a.
+    return join_path(path, "").startswith(join_path(directory, ""))
 
 
 def _may_be_opened(path: str, run: RunSummary) -> bool:
@@ -261,45 +289,53 @@ def _resolved(path: str, run: RunSummary) -> str:
 
 
 def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
-    found: dict[str, list[RunSummary]] = {}
+    by_id: dict[str, list[RunSummary]] = {}
     for run in summaries:
         if run.run_id is not None:
-            found.setdefault(run.run_id, []).append(run)
-    return found
+            by_id.setdefault(run.run_id, []).append(run)
+    return by_id
 
 
 def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     """Replace the path of each parent that was moved, and is known by its run ID."""
-    find_parent, found = _parents_among(summaries), list[RunSummary]()
+    find_parent = _parents_among(summaries)
+    moved: list[RunSummary] = []
     for run in summaries:
         if run.parent is not None:
             path, step = run.parent
-            folder, checkpoint = split_path(path)
-            resolved = _resolved(folder, run)
-            is_own = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
-            above = find_parent(run)
-            is_there = not is_own and _may_be_opened(folder, run) and is_directory(folder)
-            if above is not None and above is not run and not is_there:
-                inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
-                is_inner = is_directory(inner) or resolve_path(inner) == resolved  # that were deleted
-                path = join_path(inner if is_inner else above.path, checkpoint)
-            elif is_own:
-                path = f"{path} of the run {run.parent_run}, which was there before"
-            run = dataclasses.replace(run, parent=(path, step))
-        found.append(run)
-    return found
+            run = dataclasses.replace(run, parent=(_parent_path(run, path, find_parent(run)), step))
+        moved.append(run)
+    return moved
+
+
+def _parent_path(run: RunSummary, recorded: str, parent: RunSummary | None) -> str:
+    """Return where the checkpoint is that a run has branched, or how its record names it."""
+    directory, checkpoint = split_path(recorded)
+    resolved = _resolved(directory, run)
+    is_own = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
+    is_there = not is_own and _may_be_opened(directory, run) and is_directory(directory)
+    if parent is not None and parent is not run and not is_there:
+        best = join_path(parent.path, split_path(directory)[1])
+        # Such as `best` in the directory of the run, also after its checkpoints were deleted.
+        is_of_best = is_directory(best) or resolve_path(best) == resolved
+        return join_path(best if is_of_best else parent.path, checkpoint)
+    if is_own:
+        return f"{recorded} of the run {run.parent_run}, which was there before"
+    return recorded
 
 
 def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
     """A sentence for the directories that have one run ID, if there are such."""
     names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
-    shared = [
-        f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {name}"
-        for name, copies in _by_id(summaries).items()
-        if len({run.path for run in copies}) > 1
-    ]
+    shared: list[str] = []
+    for run_id, copies in _by_id(summaries).items():
+        # Not if it is one directory with several prefixes.
+        if len({run.path for run in copies}) > 1:
+            shared.append(f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {run_id}")
+    if not shared:
+        return []
     why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
-    return [f"{format_list(shared, 5, '; ')}: {why}"] if shared else []
+    return [f"{format_list(shared, 5, '; ')}: {why}"]
 
 
 _MOST_METRICS = 4
@@ -318,30 +354,49 @@ def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str
 
 
 def run_names(summaries: Sequence[RunSummary]) -> list[str]:
+    """Return the paths of runs below the directory that they share, or their last names; a prefix other than model."""
     paths = [run.path for run in summaries]
-    above = os.path.commonpath(paths) if paths and not any(map(is_url, paths)) else ""
-    names = []
+    shared = os.path.commonpath(paths) if paths and not any(map(is_url, paths)) else ""
+    names: list[str] = []
     for run in summaries:
-        name = os.path.relpath(run.path, above) if above and run.path != above else split_path(run.path)[1] or run.path
-        names.append(name + ("" if run.prefix in ("model", "") else f":{run.prefix}"))
+        if shared and run.path != shared:
+            name = os.path.relpath(run.path, shared)
+        else:
+            name = split_path(run.path)[1] or run.path
+        suffix = "" if run.prefix in ("model", "") else f":{run.prefix}"
+        names.append(name + suffix)
     return names
 
 
 def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
-    cells = [["run", "status", "step", "saved", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
+    table = [["run", "status", "step", "saved", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
-        former = [split_path(path)[1] for path in run.former_paths if split_path(path)[1] != split_path(run.path)[1]]
-        name = branch + names[i] + (f" (was {', '.join(former)})" if former else "")
-        name += f" @{run.parent[1]}" if run.parent is not None else ""
+        name = branch + names[i] + _former_name(run)
+        if run.parent is not None:
+            name += f" @{run.parent[1]}"
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
+        wall = duration_text(run.wall_seconds)
+        if run.error:
+            step = wall = ""  # neither is known
         saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
-        varied = ["" if values[i] is None else str(values[i]) for values in differences.values()]
         since = "" if run.started is None else local_text(run.started, "minutes")
-        wall = "" if run.error else duration_text(run.wall_seconds)
-        numbers = [_metric_text(run, metric) for metric in metrics]
-        cells.append([name, run.status, "" if run.error else step, saved, *numbers, *varied, since, wall, run.devices])
-    return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
+        cells = [name, run.status, step, saved]
+        cells += [_metric_text(run, metric) for metric in metrics]
+        cells += ["" if values[i] is None else str(values[i]) for values in differences.values()]
+        cells += [since, wall, run.devices]
+        table.append([truncate(cell, _MAX_CELL) for cell in cells])
+    return table
+
+
+def _former_name(run: RunSummary) -> str:
+    name = split_path(run.path)[1]
+    former: list[str] = []
+    for path in run.former_paths:
+        former_name = split_path(path)[1]
+        if former_name != name:
+            former.append(former_name)
+    return f" (was {', '.join(former)})" if former else ""
 
 
 _MAX_CELL = 400
@@ -350,8 +405,12 @@ _MAX_CELL = 400
 
 def messages(rows: Sequence[Row]) -> list[str]:
     """A line for each run of which there is more to say than its status."""
-    told = zip(run_names([row.run for row in rows]), (status_text(row.run) for row in rows), rows, strict=True)
-    return [printable(truncate(f"{name}: {text}", _MAX_CELL)) for name, text, row in told if text != row.run.status]
+    lines: list[str] = []
+    for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
+        text = status_text(row.run)
+        if text != row.run.status:
+            lines.append(printable(truncate(f"{name}: {text}", _MAX_CELL)))
+    return lines
 
 
 def status_text(run: RunSummary) -> str:
@@ -376,15 +435,19 @@ def duration_text(seconds: float) -> str:
 
 def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[str]:
     """The lines of a table that fits the terminal, if any, and what there is to say below it."""
-    cells, width = _cells(rows, metrics, differences), shutil.get_terminal_size((0, 0)).columns
+    cells = _cells(rows, metrics, differences)
+    width = shutil.get_terminal_size((0, 0)).columns
+    if not width:
+        return [*columns(cells, 2), *messages(rows)]  # a file, or a pipe: lines are whole
+    # Names are cut first, as there is a path in each.
     narrow = [[printable(cell) for cell in row] for row in cells]
-    widest = max(len(row[0]) for row in narrow)
-    room = max(_LEAST_CUT, widest - max(0, breadth(narrow) - width)) if width else widest
-    narrow = [[truncate(row[0], room), *row[1:]] for row in narrow]
-    below = messages(rows)
-    if width:
-        below = [part for line in below for part in fold(truncate(line, 2 * width - 10), width, 2)]
-    return [*columns(narrow if breadth(narrow) <= width else cells, 2, width or None), *below]
+    excess = max(0, breadth(narrow) - width)
+    name_width = max(_LEAST_CUT, max(len(row[0]) for row in narrow) - excess)
+    narrow = [[truncate(row[0], name_width), *row[1:]] for row in narrow]
+    notes: list[str] = []
+    for line in messages(rows):
+        notes += fold(truncate(line, 2 * width - 10), width, 2)
+    return [*columns(narrow if breadth(narrow) <= width else cells, 2, width), *notes]
 
 
 _LEAST_CUT = 16
@@ -393,7 +456,14 @@ _LEAST_CUT = 16
 
 # `runs` of the command line.
 
-_OWN = {"run": "path", "status": "status", "step": "step", "since": "started", "wall": "wall_seconds", "on": "devices"}
+_FIELDS = {
+    "run": "path",
+    "status": "status",
+    "step": "step",
+    "since": "started",
+    "wall": "wall_seconds",
+    "on": "devices",
+}
 """The columns that are not metrics, and the fields that they are sorted by."""
 
 
@@ -406,14 +476,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
-    found = list[dict[str, Any]]()
+    starts_of_all: list[dict[str, Any]] = []
     for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
         starts = run_folder(row.run.path, row.run.prefix).facts_with_changes
-        found += [{"run": name, **start} for start in starts]
+        starts_of_all += [{"run": name, **start} for start in starts]
         if not arguments.json and starts:
-            print("\n".join([*([f"{name}:"] if len(rows) > 1 else []), *table_of_starts(starts)]))
+            heading = [f"{name}:"] if len(rows) > 1 else []
+            print("\n".join([*heading, *table_of_starts(starts)]))
     if arguments.json:
-        print(as_json_answer(found))
+        print(as_json_answer(starts_of_all))
     return DIFFERENT if any(row.run.error for row in rows) else OK
 
 
@@ -426,16 +497,17 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     differences = RunList(summaries).differences() if arguments.differences else {}
     if arguments.sort is not None:
         values = _values_of(arguments.sort, summaries, differences)
-        order = sorted(range(len(rows)), key=lambda i: _place_of(values[i]))
+        order = sorted(range(len(rows)), key=lambda i: _sort_key(values[i]))
         summaries = [summaries[i] for i in order]
-        rows = list(map(Row, summaries))
-        differences = {name: [values[i] for i in order] for name, values in differences.items()}
+        rows = [Row(run) for run in summaries]  # without branches, which the order does not follow
+        differences = {name: [row[i] for i in order] for name, row in differences.items()}
     if arguments.json:
-        fields = list(map(as_json_fields, summaries))
-        for i, run_fields in enumerate(fields if arguments.differences else ()):
-            run_fields["differences"] = {name: values[i] for name, values in differences.items()}
+        fields = [as_json_fields(run) for run in summaries]
+        if arguments.differences:
+            for i, run_fields in enumerate(fields):
+                run_fields["differences"] = {name: row[i] for name, row in differences.items()}
         print(as_json_answer(fields))
-    else:  # without a terminal, lines are whole
+    else:
         print("\n".join(_lines(rows, metrics, differences)))
     complain("runs", *shared_ids(summaries))
     return DIFFERENT if any(run.error for run in summaries) else OK
@@ -443,18 +515,18 @@ def _print_runs(arguments: argparse.Namespace) -> int:
 
 def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
     """The values of a column, a metric or an option, by which runs are sorted."""
-    if name in _OWN:
-        return [getattr(run, _OWN[name]) for run in summaries]
+    if name in _FIELDS:
+        return [getattr(run, _FIELDS[name]) for run in summaries]
     metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
     if name in metrics:
         return [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
     if name not in differences:
-        choices = ", ".join([*_OWN, *sorted(metrics), *differences])
+        choices = ", ".join([*_FIELDS, *sorted(metrics), *differences])
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {choices}")
     return differences[name]
 
 
-def _place_of(value: Any) -> tuple[int, Any]:
+def _sort_key(value: Any) -> tuple[int, Any]:
     """Numbers come first, then strings, then what is not known, and NaN."""
     if value is None or value != value:
         return 2, 0

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from jstep.record.stall_files import missing_threads, read_stalls
 from jstep.stores.event_files import Series
 from jstep.stores.urls import is_url
 
-# The files of a run: its starts, its scalars, and what is odd about them.
+# The files of a run: its starts, its scalars, and what is unusual about them.
 
 _SKIPPED = "skipped"
 """The metric of a skipped update, as `training.metrics` names it, which imports JAX."""
@@ -40,7 +40,7 @@ class RunFiles:
     """What is shown of a run.
 
     Attributes:
-        odd: What is odd, as sentences; also why some files are not shown.
+        warnings: What is unusual, as sentences; also why some files are not shown.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
     """
@@ -48,7 +48,7 @@ class RunFiles:
     run: RunSummary
     name: str
     folder: RunFolder
-    odd: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
 
@@ -58,70 +58,86 @@ class RunFiles:
         folder = RunFolder(run.path, run.prefix, ())
         if run.error is not None:
             return cls(run, name, folder, [run.error])
-        problems = list[str]()
-        series = dict[str, Series]()
+        warnings: list[str] = []
+        series: dict[str, Series] = {}
         try:
             folder = run_folder(run.path, run.prefix)
-            problems += folder.unreadable_starts
-            problems += _oddities(run, folder)
-            problems += folder.event_files[1]
-            series = folder.series(lambda error: problems.append(f"{error}; what follows is not shown"))
-            problems += [*_not_finite(series), *_skipped(series)]
+            warnings += folder.unreadable_starts
+            warnings += _warnings(run, folder)
+            warnings += folder.event_files[1]
+            series = folder.series(lambda error: warnings.append(f"{error}; what follows is not shown"))
+            warnings += _not_finite(series)
+            warnings += _skipped(series)
         except Exception as error:
+            # A page of a hundred runs is not lost with one of them.
             is_plain = isinstance(error, OSError | ImportError | ValueError)
-            problems.append(truncate(str(error) if is_plain else f"a file of it cannot be shown: {error!r}", 300))
+            text = str(error) if is_plain else f"a file of it cannot be shown: {error!r}"
+            warnings.append(truncate(text, 300))
         if len(series) > _MAX_TAGS:
-            problems.append(f"it has {len(series)} scalars; the first {_MAX_TAGS} are shown")
-        some = {tag: points for tag, points in itertools.islice(series.items(), _MAX_TAGS) if points.steps}
-        return cls(
-            run,
-            name,
-            folder,
-            odd=list(dict.fromkeys(problems)),
-            series={tag: _thinned(points.steps, points.values, columns) for tag, points in some.items()},
-            rewound={tag: [_thinned(*old, columns) for old in points.rewound] for tag, points in some.items()},
-        )
+            warnings.append(f"it has {len(series)} scalars; the first {_MAX_TAGS} are shown")
+        thinned: dict[str, Points] = {}
+        rewound: dict[str, list[Points]] = {}
+        for tag, points in itertools.islice(series.items(), _MAX_TAGS):
+            if points.steps:
+                thinned[tag] = _thinned(points.steps, points.values, columns)
+                rewound[tag] = [_thinned(*old, columns) for old in points.rewound]
+        return cls(run, name, folder, warnings=list(dict.fromkeys(warnings)), series=thinned, rewound=rewound)
 
     def marks(self) -> list[Mark]:
-        spans = [start["step"] for start in self.folder.valid_starts if start["step"]]
-        marks = [Mark("start", first, f"start from step {first}") for first, _ in spans if first]
-        stages = (self.folder.trained_with_card.get("card") or {}).get("stages") or {}
-        known = {int(at): name for at, name in stages.items() if at.isdecimal() and len(at) < 19}
-        marks += [Mark("stage", at, f"stage {name}") for at, name in known.items() if at]
-        saves = [] if is_url(self.run.path) else possible_checkpoints(self.run.path, self.run.prefix)
-        steps = [save[0] for save in saves if save[1]]
-        return [*marks, *(Mark("checkpoint", step, f"checkpoint {step}") for step in steps)]
+        """The steps at which a start, a stage or a checkpoint is marked in a picture; none for step 0."""
+        marks: list[Mark] = []
+        for start in self.folder.valid_starts:
+            if start["step"] and start["step"][0]:
+                first = start["step"][0]
+                marks.append(Mark("start", first, f"start from step {first}"))
+        stages = (self.folder.last_trained_start.get("card") or {}).get("stages") or {}
+        for step, name in stages.items():
+            # A step of more digits is not one that this package writes.
+            if step.isdecimal() and len(step) < 19 and int(step):
+                marks.append(Mark("stage", int(step), f"stage {name}"))
+        if not is_url(self.run.path):
+            for step, has_final_name, _ in possible_checkpoints(self.run.path, self.run.prefix):
+                if has_final_name:
+                    marks.append(Mark("checkpoint", step, f"checkpoint {step}"))
+        return marks
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float], columns: int) -> Points:
-    x, y = np.asarray(steps, np.int64), np.asarray(values, float)
+    x = np.asarray(steps, np.int64)
+    y = np.asarray(values, float)
     kept = thin(x, y, columns)
     return x[kept], y[kept]
 
 
-def _oddities(run: RunSummary, folder: RunFolder) -> Iterator[str]:
+def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
     if run.status not in ("finished", "running"):
         yield f"it is {run.status}: {run.reason}".rstrip(": ")
-    if (refused := run.refused) is not None:
-        what = f"{refused['status']}: {refused['reason']}".rstrip(": ")
-        yield f"the start that ended {utc_text(refused['time'])} took no step: {what}"
-    for stall in (stall for start in folder.valid_starts for stall in start["stalls"]):
-        seconds, what = stall.get("stalled"), truncate(str(stall.get("what")), 200)
-        yield f"process {stall.get('process')} stalled for {seconds} s at step {stall.get('step')}: {what}"
+    if run.refused is not None:
+        reason = f"{run.refused['status']}: {run.refused['reason']}".rstrip(": ")
+        yield f"the start that ended {utc_text(run.refused['time'])} took no step: {reason}"
+    for start in folder.valid_starts:
+        for stall in start["stalls"]:
+            what = truncate(str(stall.get("what")), 200)
+            yield (
+                f"process {stall.get('process')} stalled for {stall.get('stalled')} s at step {stall.get('step')}: "
+                f"{what}"
+            )
     ended, _ = read_stalls(run.path, run.prefix, ended=True)
-    for waiting in (process for process in ended if process["stall"]):
-        yield f"before it ended, process {waiting['process']} was {truncate(waiting['what'], 200)}: {waiting['line']}"
+    for process in ended:
+        if process["stall"]:
+            what = truncate(process["what"], 200)
+            yield f"before it ended, process {process['process']} was {what}: {process['line']}"
     yield from missing_threads(ended)
     spans = [start["step"] for start in folder.valid_starts if start["step"]]
     for earlier, later in itertools.pairwise(spans):
         if later[0] < earlier[1]:
             yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
     yield from part_changes(folder.valid_starts)
-    for start in folder.facts_with_changes:
-        for line in state_change_lines(start):
-            yield f"its state was {truncate(line, 300)} (start {start['number']})"
-        for change in start["changes"] or ():
-            yield f"changed before the start of {utc_text(start['began'])}: {truncate(change, 300)}"
+    for facts in folder.facts_with_changes:
+        for line in state_change_lines(facts):
+            yield f"its state was {truncate(line, 300)} (start {facts['number']})"
+        for change in facts["changes"] or ():
+            yield f"changed before the start of {utc_text(facts['began'])}: {truncate(change, 300)}"
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
@@ -156,40 +172,69 @@ class Ranking(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
         """The named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
-        names = dict.fromkeys(tag for row in rows for tag in (*row.run.metrics, *row.run.best, *row.series))
-        if name is not None and name not in names:
+        names: dict[str, None] = {}
+        for row in rows:
+            names |= dict.fromkeys([*row.run.metrics, *row.run.best, *row.series])
+        if name is None:
+            name = _default_metric(rows, names)
+        elif name not in names:
             known = format_list(list(names), 30) or "none"
             raise ValueError(f"metric={name!r}: must be a metric of the runs; there are {known}")
-        if name is None:
-            kept = Counter(tag for row in rows for tag in row.run.best)
-            prefixes = {prefix for row in rows for prefix in _evaluations(row.folder.trained_with_card)}
-            first = (tag for tag in names if tag.partition("/")[0] in prefixes or tag.partition("/")[2] in names)
-            name = kept.most_common(1)[0][0] if kept else next(first, "loss")
-        return cls(name, {None: mode == "max", True: True, False: False}[_is_max(rows, name)])
+        is_max = _is_max(rows, name)
+        # The mode of a `KeepBest` comes before the argument, which is for metrics without one.
+        return cls(name, mode == "max" if is_max is None else is_max)
 
     def best(self, row: RunFiles) -> tuple[float, int] | None:
         """The best value of a run and its step, as `KeepBest` knows it, or of its points, or the last one."""
-        value, at = row.run.best.get(self.name, (math.nan, 0))
+        value, step = row.run.best.get(self.name, (math.nan, 0))
         if math.isfinite(value):
-            return value, at
-        steps, values = row.series.get(self.name, (np.array([0]), np.array([math.nan])))
-        if (finite := np.flatnonzero(np.isfinite(values))).size:
-            found = finite[values[finite].argmax() if self.is_max else values[finite].argmin()]
-            return float(values[found]), int(steps[found])
+            return value, step
+        if self.name in row.series:
+            steps, values = row.series[self.name]
+            finite = np.flatnonzero(np.isfinite(values))
+            if finite.size:
+                among = values[finite].argmax() if self.is_max else values[finite].argmin()
+                index = finite[among]
+                return float(values[index]), int(steps[index])
         last = row.run.metrics.get(self.name, math.nan)
         return (last, row.run.step) if math.isfinite(last) else None
 
 
-def _evaluations(start: Mapping[str, Any]) -> list[str]:
+def _default_metric(rows: Sequence[RunFiles], names: Collection[str]) -> str:
+    kept = Counter(tag for row in rows for tag in row.run.best)
+    if kept:
+        return kept.most_common(1)[0][0]
+    prefixes: set[str] = set()
+    for row in rows:
+        prefixes |= _evaluations(row.folder.last_trained_start)
+    for tag in names:
+        prefix, _, metric = tag.partition("/")
+        # `validation/loss` beside `loss` is of an evaluation, whatever its hook is called.
+        if prefix in prefixes or metric in names:
+            return tag
+    return "loss"
+
+
+def _evaluations(start: Mapping[str, Any]) -> set[str]:
+    """The prefixes of the metrics of evaluations, from the text of the hooks."""
     hooks = ((start.get("card") or {}).get("arguments") or {}).get("hooks")
-    named = [re.fullmatch(r"EvaluationHook\((.*)\)", str(hook)) for hook in (hooks if isinstance(hooks, list) else [])]
-    return [match[1] for match in named if match]
+    prefixes: set[str] = set()
+    for hook in hooks if isinstance(hooks, list) else []:
+        match = re.fullmatch(r"EvaluationHook\((.*)\)", str(hook))
+        if match is not None:
+            prefixes.add(match[1])
+    return prefixes
 
 
 def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
-    """Whether a `KeepBest` keeps the greatest value; None if there is none."""
-    modes = [start["kept"][name]["mode"] for row in rows for start in row.folder.valid_starts if name in start["kept"]]
-    return next((mode == "max" for mode in reversed(modes) if mode is not None), None)
+    """Whether the newest `KeepBest` of a metric keeps the greatest value; None if there is none."""
+    is_max: bool | None = None
+    for row in rows:
+        for start in row.folder.valid_starts:
+            mode = start["kept"][name]["mode"] if name in start["kept"] else None
+            if mode is not None:
+                is_max = mode == "max"
+    return is_max
 
 
 # Options, and runs that differ by a seed.
@@ -209,14 +254,29 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> di
     """Short name → the values of an option of configs that varies; where no run has a config, of a hyperparameter."""
     names = [name for name in differ if name.startswith(SECTIONS["config"])]
     if not any(row.run.config for row in rows):
-        cards = (row.folder.trained_with_card for row in rows)
-        every = [item for start in cards if start for item in values_of(start).items()]
-        numbers = {name for name, (section, value) in every if section == "programs" and is_finite_number(value)}
+        numbers = _hyperparameters(rows)
         names = [name for name in differ if name in numbers]
     paths = [name.removeprefix(SECTIONS["config"]) for name in names]
-    last = [path.rpartition("/")[2] for path in paths]
-    short = [key if last.count(key) == 1 and key not in _TAKEN else path for key, path in zip(last, paths, strict=True)]
-    return {key: differ[name] for key, name in zip(short, names, strict=True)}
+    # Counted once, and not for each name: somebody else's config may have as many as a file can hold.
+    keys = Counter(path.rpartition("/")[2] for path in paths)
+    varied: dict[str, Sequence[Any]] = {}
+    for name, path in zip(names, paths, strict=True):
+        key = path.rpartition("/")[2]
+        is_unique = keys[key] == 1 and key not in _TAKEN
+        varied[key if is_unique else path] = differ[name]
+    return varied
+
+
+def _hyperparameters(rows: Sequence[RunFiles]) -> set[str]:
+    """The names of numbers that programs were compiled with."""
+    numbers: set[str] = set()
+    for row in rows:
+        if not row.folder.last_trained_start:
+            continue
+        for name, (section, value) in values_of(row.folder.last_trained_start).items():
+            if section == "programs" and is_finite_number(value):
+                numbers.add(name)
+    return numbers
 
 
 _TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
@@ -234,10 +294,14 @@ def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -
     seeds = [values for name, values in differ.items() if is_seed(name)]
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        if row.folder.trained_with_card:
+        if row.folder.last_trained_start:
             key = json.dumps([row.run.parent, *[values[i] for values in fixed]], default=str)
             groups.setdefault(key, []).append(i)
-    return [group for group in groups.values() if any(len({str(values[i]) for i in group}) > 1 for values in seeds)]
+    return [group for group in groups.values() if _differ_in_seed(group, seeds)]
+
+
+def _differ_in_seed(group: Sequence[int], seeds: Sequence[Sequence[Any]]) -> bool:
+    return any(len({str(values[i]) for i in group}) > 1 for values in seeds)
 
 
 # All of it.
@@ -266,13 +330,26 @@ class Sweep:
     def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Sweep":
         metric = Ranking.of(rows, name, mode)
         best = [metric.best(row) for row in rows]
-        sign = -1.0 if metric.is_max else 1.0
-        ranked = sorted(range(len(rows)), key=lambda i: math.inf if (value := best[i]) is None else sign * value[0])
+
+        def rank(i: int) -> float:
+            value = best[i]
+            if value is None:
+                return math.inf
+            return -value[0] if metric.is_max else value[0]
+
         colors = [NEUTRAL] * len(rows)
-        for place, i in enumerate(ranked[:COLORS]):
-            colors[i] = place
-        differ = differences_of([row.folder.trained_with_card for row in rows])
-        return cls(rows, metric, best, colors, differ, options(rows, differ), seed_groups(rows, differ))
+        for color, i in enumerate(sorted(range(len(rows)), key=rank)[:COLORS]):
+            colors[i] = color
+        differ = differences_of([row.folder.last_trained_start for row in rows])
+        return cls(
+            rows=rows,
+            metric=metric,
+            best=best,
+            colors=colors,
+            differ=differ,
+            options=options(rows, differ),
+            groups=seed_groups(rows, differ),
+        )
 
     def ranked(self) -> list[int]:
         return sorted((i for i, color in enumerate(self.colors) if color != NEUTRAL), key=self.colors.__getitem__)
