@@ -54,7 +54,8 @@ ERRORS = {"OSError": OSError, "SystemExit": SystemExit, "KeyboardInterrupt": Key
 SIGNALS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL", "SIGINT twice"
 MORE_STEPS = 3
 """The steps that a program takes beyond its end, when it is continued."""
-START_SECS = 120.0
+START_SECS = 300.0
+"""After this time a start in a process of its own is ended, and reported: it hangs, or the machine is too busy."""
 
 
 class Fault(NamedTuple):
@@ -522,6 +523,7 @@ def run_start(program: Program, directory: str, fault: Fault | None) -> dict[str
             child(program, directory, fault, process, port, result_path)
         children.append(pid)
     deadline = time.monotonic() + START_SECS
+    is_late = False
     left = set(children)
     while left:
         for pid in tuple(left):
@@ -530,10 +532,13 @@ def run_start(program: Program, directory: str, fault: Fault | None) -> dict[str
                 if program.processes > 1 and not os.path.exists(f"{result_path}.{children.index(pid)}"):
                     deadline = min(deadline, time.monotonic() + 5)  # the others wait for one that was killed
         if time.monotonic() > deadline:
+            is_late = is_late or left == set(children)
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
             deadline += 60
         time.sleep(0.02)
+    if is_late:
+        raise TimeoutError(f"a start did not end within {START_SECS:.0f} s")
     if not os.path.exists(f"{result_path}.0"):
         return {"ended": "killed", "notes": [], "lines": []}
     with open(f"{result_path}.0") as file:
@@ -714,7 +719,10 @@ def check(seeds: list[int], processes: int, keep: str | None) -> tuple[int, int]
                 file=sys.stderr,
                 flush=True,
             )
-        problems, came = problems_of(seed, processes, keep)
+        try:
+            problems, came = problems_of(seed, processes, keep)
+        except TimeoutError as error:
+            problems, came = [f"seed {seed}: {error}"], 0
         faults += came
         bad += bool(problems)
         if problems:

@@ -29,7 +29,6 @@ KNOWN = {
     "look.page._facts",
     "look.run_folder.RunFolder._facts_of",
     "look.run_summary._summary",
-    "loop.programs.ProgramTable.__init__",
     "loop.start._make_dispatch",
     "metering.device_sums.choose_columns",
     "optimizers.averages.with_moving_average",

@@ -42,7 +42,7 @@ class BatchSource:
         is_seekable: Whether a restart continues with the batch of its step.
         may_be_opened_again: Whether opening it again fetches the same batches, as they are a function of the step.
         may_be_read_ahead: Whether a thread may fetch batches before their step.
-        may_be_left: Whether a signal may end the wait for a batch, or leave one untrained: it can be made again.
+        can_interrupt: Whether a signal may end the wait for a batch, or leave one untrained: it can be made again.
         follows_calls: Whether it must be told of calls, by `end_fetch`, to know its position.
         moves_between_steps: Whether hooks may change its position after a step, so that `begin_fetch` has to read it.
         knows_shapes: Whether `item` tells the shapes of any batch, at any time.
@@ -54,7 +54,7 @@ class BatchSource:
     is_seekable = True
     may_be_opened_again = False
     may_be_read_ahead = True
-    may_be_left = True
+    can_interrupt = True
     follows_calls = False
     moves_between_steps = False
     knows_shapes = False
@@ -220,12 +220,12 @@ class FromState(BatchSource):
             self._previous_position = self._ask()
             self._is_large = _is_large(self._previous_position)
         self._is_frozen = True
-        self.may_be_left = not self._is_large
+        self.can_interrupt = not self._is_large
 
     def end_fetch(self, steps: int, position: Any) -> None:
         self._taken += steps
         self._is_frozen = False
-        self.may_be_left = True
+        self.can_interrupt = True
         if self._is_large:
             self._previous_position = None  # from here on, only the position after the batch exists
 
@@ -255,7 +255,7 @@ class FromLoop(BatchSource):
     """
 
     may_be_read_ahead = False
-    may_be_left = False
+    can_interrupt = False
 
     def __init__(self, given: Any, items: Iterator[Any], ask: Callable[[], Any] | None) -> None:
         super().__init__(given, items)

@@ -16,7 +16,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.debug.find_nonfinite import NonFinite, find_nonfinite
 from jstep.debug.replay import Replay, ReplayedCall, prefix_of, replay, replayed
-from jstep.loop.programs import as_stages
+from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value, real_parts
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained

@@ -22,10 +22,12 @@ from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
 from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
+from jstep.loop.chunks import CallBoundaries, make_chunks
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import BatchCopies
+from jstep.loop.feeder import BatchReader
 from jstep.loop.origin import extra_at
-from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
+from jstep.loop.programs import Program, ProgramTable
+from jstep.loop.stages import as_stages
 from jstep.metering.cadence import NEVER
 from jstep.metering.numbers import read_value
 from jstep.state.fingerprints import as_hexadecimal, fingerprint
@@ -169,10 +171,10 @@ def replayed(
             f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
             "list, a function of the step, or a loader with get_state and set_state"
         )
-    items = iter(BatchCopies(source))
+    items = iter(BatchReader(source))
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
-    ends = Boundaries(stages, source.next_change).ends(
+    ends = CallBoundaries(stages, source.next_change).ends(
         start, step, lambda begin: next((n for n in recorded.steps if n > begin), NEVER)
     )
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)

@@ -71,7 +71,7 @@ class ReportingHook(RunHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last=True)
+        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last_step=True)
         self._mean = as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
@@ -199,7 +199,7 @@ class MetricsHook(ReportingHook):
         self._named: set[str] = set()
         self.constants: dict[str, float] = {}
         super().__init__(mean=mean)
-        self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
+        self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last_step=True)
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()

@@ -270,7 +270,7 @@ class RunHook(Hook):
         """Called before the boundary of the last step, if the run ends there well; metrics are None without a step.
 
         For a row that a run interrupted here must not have, as it would split the interval of the next one. The hooks
-        of a cadence with `at_last` have one in any case.
+        of a cadence with `at_last_step` have one in any case.
         """
 
     def next_due(self, step: int) -> int | None:

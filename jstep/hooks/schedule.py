@@ -72,10 +72,10 @@ class HookSchedule:
         """Whether `is_due` may return True at this step; any process may ask this, at any time."""
         return step >= self.next or self.deadline != math.inf
 
-    def at_last(self, step: int) -> bool:
+    def is_due_at_last_step(self, step: int) -> bool:
         cadence = self.cadence
         has_acted = self.called == step and (cadence.secs is not None or cadence.has_multiple(step))
-        return cadence.at_last and (cadence.again_at_last or not has_acted)
+        return cadence.at_last_step and (cadence.again_at_last_step or not has_acted)
 
     def reschedule(self, step: int) -> None:
         self.called = step

@@ -3,6 +3,7 @@
 - `agreement`: what processes compare at the start.
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
+- `chunks`: the batches of each call, and the steps at which calls end.
 - `compiling`: when programs are compiled.
 - `contents`: what a checkpoint holds beside the state.
 - `course`: the state machine: where a run is.
@@ -12,10 +13,11 @@
 - `finiteness`: whether the state may be saved.
 - `hook_runner`: the calls of hooks in the loop's thread.
 - `origin`: what a run begins from.
-- `programs`: stages, programs and chunks.
+- `programs`: the programs of stages, by the shapes of their batches.
 - `run_context`: what the loop, its hooks and its observers share; the interface of observers.
 - `saving`: when the checkpoint of a run is saved, and what prevents it.
 - `signals`: signals, a time limit, and stops of several processes.
+- `stages`: the training steps of a run, and where each begins.
 - `start`: how a run is opened, with its hooks, the user's and the built-in ones.
 - `start_times`: what a start does, in seconds, and how many programs each thread compiles.
 - `stopping`: how a run ends in each phase.

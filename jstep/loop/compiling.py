@@ -21,8 +21,10 @@ from jstep.core.threads import MAKING, Task, doing, in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.batch_sources import BatchSource
-from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of
+from jstep.loop.chunks import CallBoundaries, Chunk
+from jstep.loop.programs import Program, ProgramTable, shapes_of
 from jstep.loop.signals import StopSignals
+from jstep.loop.stages import Stage
 from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
 from jstep.training.explain import explain
@@ -96,7 +98,7 @@ class Compiler:
     def plan(self, source: BatchSource, start: int, last_step: int, batch_sharding: object) -> None:
         """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
         table = self.table
-        first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
+        first, *later = CallBoundaries(table.train_steps, source.next_change).starts(start, last_step)
         seen: set[Any] = set()
         for step in (first, *later) if later else ():
             stage = table.stage_of(step)
@@ -129,10 +131,10 @@ class Compiler:
         job = self.jobs.popleft()
         self.begin(job, shapes_of(args) if job.args is None else job.args)
 
-    def wait(self, step: int, *, may_leave: bool) -> None:
+    def wait(self, step: int, *, can_interrupt: bool) -> None:
         while self.begun and step >= self.begun[0][0].first:
             with self._watch.phase(STARTING), self.table.compiling(self.begun[0][0].name):
-                self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
+                self._signals.wait_for(self.begun[0][1], can_interrupt=can_interrupt)
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:
             self.jobs.popleft()  # not begun: the step compiles it
@@ -152,7 +154,7 @@ class Compiler:
         if program is self._compiled:
             return
         self._compiled = program
-        may_leave = not chunk.must_run
+        can_interrupt = chunk.can_interrupt
         size = getattr(program.step, "_cache_size", None)
         has_several = self.table.is_looped or len(self.table.stages) > 1
         is_due = has_several and not stage.is_begun and not stage.is_ahead
@@ -162,13 +164,13 @@ class Compiler:
             return
         with self.table.compiling(stage.name):
             try:
-                with self._signals.interrupting() if may_leave else contextlib.nullcontext():
+                with self._signals.allow_interrupts() if can_interrupt else contextlib.nullcontext():
                     lowered = program.lower(state, chunk.args, self.table.sums)
             except Exception as error:
                 forget_frames(error)
                 return
             try:
-                compile_apart(lowered, self._signals, may_leave=may_leave)
+                compile_apart(lowered, self._signals, can_interrupt=can_interrupt)
             except Exception as error:
                 if isinstance(program.step, TrainStep):
                     explain(error, state, chunk.args, donates=program.step.donate)
@@ -241,7 +243,7 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
             logger.info(text, job.name, job.first, time.perf_counter() - began)
 
 
-def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
+def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) -> None:
     """Compile in another thread, but count it for this one."""
 
     def compiled() -> Compiled:
@@ -250,7 +252,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
 
     future = in_background(compiled, name="jstep-compile-due")
     try:
-        signals.wait_for(future, may_leave=may_leave)
+        signals.wait_for(future, can_interrupt=can_interrupt)
     except BaseException:
         _warn_if_running(future)
         raise

@@ -21,9 +21,11 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
+from jstep.loop.chunks import Chunk
 from jstep.loop.compiling import Compiler
-from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps, shapes_of
+from jstep.loop.programs import Program, ProgramTable, shapes_of
 from jstep.loop.signals import StopSignals
+from jstep.loop.stages import TrainSteps
 from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.metrics.totals import MeanOf
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
@@ -71,7 +73,7 @@ class Dispatch:
 
     def prepare(self, state: Tree, chunk: Chunk) -> None:
         """Compile what a call needs; no signal is obeyed between this and the call."""
-        self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
+        self.compiler.wait(chunk.first, can_interrupt=chunk.can_interrupt)
         if not chunk.program.is_called:
             with self._watch.phase(STARTING), self._first_call() if self._latest is None else _UNMARKED:
                 self.compiler.compile_due(state, chunk)
@@ -210,7 +212,7 @@ class AutoSteps:
     def _lengthen(self, max_steps: int) -> None:
         failed = False
         try:
-            self._table.compile_longer(max_steps)
+            self._table.compile_with_max_steps(max_steps)
         except Exception as error:
             failed = True
             text = "the program of %d steps could not be compiled: %s: %s"

@@ -2,7 +2,7 @@
 
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
-| 1 | the last rows of logs (`call_at_last`, `make_last_rows`) | an error of a log: all savers save, nothing follows |
+| 1 | last rows of logs (`call_at_last_step`, `make_last_rows`) | an error of a log: all savers save, nothing follows |
 | 2 | the boundary, as a temporary checkpoint, if an `end` of the user's or an evaluation follows | the one before |
 | 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | the boundary stays |
 | 4 | the other savers, until they are on disk | the boundary stays |

@@ -8,7 +8,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.core import processes
 from jstep.core.exceptions import until_end
@@ -17,20 +17,23 @@ from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_backgro
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.batch_sources import BatchSource
 from jstep.data.prefetch import ReaderThread
-from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
+from jstep.loop.chunks import Chunk, CopiedBatches
+from jstep.loop.programs import shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
 
-_SECOND, _SHARE = 1.0, 0.05
-"""The interval between two checks of the waits, in seconds, and the share of waiting above which a thread starts."""
+_SECOND = 1.0
+"""The interval between two checks of the waits, in seconds."""
+_SHARE = 0.05
+"""The share of waiting above which a thread starts."""
 _HAND_OVER = 1e-4
 """The wait for each call, in seconds, below which no thread starts."""
 _CALLS_AHEAD = 2
 """The number of calls whose batches a thread reads ahead of the loop."""
 
 
-class BatchCopies(Iterable[tuple[Any, Any, Any]]):
-    """The batches of a source, copied if other code might write to them, with their shapes and positions.
+class BatchReader(Iterable[tuple[Any, Any, Any]]):
+    """Reads the batches of a source, with their shapes and positions, and copies those that other code may write to.
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
@@ -38,18 +41,24 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
     """
 
     def __init__(self, source: BatchSource, times: StartTimes | None = None) -> None:
-        self.source, self._times = source, StartTimes() if times is None else times
+        self.source = source
+        self.fetched = 0
+        self.count = 0
+        self._times = StartTimes() if times is None else times
         self._items = self._read()
-        self._again: Callable[[], BatchSource] | None = None
+        self._reopen_source: Callable[[], BatchSource] | None = None
         self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
-        self._reader: weakref.ref[ReaderThread] | None = None
-        self.fetched = self.count = 0
+        self._thread: weakref.ref[ReaderThread] | None = None
 
     def __iter__(self) -> CopiedBatches:
-        first = [self._take_first()]
-        until_taken = () if first[0] is None else map(first.pop, (0,))  # which does not hold the batch
-        return itertools.chain(until_taken, self._items, self._taken_ahead())
+        batch = self._take_first()
+        if batch is None:
+            return self._items
+        # Not the list itself, which would hold the batch during the run. And a chain, as a generator would be resumed
+        # for each batch.
+        first = [batch]
+        return itertools.chain(map(first.pop, (0,)), self._items, self._taken_ahead())
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
@@ -59,16 +68,17 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
             leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
             shapes = shapes_of_leaves(leaves, structure)
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
-            if not is_ahead:
-                self.count += 1
-                if self._reader is not None:
-                    return
+            if is_ahead:
+                continue
+            self.count += 1
+            if self._thread is not None:  # it reads from here on
+                return
 
     # The first batch.
 
-    def start(self, again: Callable[[], BatchSource] | None) -> None:
-        """Make the first batch in a thread. If it fails, because no hook has begun, `again` opens the source again."""
-        self._again = again
+    def start(self, reopen_source: Callable[[], BatchSource] | None) -> None:
+        """Make the first batch in a thread. If it fails, because no hook has begun, the source is opened again."""
+        self._reopen_source = reopen_source
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
         self._first = in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
@@ -79,12 +89,14 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     def _take_first(self) -> Any:
         future = self.wait_for_first()
-        if future is not None and self._again is not None and future.exception() is not None:
-            future = None
-            self.source = self._again()
-            self.fetched = 0
-            self._items = self._read()
-        return self._make_first() if future is None else future.result()
+        if future is None:
+            return self._make_first()
+        if self._reopen_source is None or future.exception() is None:
+            return future.result()
+        self.source = self._reopen_source()
+        self.fetched = 0
+        self._items = self._read()
+        return self._make_first()
 
     def wait_for_first(self) -> Task[Any] | None:
         future = self._first
@@ -94,6 +106,7 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
         return future
 
     def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
+        """Return the shapes of the first batch, or the batch itself; None if it fails, or the wait is over before."""
         future = self._first
         if shapes is not None:  # also read by the user's reader, which may hang
             future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
@@ -104,25 +117,33 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
 
     # The batches that are read ahead.
 
-    def reader(self) -> ReaderThread:
+    def thread(self) -> ReaderThread:
         """Return the thread that reads from now on, which the caller closes."""
-        reader = None if self._reader is None else self._reader()
-        if reader is None:
-            reader = ReaderThread(functools.partial(next, self._read(is_ahead=True)))
-            self._reader = weakref.ref(reader)
-        return reader
+        thread = None if self._thread is None else self._thread()
+        if thread is None:
+            thread = ReaderThread(functools.partial(next, self._read(is_ahead=True)))
+            self._thread = weakref.ref(thread)
+        return thread
 
     def _taken_ahead(self) -> CopiedBatches:
-        while self._reader is not None and (reader := self._reader()) is not None:
+        while self._thread is not None and (thread := self._thread()) is not None:
             try:
-                item = reader.take()
+                item = thread.take()
             except StopIteration:
                 return
-            reader.request()
-            del reader  # while the loop has the batch, nobody but the feeder holds the thread
+            thread.request()
+            del thread  # while the loop has the batch, nobody but the feeder holds the thread
             yield item
             del item
             self.count += 1
+
+
+class _WaitCheck(NamedTuple):
+    """When the waits were checked last, and the seconds waited and the number of requests until then."""
+
+    at: float
+    waited: float = 0.0
+    requests: int = 0
 
 
 class BatchFeeder(Iterator[Chunk]):
@@ -133,50 +154,48 @@ class BatchFeeder(Iterator[Chunk]):
 
     Attributes:
         waiting: Whether the loop waits for a batch.
-        may_leave: Whether a signal may end that wait now: no batch is lost.
+        can_interrupt: Whether a signal may end that wait now: no batch is lost.
         received_at: When the loop received the latest chunk, by the stopwatch.
         steps: The number of its steps.
     """
 
-    def __init__(self, copies: BatchCopies, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
-        self._copies = copies
+    def __init__(self, reader: BatchReader, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
+        self._reader = reader
         self._chunks = chunks
         self._signals = signals
         self._watch = watch
-        self._reader: ReaderThread | None = None
+        self._thread: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
         self._requests = 0
-        # When the waits were checked last, the seconds waited and the number of requests until then.
-        next_check = -math.inf if copies.source.may_be_read_ahead else math.inf
-        self._checked = (next_check, 0.0, 0)
+        self._last_check = _WaitCheck(at=-math.inf if reader.source.may_be_read_ahead else math.inf)
         self.waiting = False
-        self.may_leave = False
+        self.can_interrupt = False
         self.is_exhausted = False
         self.received_at = 0.0
         self.steps = 1
 
     def interrupted(self) -> BaseException | None:
-        return StopWaiting() if self.may_leave else None
+        return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:
         watch = self._watch
-        source = self._copies.source
+        source = self._reader.source
         self._requests += 1
         # From here on until the chunk is there, a signal raises `StopWaiting` wherever this thread is: in the user's
         # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
         self.waiting = True
-        self.may_leave = source.may_be_left
+        self.can_interrupt = source.can_interrupt
         before = watch.current
         watch.switch(watch.waiting)
         try:
-            if self._signals.received is not None and self.may_leave:
+            if self._signals.received is not None and self.can_interrupt:
                 self._signals.check()
             if source.moves_between_steps:
                 source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then
-                self.may_leave = source.may_be_left
+                self.can_interrupt = source.can_interrupt
             chunk = next(self._chunks)
-            self.may_leave = False  # before anything is noted of the batch, which a signal would tear apart
-            chunk.must_run = not source.may_be_left
+            self.can_interrupt = False  # before anything is noted of the batch, which a signal would tear apart
+            chunk.can_interrupt = source.can_interrupt
             # Only now: if the wait is left, the position stays before the batch, even if it was partly read.
             if source.follows_calls:
                 source.end_fetch(chunk.steps, chunk.position)
@@ -186,33 +205,36 @@ class BatchFeeder(Iterator[Chunk]):
             self.is_exhausted = True
             raise
         finally:
-            self.may_leave = False
+            self.can_interrupt = False
             self.received_at = watch.switch(before)
         self.waiting = False
         self.steps = chunk.steps
-        if self.received_at - self._checked[0] >= _SECOND:
+        if self.received_at - self._last_check.at >= _SECOND:
             self._check_waits(self.received_at)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
         return chunk
 
     def _check_waits(self, received_at: float) -> None:
-        checked, before, requests = self._checked
+        last = self._last_check
         waited = self._watch.seconds()[WAITING]
-        if waited - before > max(_SHARE * (received_at - checked), _HAND_OVER * (self._requests - requests)):
+        is_long_in_all = waited - last.waited > _SHARE * (received_at - last.at)
+        is_long_for_each = waited - last.waited > _HAND_OVER * (self._requests - last.requests)
+        if is_long_in_all and is_long_for_each:
             self._read_ahead()
-            received_at = math.inf  # no other check
-        self._checked = received_at, waited, self._requests
+            self._last_check = _WaitCheck(at=math.inf)  # no other one follows
+            return
+        self._last_check = _WaitCheck(at=received_at, waited=waited, requests=self._requests)
 
     def _read_ahead(self) -> None:
         before = self._ahead
         self._ahead = _CALLS_AHEAD * self.steps
-        self._reader = self._copies.reader()
-        self._reader.request(self._ahead - before)
+        self._thread = self._reader.thread()
+        self._thread.request(self._ahead - before)
 
     def close(self) -> bool:
         """End the thread; return whether it has ended."""
-        return self._reader is None or self._reader.close()
+        return self._thread is None or self._thread.close()
 
 
 def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:

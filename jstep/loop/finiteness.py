@@ -57,7 +57,7 @@ class Finiteness:
             self._known = weakref.ref(state), bad
         return self._known[1]
 
-    def require(self, step: int, saver: Saver) -> bool:
+    def check_params(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite, which the checkpoint records; raise if not.
 
         Returns False only for a `Saver` that allows it. To be called on all processes, which end here together.

@@ -19,9 +19,10 @@ from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.schedule import HookSchedule, next_call
 from jstep.loop.arguments import Options
+from jstep.loop.chunks import CallBoundaries, Chunk
 from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.programs import Boundaries, Chunk, TrainSteps
+from jstep.loop.stages import TrainSteps
 from jstep.metering.cadence import NEVER, Cadence
 
 RunChunk = Callable[[Any, Chunk], Any]
@@ -67,7 +68,7 @@ class HookRunner:
         self._train_steps = train_steps
         self._non_savers = ScheduleGroup((), course.first)
         self.savers = ScheduleGroup((), course.first)
-        self._was_last = False
+        self._has_called_at_last_step = False
         self._next_check = course.first
 
     def use_run(self, closing: contextlib.ExitStack) -> None:
@@ -223,7 +224,7 @@ class HookRunner:
         prevented = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]  # each must be called
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
-    def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
 
         These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
@@ -235,11 +236,11 @@ class HookRunner:
         run = self._run
         course = self._course
         errors = HookErrors(self._course)
-        if not course.has_trained or self._was_last:
+        if not course.has_trained or self._has_called_at_last_step:
             return
-        self._was_last = True
+        self._has_called_at_last_step = True
         schedules = (*self._non_savers.schedules, *self.savers.schedules)
-        due = [schedule.hook for schedule in schedules if schedule.at_last(course.position.step)]
+        due = [schedule.hook for schedule in schedules if schedule.is_due_at_last_step(course.position.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
         with run.watch.phase(HOOKS):
             self._poll(errors, wait=True)
@@ -339,7 +340,7 @@ class HookRunner:
         if call.phase != STEPPING:
             self._run.watch.record(call.timing_key, began)
 
-    def ends(self, boundaries: Boundaries) -> Iterator[int]:
+    def ends(self, boundaries: CallBoundaries) -> Iterator[int]:
         options = self._options
         course = self._course
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]

@@ -18,14 +18,15 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
+from jstep.loop.chunks import Chunk
 from jstep.loop.course import WITHIN, Activity, Course
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import BatchCopies, BatchFeeder
+from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.origin import Branched, Fresh, Origin, ResumePlan
-from jstep.loop.programs import Chunk, TrainSteps
 from jstep.loop.signals import StopSignals
+from jstep.loop.stages import TrainSteps
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
@@ -89,7 +90,7 @@ class RunComponents:
     """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks."""
 
     dispatch: Dispatch
-    batches: BatchCopies
+    batches: BatchReader
     feeder: BatchFeeder
     hooks: Sequence[Any]
     runner: HookRunner
@@ -232,7 +233,7 @@ class RunContext(RunInfo):
         return self.components.runner.before_save(step)
 
     def require_finite(self, step: int, saver: Saver) -> bool:
-        return self.components.finiteness.require(step, saver)
+        return self.components.finiteness.check_params(step, saver)
 
     def freeze_batch_position(self) -> None:
         """Freeze the position of batches that are made with the state."""

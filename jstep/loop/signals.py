@@ -176,7 +176,7 @@ class StopSignals:
         self.interrupts = _nothing
 
     @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
+    def allow_interrupts(self) -> Iterator[None]:
         before = self.interrupts
         self.interrupts = StopWaiting
         try:
@@ -189,8 +189,8 @@ class StopSignals:
         if self.is_single_process and self.received is not None:
             raise StopWaiting
 
-    def wait_for(self, future: Task[Any], *, may_leave: bool = True) -> None:
-        wait_until_done(future, self.check if may_leave else None)
+    def wait_for(self, future: Task[Any], *, can_interrupt: bool = True) -> None:
+        wait_until_done(future, self.check if can_interrupt else None)
 
     def poll_stop_signal(self) -> bool:
         """Whether the run stops; called after each call and between evaluation batches."""

@@ -27,14 +27,15 @@ from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.speed import StepCounterHook, count_examples
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
+from jstep.loop.chunks import CallBoundaries, Chunk, make_chunks
 from jstep.loop.contents import restore_hooks
 from jstep.loop.course import Activity
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
-from jstep.loop.feeder import BatchCopies, BatchFeeder
+from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.origin import ENDED, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
-from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
+from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
@@ -65,14 +66,14 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     early_batches = _restore(run, dispatch, batches)
     hooks = _build_hooks(run)
     runner = HookRunner(run, run.course, hooks, run.options, run.train_steps)
-    copies = _open_copies(run, batches, early_batches)
-    chunks = _make_chunks(run, dispatch, runner, copies)
-    feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
+    reader = _open_reader(run, batches, early_batches)
+    chunks = _make_chunks(run, dispatch, runner, reader)
+    feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
     run.at_start = finiteness.at_start
-    run.closing.callback(_close_batches, run, copies, feeder)
+    run.closing.callback(_close_batches, run, reader, feeder)
     return RunComponents(
-        dispatch=dispatch, batches=copies, feeder=feeder, hooks=hooks, runner=runner, finiteness=finiteness
+        dispatch=dispatch, batches=reader, feeder=feeder, hooks=hooks, runner=runner, finiteness=finiteness
     )
 
 
@@ -87,11 +88,11 @@ def _flush_before_saves(run: RunContext) -> None:
         run.closing.enter_context(run.saver.flushing(flush))
 
 
-def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies: BatchCopies) -> Iterator[Chunk]:
+def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, reader: BatchReader) -> Iterator[Chunk]:
     table = dispatch.table
-    boundaries = Boundaries(run.train_steps, copies.source.next_change)
+    boundaries = CallBoundaries(run.train_steps, reader.source.next_change)
     return make_chunks(
-        copies,
+        reader,
         run.course.first,
         table.program_for,
         run.options.batch_sharding,
@@ -127,7 +128,7 @@ def _close(run: RunContext, saver: Saver) -> None:
         saver.wait()
 
 
-def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
+def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
     saver = run.saver
     course = run.course
     latest = run.plan.latest
@@ -258,7 +259,7 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 # The batches, whose first one is made while the state is restored.
 
 
-def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
+def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
     """Start the first batch and compilation before the state is restored, if possible."""
     start = run.plan.first
     sequence = batches if isinstance(batches, BatchSequence) else None
@@ -268,19 +269,19 @@ def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCop
     if is_past_end or (sequence is None and run.plan.latest is None):
         return None
     extra = run.plan.extra
-    copies = _open_batches(run, batches, start, extra)
+    reader = _open_batches(run, batches, start, extra)
     open_again: Callable[[], BatchSource] | None = None
-    if copies.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook
+    if reader.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook
         open_again = functools.partial(_open_source, run, batches, start, extra)
-    copies.start(open_again)
+    reader.start(open_again)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
-    dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(copies.peek, shapes))
-    return copies
+    dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(reader.peek, shapes))
+    return reader
 
 
-def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchCopies:
-    return BatchCopies(_open_source(run, batches, first, extra), run.times)
+def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchReader:
+    return BatchReader(_open_source(run, batches, first, extra), run.times)
 
 
 def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchSource:
@@ -296,21 +297,21 @@ def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str,
     )
 
 
-def _open_copies(run: RunContext, batches: Tree, early_batches: BatchCopies | None) -> BatchCopies:
+def _open_reader(run: RunContext, batches: Tree, early_batches: BatchReader | None) -> BatchReader:
     """Return the batches whose first one was made early, or open them at the step that is known now."""
     origin = run.origin
 
-    def open_batches() -> BatchCopies:
+    def open_batches() -> BatchReader:
         return early_batches or _open_batches(run, batches, origin.step, origin.extra)
 
     return processes.share_errors(open_batches, _NO_BATCHES)
 
 
-def _close_batches(run: RunContext, copies: BatchCopies, feeder: BatchFeeder) -> None:
+def _close_batches(run: RunContext, reader: BatchReader, feeder: BatchFeeder) -> None:
     trained = run.step - run.course.first
     is_idle = feeder.close()
-    if copies.fetched > trained or feeder.waiting:  # a batch may have been read in part
-        copies.source.set_back(trained, copies.fetched, is_idle=is_idle)
+    if reader.fetched > trained or feeder.waiting:  # a batch may have been read in part
+        reader.source.set_back(trained, reader.fetched, is_idle=is_idle)
 
 
 def _next_save(options: Options, first: int, batches: int) -> int:

@@ -113,7 +113,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     if len(savers) < len(finiteness.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
-            finiteness.require(run.step, hook.saver)
+            finiteness.check_params(run.step, hook.saver)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
@@ -180,7 +180,7 @@ def _rescued(run: RunContext, error: BaseException) -> str:
             note_other(error, other)
 
     if not signals.received_twice:
-        runner.call_at_last(failed)
+        runner.call_at_last_step(failed)
     if attach_last_state(run, error):
         return f". The state was donated to a step: it is lost{where_resumed(run)}"
     saved = ""

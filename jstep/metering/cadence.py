@@ -33,8 +33,8 @@ class Cadence:
         secs: Seconds, or a function that returns them at the start of each interval.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples.
-        at_last: Whether the hook is also due at the last step.
-        again_at_last: Whether it is due there even if already called.
+        at_last_step: Whether the hook is also due at the last step.
+        again_at_last_step: Whether it is due there even if already called.
     """
 
     steps: int | None = None
@@ -42,8 +42,8 @@ class Cadence:
     clock: Clock = time.monotonic
     together: bool = False
     ends_calls: bool = True
-    at_last: bool = False
-    again_at_last: bool = False
+    at_last_step: bool = False
+    again_at_last_step: bool = False
 
     def interval(self) -> float:
         return self.secs() if callable(self.secs) else self.secs or 0.0

@@ -21,7 +21,7 @@ from jstep.hooks.at_steps import StopAtStepHook, stop_steps
 from jstep.hooks.hook import Hook, list_of_hooks
 from jstep.hooks.run_hook import RunHook, hook_cadence
 from jstep.hooks.schedule import next_call
-from jstep.loop.programs import as_stages, name_of_step
+from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
 
 T = TypeVar("T")

@@ -45,13 +45,14 @@ from jstep.hooks.hook import check_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, Step, cache_directory, check, validated
+from jstep.loop.chunks import Chunk
 from jstep.loop.course import BEGINNING, BETWEEN, READY, WITHIN, Activity, Course
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
-from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.run_context import RunContext
 from jstep.loop.signals import StopWaiting
+from jstep.loop.stages import as_stages
 from jstep.loop.start import begin_hooks, open_run
 from jstep.loop.start_times import StartTimes
 from jstep.running.observers import OBSERVERS
@@ -345,7 +346,7 @@ class Run(Generic[P]):
         course = context.course
         if context.in_flight.is_full:
             context.in_flight.make_room()  # waits for a call that was made long ago
-        if context.signals.received is not None and not chunk.must_run:
+        if context.signals.received is not None and chunk.can_interrupt:
             context.signals.check()  # it arrived since the batch was fetched
         course.activity = Activity.CALLING
         state, metrics = self._run_chunk(course.position.state, chunk)
@@ -430,7 +431,7 @@ class Run(Generic[P]):
         if are_batches_used_up:
             stopping.report_early_end(context)
         context.signals.disable_interrupts()
-        runner.call_at_last()
+        runner.call_at_last_step()
         context.check_step()
         is_cut_short = course.is_leaving or context.signals.poll_stop_signal()
         if course.owes_end and not was_stopped_before_first and not is_cut_short:

@@ -19,8 +19,8 @@ from jstep.core.threads import SerialTasks
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
+from jstep.loop.chunks import Chunk
 from jstep.loop.origin import PAST, START
-from jstep.loop.programs import Chunk
 from jstep.loop.run_context import Observer, RunContext
 from jstep.record.starts import valid
 from jstep.watching.card import batches_card

@@ -36,7 +36,8 @@ from jstep.core.trees import T, Tree
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.loop.arguments import Options
-from jstep.loop.programs import TrainSteps, lanes_of, name_of_step, shapes_of, type_text
+from jstep.loop.programs import shapes_of, type_text
+from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.record.config import as_text, plain
 from jstep.record.differences import SETTINGS
 from jstep.state.sharding import describe_devices

@@ -90,7 +90,7 @@ class ProgressHook(RunHook):
         self._new_bar = self._bars()
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         secs = as_number(every_n_secs, "every_n_secs", low=0)
-        self._cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
+        self._cadence = Cadence(secs=secs, clock=clock, at_last_step=True, again_at_last_step=True)
         self._bar: Any = None
 
     def _bars(self) -> Callable[..., Any]:

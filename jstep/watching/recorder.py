@@ -26,9 +26,10 @@ from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
 from jstep.evaluating.keep_best import KeepBest, data_hash
+from jstep.loop.chunks import Chunk
 from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
-from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.stages import Stage, lanes_of
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line, encoded

@@ -13,7 +13,7 @@ from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
 from jstep.core.trees import Tree
-from jstep.loop.programs import Chunk
+from jstep.loop.chunks import Chunk
 from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState

@@ -8,8 +8,8 @@ import numpy as np
 import positioned
 
 from jstep.data.loaders import open_source
-from jstep.loop.feeder import BatchCopies
-from jstep.loop.programs import make_chunks
+from jstep.loop.chunks import make_chunks
+from jstep.loop.feeder import BatchReader
 
 
 class Program(NamedTuple):
@@ -26,7 +26,7 @@ def in_loops(most):
 
 
 def handed_out(source, ends=(math.inf,), most=1):
-    return list(make_chunks(BatchCopies(source), 0, in_loops(most), ends=ends))
+    return list(make_chunks(BatchReader(source), 0, in_loops(most), ends=ends))
 
 
 def numbers(batches, start=0, last_step=100, position=None):

@@ -12,8 +12,10 @@ from waiting import wait_until
 
 import jstep
 from jstep.loop import dispatch
+from jstep.loop.chunks import Chunk
 from jstep.loop.dispatch import AutoSteps, choose_max_steps
-from jstep.loop.programs import Chunk, ProgramTable, as_stages
+from jstep.loop.programs import ProgramTable
+from jstep.loop.stages import as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 
@@ -35,7 +37,7 @@ class Table(types.SimpleNamespace):
     def __init__(self, error=None):
         super().__init__(done=[], error=error, sums=None, max_steps=None)
 
-    def compile_longer(self, most):
+    def compile_with_max_steps(self, most):
         self.done.append(("compile", most))
         if self.error is not None:
             raise self.error
@@ -97,6 +99,6 @@ def test_the_longer_program_is_known_to_be_compiled() -> None:
     programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
     args = (jax.ShapeDtypeStruct((2,), np.float32),)
     assert not programs.program_for(0, "shapes", lambda: args).is_ahead
-    programs.compile_longer(4)
+    programs.compile_with_max_steps(4)
     programs.max_steps = 4
     assert programs.program_for(0, "shapes", lambda: args).is_ahead

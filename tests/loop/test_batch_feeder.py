@@ -16,8 +16,8 @@ from waiting import wait_until
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
-from jstep.loop.feeder import BatchCopies, BatchFeeder, fetch_by_all
-from jstep.loop.programs import make_chunks
+from jstep.loop.chunks import make_chunks
+from jstep.loop.feeder import BatchFeeder, BatchReader, fetch_by_all
 from jstep.loop.signals import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
@@ -59,9 +59,9 @@ def check_waits(feeder, got):
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, is_saved=True, next_save=lambda number: number)
-    copies = BatchCopies(source)
-    made = make_chunks(copies, 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
-    feeder = BatchFeeder(copies, made, signals or StopSignals(), Stopwatch())
+    reader = BatchReader(source)
+    made = make_chunks(reader, 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    feeder = BatchFeeder(reader, made, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 
@@ -122,7 +122,7 @@ def test_an_interrupted_wait_loses_no_batch(way):
     with pytest.raises(StopWaiting):
         got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 10]
-    assert feeder._copies.source.position_after(2) == {"value": 2}
+    assert feeder._reader.source.position_after(2) == {"value": 2}
     feeder.close()
 
 

@@ -56,7 +56,7 @@ def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same):
     error = KeyError("mine")
 
     class AtLast(RunHook):
-        _cadence = Cadence(100, at_last=True)
+        _cadence = Cadence(100, at_last_step=True)
 
         def after_step(self, step, state, metrics):
             called.append(step)

@@ -52,7 +52,7 @@ def generated():
 def is_ahead(request, monkeypatch):
     """Whether a thread reads ahead from the second call on."""
     monkeypatch.setattr(feeder, "_SECOND", -math.inf)
-    read_ahead = lambda self, got: self._read_ahead() if request.param and self._reader is None else None  # noqa: E731
+    read_ahead = lambda self, got: self._read_ahead() if request.param and self._thread is None else None  # noqa: E731
     monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", read_ahead)
     return request.param
 

@@ -7,8 +7,8 @@ from sources import in_loops
 
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
-from jstep.loop.feeder import BatchCopies, BatchFeeder
-from jstep.loop.programs import make_chunks
+from jstep.loop.chunks import make_chunks
+from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.signals import StopSignals
 
 
@@ -21,10 +21,10 @@ def starts(read, step, calls=3000):
         return n
 
     source = open_source(batch, 0, 10**6, None)
-    copies = BatchCopies(source)
-    made = make_chunks(copies, 0, in_loops(1), ends=range(1, 10**6))
+    reader = BatchReader(source)
+    made = make_chunks(reader, 0, in_loops(1), ends=range(1, 10**6))
     watch = Stopwatch(clock=lambda: now[0])
-    feeder = BatchFeeder(copies, made, StopSignals(), watch)
+    feeder = BatchFeeder(reader, made, StopSignals(), watch)
     try:
         for n in range(calls):
             next(feeder)

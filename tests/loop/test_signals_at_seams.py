@@ -121,8 +121,8 @@ def test_while_a_program_is_compiled_for_new_shapes(steps_per_call, tmp_path, mo
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
             released.wait(60)
 
-    def compile_apart(lowered, signals, *, may_leave):
-        apart(NeverCompiled() if reached else lowered, signals, may_leave=may_leave)
+    def compile_apart(lowered, signals, *, can_interrupt):
+        apart(NeverCompiled() if reached else lowered, signals, can_interrupt=can_interrupt)
 
     def batches(n):
         if n == 4:
@@ -172,12 +172,12 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
         released.wait(60)
         compile_stage(*args)
 
-    def waits(signals, future, *, may_leave):
+    def waits(signals, future, *, can_interrupt):
         if latest == [3] and not sent:
-            sent.append(may_leave)
+            sent.append(can_interrupt)
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Timer(0.5, released.set).start()  # after the loop has looked whether it leaves
-        wait_for(signals, future, may_leave=may_leave)
+        wait_for(signals, future, can_interrupt=can_interrupt)
 
     def keep(n, state, metrics):
         latest[0] = n

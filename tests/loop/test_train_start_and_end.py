@@ -108,7 +108,7 @@ def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
     """Also if it is due there only because the run ends."""
 
     class AtLast(RunHook):
-        _cadence = Cadence(steps=100, at_last=True)
+        _cadence = Cadence(steps=100, at_last_step=True)
 
         def _when_due(self, step, state, metrics):
             return state.replace(params={"w": jnp.full(2, 123.0)})

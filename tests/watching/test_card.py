@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.programs import as_stages
+from jstep.loop.stages import as_stages
 from jstep.record.differences import IN_A_AND_B, changes
 from jstep.record.starts import read_starts, with_card
 from jstep.training.metrics import StepMetrics

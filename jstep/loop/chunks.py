@@ -1,0 +1,146 @@
+"""The batches of each call with their program, and the steps at which calls end."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.trees import Tree, batch_to_args
+from jstep.data.batch_placement import as_shardings, make_placer
+from jstep.loop.stages import TrainSteps
+from jstep.metering.cadence import NEVER
+
+
+@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
+class Chunk:
+    """The batches of one call, and the program that runs its steps.
+
+    Attributes:
+        args: For one step, or stacked for `program.max_steps` steps and padded at the end.
+        first: The step of the state that it begins with.
+        position: That of the source after its last batch.
+        can_interrupt: Whether a signal may prevent it: its batches can be made again.
+    """
+
+    program: Any
+    args: tuple[Any, ...]
+    steps: int
+    first: int
+    position: Any = None
+    can_interrupt: bool = True
+
+    @property
+    def step_args(self) -> tuple[Any, ...]:
+        step_args: tuple[Any, ...] = self.program.step_args if self.program.is_looped else self.args
+        return step_args
+
+    def trace(self, state: Tree) -> Any:
+        return self.program.stage.trace(state, self.step_args)
+
+    def rows(self) -> int | None:
+        axis = int(self.program.is_stacked)
+        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
+        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+CopiedBatches = Iterator[tuple[Any, Any, Any]]
+"""Batches, each with its shapes and the position after it."""
+ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
+"""`program_for(step, shapes, args)`, such as `ProgramTable.program_for`."""
+
+
+def make_chunks(
+    batches: Iterable[tuple[Any, Any, Any]],
+    start: int,
+    program_for: ProgramFor,
+    sharding: object = None,
+    *,
+    on_device: bool = False,
+    ends: Iterable[float] = (math.inf,),
+) -> Iterator[Chunk]:
+    """Yield batches as chunks, which end where the program, the shapes or `ends` require it."""
+    place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
+    place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
+    items = iter(batches)
+    step = start
+    item: Any = None
+    program: Any = None
+    shapes: Any = None
+    for end in ends:
+        while step < end:
+            item = item or next(items, None)
+            if item is None:
+                return
+            before = shapes
+            batch, shapes, position = item
+            if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
+                program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
+            chunk = [batch]
+            item = None
+            max_steps = min(program.max_steps, end - step)
+            while len(chunk) < max_steps and (item := next(items, None)) is not None:
+                if item[1] != shapes:
+                    break
+                chunk.append(item[0])
+                position = item[2]
+                item = None
+            place = place_one
+            if program.is_stacked:
+                batch = _stacked(chunk, program.max_steps)
+                place = place_stacked
+            args = batch_to_args(batch if place is None else place(batch))  # as in `_arguments`, without its call
+            yield Chunk(program, args, len(chunk), step, position)
+            step += len(chunk)
+
+
+def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+    return batch_to_args(batch if place is None else place(batch))
+
+
+def _stacked(batches: list[Any], max_steps: int) -> Any:
+    def stack(*column: Any) -> Any:
+        return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
+
+    return jax.tree.map(stack, *batches, *[batches[-1]] * (max_steps - len(batches)))
+
+
+_stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
+
+
+# The steps at which calls end.
+
+_MAX_CHANGES = 64
+"""The maximum number of changes of batch shapes to compile ahead."""
+
+
+class CallBoundaries(NamedTuple):
+    """The steps at which another stage begins or the shapes of the batches change."""
+
+    stages: TrainSteps
+    next_change: Callable[[int], int | None]
+
+    def after(self, step: int, last_step: int) -> int:
+        ends = last_step, self.next_change(step), self.stages.next_stage_start(step)
+        return min(end for end in ends if end is not None)
+
+    def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
+        """Yield the steps at which chunks must end."""
+        step = start
+        while step < last_step:
+            step = min(self.after(step, last_step), due_after(step))
+            yield step
+
+    def starts(self, start: int, last_step: int) -> Iterator[int]:
+        for stage in self.stages.stages():
+            first = max(start, stage.first)
+            end = last_step if stage.stop is None else min(stage.stop, last_step)
+            for _ in range(1 + _MAX_CHANGES):
+                if first < end:
+                    yield first
+                    first = self.after(first, end)

@@ -1,0 +1,80 @@
+"""The stages of a run: its training steps, and the steps at which each of them begins and stops."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jstep.core.checks import as_function
+from jstep.core.logs import logger
+from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.trees import Tree
+from jstep.data.steps import Staircase, as_staircase
+from jstep.metering.cadence import NEVER
+from jstep.training.step import TrainStep, trace_program
+from jstep.training.watched_updates import remember_updates, watch_updates
+
+TrainSteps = Staircase[Callable[..., Any]]
+
+
+def as_stages(train_step: object) -> TrainSteps:
+    form = "(state, *args) -> (state, metrics)"
+    return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
+
+
+def name_of_step(step: object) -> str:
+    return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
+
+
+def lanes_of(step: object) -> int | None:
+    lanes = getattr(step, "lanes", None)
+    return lanes if isinstance(lanes, int) else None
+
+
+@dataclasses.dataclass(eq=False)
+class Stage:
+    """A training step of a run, from `first` to before `stop`. `single` runs one step.
+
+    Attributes:
+        is_ahead: Whether its first program was compiled before it was due.
+        is_slow: Whether XLA runs it much slower in a loop.
+    """
+
+    step: Any
+    name: str
+    first: int
+    single: Any
+    stop: float = NEVER
+    is_begun: bool = False
+    is_ahead: bool = False
+    is_slow: bool = False
+
+    def begin(self) -> bool:
+        is_first = not self.is_begun
+        self.is_begun = True
+        return is_first
+
+    def mark_slow(self) -> None:
+        if not self.is_slow:
+            logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
+        self.is_slow = True
+
+    @property
+    def is_compilable(self) -> bool:
+        return hasattr(self.single, "lower")
+
+    def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
+        """The `jax.stages.Traced` of one step; None if the step is not compiled."""
+        if isinstance(self.single, TrainStep):
+            return trace_program(self.single, state, args)
+        if not hasattr(self.single, "trace"):
+            return None
+        with using_mesh(mesh_of((state, args))), self.watching():
+            return self.single.trace(state, *args)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what the step trains, if it is traced in this context."""
+        with watch_updates() as found:
+            yield
+        remember_updates(self.step, found)
