@@ -24,7 +24,23 @@ def compact(*elements):
     return jstep.compact(jstep.chain(*elements, jstep.sgd(2.0**-18)), min_size=1)
 
 
-DRAWING = {
+NOISY = jstep.chain(NOISE, jstep.sgd(1.0))
+WRAPPED = {
+    "cautious": jstep.cautious(NOISY),
+    "dynamic_loss_scale": jstep.dynamic_loss_scale(NOISY),
+    "lookahead": jstep.lookahead(NOISY, 100),
+    "master_weights": jstep.master_weights(NOISY),
+    "update_every": jstep.update_every(NOISY, 1),
+    "accumulating": jstep.update_every(NOISY, 1, accumulate=True),
+    "with_moving_average": jstep.with_moving_average(NOISY, jstep.ExponentialMovingAverage(0.9)),
+    "with_noise_scale": jstep.with_noise_scale(NOISY),
+    "with_projection": jstep.with_projection(NOISY, lambda params: params),
+    "all of them": jstep.dynamic_loss_scale(
+        jstep.skip_nonfinite(jstep.cautious(jstep.partition({"all": NOISY}, lambda path, leaf: "all")))
+    ),
+}
+"""Wrappers around an element that draws, all of float32 parameters."""
+DRAWING = WRAPPED | {
     "add_noise": jstep.chain(NOISE, jstep.sgd(1.0)),
     "stochastic_rounding": ROUNDING,
     "compact": compact(),
@@ -43,7 +59,7 @@ DRAWING = {
 
 
 def fresh(name):
-    dtype = jnp.float32 if name in ("add_noise", "skip_nonfinite") else jnp.bfloat16
+    dtype = jnp.float32 if name in ("add_noise", "skip_nonfinite", *WRAPPED) else jnp.bfloat16
     return jstep.TrainState.create({"w": jnp.ones(ROWS, dtype), "b": jnp.ones(ROWS, dtype)}, DRAWING[name])
 
 
@@ -57,7 +73,8 @@ def moves(name, updates, steps):
         start = fresh(name)
         slots = {k: x if "drawn" in k else start.slots[k] for k, x in state.slots.items()}
         start = start.replace(slots=slots, global_step=state.global_step)
-        new = jstep.apply_gradients(start, ones, optimizer, increment_global_step=False)
+        gradients = jax.tree.map(lambda leaf: leaf * jstep.loss_scale(start).astype(leaf.dtype), ones)
+        new = jstep.apply_gradients(start, gradients, optimizer, increment_global_step=False, scaled=True)
         value = master_params(new)["w"] if name.startswith("compact") else new.params["w"]
         return new, value.astype(jnp.float32) - 1
 
@@ -69,6 +86,7 @@ def moves(name, updates, steps):
     return np.asarray(moved, np.float64).reshape(updates * steps, ROWS)
 
 
+@pytest.mark.thorough(except_for=["add_noise", "stochastic_rounding", "compact", "partition", "all of them"])
 @pytest.mark.parametrize("name", DRAWING)
 def test_updates_of_one_step_draw_as_steps_of_one_update(name):
     within = moves(name, 6, 1)
