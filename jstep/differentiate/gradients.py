@@ -156,7 +156,8 @@ def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
         zeros = jnp.zeros_like(next(g for g in whole if g is not None))
         return [zeros if g is None else g for g in whole]
     indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in present])
-    shape, rows = present[0].dense_shape, []
+    shape = present[0].dense_shape
+    rows = []
     for g in leaves:
         values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
         rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))

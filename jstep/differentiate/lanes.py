@@ -156,7 +156,8 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
 
     `witness` is a nonempty array whose values XLA does not know.
     """
-    fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
+    fn = core.jaxpr_as_fun(merge_equal(program))
+    shapes = program.out_avals
 
     # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
     # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
@@ -253,7 +254,8 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    n, axes = lanes.devices, lanes.axes
+    n = lanes.devices
+    axes = lanes.axes
     sums = list(arrays)
     if n == 1:
         return sums

@@ -83,7 +83,8 @@ def lookup(table: object, ids: object) -> Array:
         raise TypeError(f"table: must be an array of rows, got {describe_type(table)}")
     tables = TABLES.get()
     index = None if tables is None else tables.index_of(table)
-    table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")
+    table = device_values.as_array(table, "table")
+    ids = device_values.as_array(ids, "ids")
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):

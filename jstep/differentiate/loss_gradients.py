@@ -171,7 +171,8 @@ def compute_gradients(
         def evaluate(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
             return compute(LossInputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
-        params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
+        params = trees.all_native(params, "params")
+        args = trees.all_native(args, "args")
         specs_of = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
         result = on_lanes(compute.lanes, evaluate, params, args, jax.tree.map(sharding_of, args), specs_of=specs_of)
         return ((result.loss, result.aux), result.gradients) if has_aux else (result.loss, result.gradients)

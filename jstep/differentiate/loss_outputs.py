@@ -68,7 +68,8 @@ def _like(old: object, new: object) -> Any:
         )
 
     def leaf(keys: Any, before: object, after: object) -> trees.Array:
-        before, after = jnp.asarray(before), jnp.asarray(after)
+        before = jnp.asarray(before)
+        after = jnp.asarray(after)
         is_same = before.dtype == after.dtype
         # The state would truncate a wider kind at each update.
         fits = is_same or -1 < _kind_of(after.dtype) <= _kind_of(before.dtype)
@@ -104,7 +105,8 @@ class Collector:
     """
 
     def __init__(self, key: str) -> None:
-        self.key, self.trace = key, get_opaque_trace_state()
+        self.key = key
+        self.trace = get_opaque_trace_state()
         self.parts: list[Any] = []
         self.nested: dict[tuple[str, ...], str] = {}
         self.unreturned: Callable[[Collector, Any], Any] | None = None

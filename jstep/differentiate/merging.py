@@ -32,7 +32,8 @@ def merge_equal(closed: Any) -> Any:
     eqns: list[Any] = []
 
     def add(name: str, eqn: Any) -> list[Any]:
-        key, results = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars)), None
+        key = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars))
+        results = None
         is_mergeable = not eqn.effects and name not in APART
         try:
             results = known.get(key) if is_mergeable else None
@@ -71,7 +72,8 @@ def merge_equal(closed: Any) -> Any:
             return atom if isinstance(atom, core.Literal) else env[atom]
 
         for operation in body.operations:
-            eqn, source = operation.eqn, operation.eqn.source_info
+            eqn = operation.eqn
+            source = operation.eqn.source_info
             if scopes is not None:  # of the calls around it, which profiles and tools show
                 source = source.replace(name_stack=scopes + source.name_stack)
             eqn = eqn.replace(invars=list(map(read, eqn.invars)), source_info=source)
@@ -84,7 +86,8 @@ def merge_equal(closed: Any) -> Any:
         return list(map(read, body.jaxpr.outvars))
 
     outvars = merge_body(body, body.jaxpr.invars)
-    constvars, consts = [var for var, _ in constants.values()], [const for _, const in constants.values()]
+    constvars = [var for var, _ in constants.values()]
+    consts = [const for _, const in constants.values()]
     return core.ClosedJaxpr(body.jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars), consts)
 
 

@@ -69,7 +69,8 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:
             return None
-        mesh, shape = _mesh_of(leaf), (rows, n, *np.shape(leaf)[1:])
+        mesh = _mesh_of(leaf)
+        shape = (rows, n, *np.shape(leaf)[1:])
         in_parts = functools.partial(jnp.reshape, shape=shape)
         if spec is None or mesh.empty:
             return in_parts(leaf)
@@ -300,7 +301,8 @@ def reduce_once(
     if able:
 
         def typed(params: Tree, parts: object) -> Any:
-            leaves, reduced = jax.tree.leaves(params), []
+            leaves = jax.tree.leaves(params)
+            reduced = []
             for i in able:
                 sharding: Any = jax.typeof(leaves[i]).sharding
                 spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
@@ -386,7 +388,8 @@ def estimate_noise(squares: Squares) -> GradientNoise:
         counts = w > 0
         # 0 · NaN is NaN, but a part without weight must not contribute.
         terms = jnp.where(counts, w * parts, jnp.zeros_like(parts))
-        n, total = jnp.sum(counts), jnp.sum(jnp.where(counts, w, jnp.zeros_like(w)))
+        n = jnp.sum(counts)
+        total = jnp.sum(jnp.where(counts, w, jnp.zeros_like(w)))
         others = jnp.where(n > 1, (n - 1).astype(parts.dtype), jnp.nan)
         noise = (jnp.sum(terms) / total - whole) * (total / others)
         return GradientNoise(noise, whole - noise / total)

@@ -61,7 +61,8 @@ def adam(
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
+    m = rules.average(s.m, g, h.beta1)
+    v = rules.average(s.v, g * g, h.beta2)
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -147,7 +148,8 @@ def scale_by_adam(
 
 def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The direction m̂ / (√v̂ + ε), with the largest v so far if there is such a slot."""
-    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
+    m = rules.average(s.m, g, h.beta1)
+    v = rules.average(s.v, g * g, h.beta2)
     new = {"m": m, "v": v}
     if "v_max" in s:
         v = new["v_max"] = jnp.maximum(s.v_max, v)
@@ -155,7 +157,8 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def corrections(h: Values) -> dict[str, Any]:
-    first, second = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
+    first = rules.bias_correction(h.beta1, h.age)
+    second = rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(second)
     return {"unbias1": 1 / first, "unbias2": 1 / second, "unbias": root / first, "epsilon_hat": root * h.epsilon}
 
@@ -198,7 +201,8 @@ def adamax(
 
 
 def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m, u = rules.average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
+    m = rules.average(s.m, g, h.beta1)
+    u = jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
     return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
 
 
@@ -244,12 +248,14 @@ def nadam(
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
         return rules.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
-    slots, hyper = M_V | {"mu_product": rules.Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
+    slots = M_V | {"mu_product": rules.Scalar(1.0)}
+    hyper = hyper | {"momentum_decay": momentum_decay}
     return rules.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
+    m = rules.average(s.m, g, h.beta1)
+    v = rules.average(s.v, g * g, h.beta2)
     return (h.weight_m * m + h.weight_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -267,7 +273,8 @@ def growing_nadam_weights(h: Values) -> dict[str, Any]:
     def mu(t: Array) -> Array:
         return h.beta1 * (1 - 0.5 * jnp.power(0.96, t * h.momentum_decay))
 
-    current, following = mu(age), mu(age + 1)
+    current = mu(age)
+    following = mu(age + 1)
     product = h.mu_product * current
     return {
         "mu_product": product,
@@ -320,7 +327,8 @@ def radam(
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
+    m = rules.average(s.m, g, h.beta1)
+    v = rules.average(s.v, g * g, h.beta2)
     factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return h.unbias1 * m * jnp.where(h.rectified, factor, jnp.ones_like(factor)), {"m": m, "v": v}
 
@@ -331,7 +339,8 @@ def rectification(h: Values) -> dict[str, Any]:
     rho = longest - 2 * h.age.astype(seen.dtype) * (1 - seen) / seen
     rectified = (rho >= h.threshold) & (longest > 4)
     # Without rectification the radicand may be negative, and its NaN would leak into derivatives even if discarded.
-    safe, top = jnp.where(rectified, rho, 5.0), jnp.where(longest > 4, longest, 5.0)
+    safe = jnp.where(rectified, rho, 5.0)
+    top = jnp.where(longest > 4, longest, 5.0)
     r = jnp.sqrt((safe - 4) * (safe - 2) * top / ((top - 4) * (top - 2) * safe))
     return corrections(h) | {"r": r, "rectified": rectified}
 
@@ -417,7 +426,8 @@ def yogi(
 
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m, square = rules.average(s.m, g, h.beta1), g * g
+    m = rules.average(s.m, g, h.beta1)
+    square = g * g
     v = s.v - (1 - h.beta2) * jnp.sign(s.v - square) * square
     return unbiased_direction(m, v, h), {"m": m, "v": v}
 
@@ -469,7 +479,8 @@ def ademamix(
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    m1, m2 = rules.average(s.m1, g, h.beta1), rules.average(s.m2, g, h.beta3)
+    m1 = rules.average(s.m1, g, h.beta1)
+    m2 = rules.average(s.m2, g, h.beta3)
     v = rules.average(s.v, g * g, h.beta2)
     u = (h.unbias1 * m1 + h.alpha * m2) / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return u, {"m1": m1, "m2": m2, "v": v}
@@ -521,7 +532,8 @@ def adan(
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
-    m, d = rules.average(s.m, g, h.beta1), rules.average(s.d, change, h.beta2)
+    m = rules.average(s.m, g, h.beta1)
+    d = rules.average(s.d, change, h.beta2)
     n = rules.average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
     u = h.unbias1 * m + h.beta2 * h.unbias2 * d
     update = -h.learning_rate * u / (jnp.sqrt(h.unbias3 * n) + h.epsilon)
@@ -577,7 +589,8 @@ def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adopt_weights(h: Values) -> dict[str, Any]:
-    first, age = h.age == 1, h.age.astype(jnp.result_type(float))
+    first = h.age == 1
+    age = h.age.astype(jnp.result_type(float))
     return {
         "bound": jnp.power(age - 1, 0.25),
         "kept_m": jnp.where(first, 1.0, h.beta1),
@@ -648,7 +661,8 @@ def adafactor(
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
     optional |= {"momentum": None if momentum is None else check_hyperparameter("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}
-    relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
+    relative = as_bool(relative_step, "relative_step")
+    scales = as_bool(scale_parameter, "scale_parameter")
 
     def without(path: str, leaf: Any, which: int) -> tuple[int, ...] | None:
         axes = factored_axes(np.shape(leaf), min_size)
@@ -685,7 +699,8 @@ def factored_axes(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
 
 
 def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    square, new = g * g + h.epsilon, {}
+    square = g * g + h.epsilon
+    new = {}
     if s.v is None:
         axes = factored_axes(p.shape, 1)
         assert axes is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ from jstep.state.train_state import MODEL_STATE, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
-DECAY, RATE = "decay", "rate"
+DECAY = "decay"
+RATE = "rate"
 
 
 @explains_attributes
@@ -218,7 +219,8 @@ def _count(name: str, value: object) -> Array:
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
 def move_average(average: Array, p: Array, rate: Array) -> Array:
-    rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
+    rate = jnp.asarray(rate).astype(average.dtype)
+    p = p.astype(average.dtype)
     moved = average - rate * (average - p)
     # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
@@ -280,7 +282,7 @@ def with_moving_average(
     argument, speed = ema._speed
     hyper = {f"{ema.name}/{argument}": speed} if callable(speed) or isinstance(speed, Held) else {}
 
-    def fresh(params: Params, global_step: Step) -> Any:
+    def init_averages(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
         updated = treedef.flatten_up_to(trained_params(optimizer, params))
         chosen = [flag and p is not None for flag, p in zip(averaged(params), updated, strict=True)]
@@ -289,40 +291,20 @@ def with_moving_average(
         return ema.init(treedef.unflatten([p if flag else None for p, flag in zip(leaves, chosen, strict=True)]))
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, after = at.params, jnp.asarray(at.step) + 1
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         if ema.per_step and not nested.INCREMENTS.get():
             return updates, inner, outer
         averaging = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
-        averages = trees.flatten_like(params, outer[ema.name], "averages")
-        new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        by_label: dict[int, tuple[Any, Any]] = {}
-
-        def weight_of(start: Any, has_gradient: bool) -> Any:
-            """The weight of a leaf's new value, None if its average stays."""
-            if id(start) not in by_label:
-                age = None if start is None else slot_age(at.step, start)
-                # An average that starts at zeros becomes the first value, even without a gradient.
-                first = jnp.where((age == 1) & ema._is_due(after), 1.0, 0.0) if ema._starts_at_zeros else None
-                by_label[id(start)] = averaging._weight(after, age), first
-            return by_label[id(start)][not has_gradient]
-
-        def call(average: object, p: object, u: object, g: object, start: object) -> Any:
-            weight = None if average is None else weight_of(start, g is not None or ema.per_step)
-            return None if weight is None else (_move_leaf, p, u, weight)
-
-        leaves = averages, jax.tree.leaves(params), new_updates, gradients, at.starts
-        on_leaves(params, {AVERAGE_SLOT: averages}, list(map(call, *leaves)))
-        weight = next((weight for weight, _ in by_label.values()), 0.0)
+        averages, weight = update_averages(averaging, outer[ema.name], updates, gradients, at)
         weights = dict.fromkeys(weight_slots, jnp.asarray(weight, jnp.float32))
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **weights}
+        return updates, inner, {ema.name: averages, **weights}
 
     role = Role.COPY if initial is None and not ema._starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and (ema._waits or ema.per_step)
     outer = WrapperSlots(
-        {ema.name: fresh, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
+        {ema.name: init_averages, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
         {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
         hyper,
@@ -333,6 +315,47 @@ def with_moving_average(
         by_step=f"{ema.name} (every={ema.every})" if ema.every > 1 and not ema.per_step else None,
     )
     return wrap_optimizer(optimizer, "with_moving_average", update, outer)
+
+
+class _Weights(NamedTuple):
+    """The weights of new values in the averages of one age; None: the average stays."""
+
+    with_gradient: Any
+    without_gradient: Any
+
+
+def update_averages(
+    ema: ExponentialMovingAverage, averages: Params, updates: Updates, gradients: Sequence[Any], at: StepInputs
+) -> tuple[Params, Any]:
+    """Move the averages to the parameters after these updates; return them and the weight of the new values.
+
+    `gradients` are the leaves that the optimizer got: one without a gradient has no new value.
+    """
+    params = at.params
+    after = jnp.asarray(at.step) + 1
+    leaves = trees.flatten_like(params, averages, "averages")
+    new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    weights: dict[int, _Weights] = {}  # by the age of the leaves, which those of a label share
+
+    def weights_at(start: Any) -> _Weights:
+        if id(start) not in weights:
+            age = None if start is None else slot_age(at.step, start)
+            # An average that starts at zeros becomes the first value, even without a gradient.
+            first = jnp.where((age == 1) & ema._is_due(after), 1.0, 0.0) if ema._starts_at_zeros else None
+            weights[id(start)] = _Weights(ema._weight(after, age), first)
+        return weights[id(start)]
+
+    def call(average: object, p: object, u: object, g: object, start: object) -> Any:
+        if average is None:
+            return None
+        has_value = g is not None or ema.per_step
+        weight = weights_at(start).with_gradient if has_value else weights_at(start).without_gradient
+        return None if weight is None else (_move_leaf, p, u, weight)
+
+    calls = list(map(call, leaves, jax.tree.leaves(params), new_updates, gradients, at.starts))
+    on_leaves(params, {AVERAGE_SLOT: leaves}, calls)
+    weight = next((weight.with_gradient for weight in weights.values()), 0.0)
+    return trees.structure(params).unflatten(leaves), weight
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:
@@ -489,7 +512,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     hyper = {"slow_step_size": check_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
     outer = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
-    return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.ordered)
+    return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.with_order)
 
 
 def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:

@@ -71,7 +71,8 @@ def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[
     def by(operation: Operation, values: list[Any]) -> list[Any]:
         if operation.kind == "cond":
             return _narrow(operation, values, widened)
-        eqn, output = operation.eqn, operation.eqn.outvars[0]
+        eqn = operation.eqn
+        output = operation.eqn.outvars[0]
         is_conversion = operation.name == "convert_element_type"
         if is_conversion and eqn.invars[0].aval.dtype.itemsize < output.aval.dtype.itemsize:
             widened[output] = values[0]
@@ -112,7 +113,8 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
     def one_slice(i: Array, carried: object) -> Any:
         indices = {}
         for axis in reversed(cut_axes):
-            indices[axis], i = i % counts[axis], i // counts[axis]
+            indices[axis] = i % counts[axis]
+            i = i // counts[axis]
         position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(of_slice))
         starts_of_axes = ([indices[axis], 0] if axis in indices else [0] for axis in range(len(shape)))
         starts: list[Any] = [start for axis_starts in starts_of_axes for start in axis_starts]

@@ -289,7 +289,7 @@ def drawing_element(
     fn: Callable[[Updates, Params, Step, Hyper, Array], Updates], hyper: Mapping[str, Any]
 ) -> Optimizer:
     """As `element`, of a function that draws random numbers; it also gets the number of the update within the step."""
-    roles = held_roles(hyper).joined(draws.ROLES)
+    roles = held_roles(hyper).merge(draws.ROLES)
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
@@ -413,7 +413,7 @@ class _Partition:
     def roles(self, params: Params) -> Roles:
         with self.by_label(params) as (_, by_label):
             roles = [roles_of(labeled.optimizer, labeled.params) for labeled in by_label.values()]
-        return functools.reduce(Roles.joined, roles).with_misplaced()
+        return functools.reduce(Roles.merge, roles).with_misplaced()
 
     def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         params = at.params

@@ -155,7 +155,8 @@ def sgd(
             f"use_nesterov=True: must have a momentum > 0 and dampening=0, got {momentum=} and {dampening=}"
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
-    slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Decay(weight_decay, weight_decay_mask)
+    slots = {"momentum": MEAN} if keeps else {}
+    hyper["weight_decay"] = Decay(weight_decay, weight_decay_mask)
     slots = {"momentum": MEAN_IN_ORDER} if use_nesterov else slots
     prepare = share_of_gradient if keeps and damped else None
     return rules.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
@@ -287,7 +288,8 @@ def scale_by_rms(
 
     Source: Tieleman and Hinton (2012); `optax.scale_by_rms`, `optax.scale_by_stddev`, `torch.optim.RMSprop`.
     """
-    is_centered, is_inside = as_bool(centered, "centered"), as_bool(epsilon_in_root, "epsilon_in_root")
+    is_centered = as_bool(centered, "centered")
+    is_inside = as_bool(epsilon_in_root, "epsilon_in_root")
 
     def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
         variance, new = variance_of(g, s, h.decay)
@@ -478,7 +480,8 @@ def madgrad_weight(h: Values) -> dict[str, Any]:
 
 def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     g = g if rules.is_zero(h.weight_decay) else g + h.weight_decay * p
-    total, total_square = s.s + h.weight * g, s.grad_sum_sq + h.weight * (g * g)
+    total = s.s + h.weight * g
+    total_square = s.grad_sum_sq + h.weight * (g * g)
     root = jnp.cbrt(total_square) + h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     moved = jnp.where(root > 0, total / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(total))

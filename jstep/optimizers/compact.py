@@ -114,8 +114,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
             added[REMAINDER] = Role.REMAINDER
         if added:
-            inner = inner.joined(draws.ROLES)
-        return inner.joined(Roles(added, halves=halves, formats={"compact"}))
+            inner = inner.merge(draws.ROLES)
+        return inner.merge(Roles(added, halves=halves, formats={"compact"}))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         trained = _trained_leaves(optimizer, params)
@@ -169,7 +169,8 @@ def _rounded(p: Any, master: Any) -> Any:
 
 def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Blocks | None]) -> Slots:
     slots: Slots = {}
-    treedef, leaves = trees.structure(params), jax.tree.leaves(params)
+    treedef = trees.structure(params)
+    leaves = jax.tree.leaves(params)
     for name, half in roles.halves.items():
         tops = trees.flatten_like(params, values[name], f"slot {name!r}")
         lows: list[Any] = [None] * len(tops)
@@ -177,14 +178,16 @@ def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Block
             has_values = x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
             if leaf_blocks is not None and has_values:
                 tops[i], lows[i] = round_to_nearest(x, leaf_blocks, KINDS[roles.holds[name]])
-        slots[name], slots[half] = treedef.unflatten(tops), treedef.unflatten(lows)
+        slots[name] = treedef.unflatten(tops)
+        slots[half] = treedef.unflatten(lows)
     return slots
 
 
 # An update of stored slots: they are decoded, updated by the inner optimizer, and encoded again.
 
 REMAINDER = "remainder"
-TPU, GPU = "tpu", "cuda"
+TPU = "tpu"
+GPU = "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
 Row: TypeAlias = dict[str, Any]
 
@@ -220,7 +223,8 @@ class StoredState(NamedTuple):
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
+        names = (REMAINDER, *self.halves)
+        step = jnp.asarray(self.step).astype(jnp.uint32)
         # The updates of one step have sequences of their own.
         offset = np.uint32(0) if self.number is None else self.number.astype(jnp.uint32) * np.uint32(_SALT_OF_UPDATE)
         turns: list[dict[str, Turn]] = []
@@ -234,7 +238,8 @@ class StoredState(NamedTuple):
         return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
 
     def values(self) -> tuple[Slots, Params]:
-        rows, (leaves, treedef) = self.rows(self.slots), trees.flatten(self.params)
+        rows = self.rows(self.slots)
+        leaves, treedef = trees.flatten(self.params)
         masters = [stored_value(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
         return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
 
@@ -295,7 +300,8 @@ def _encode(
         u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, tuple(stored.halves.items())
         value, row = separate[i] if i in separate else _encode_leaf(*args)
-        new_updates[i], rows[i] = new_updates[i] if value is None else Replacement(value), rows[i] | row
+        new_updates[i] = new_updates[i] if value is None else Replacement(value)
+        rows[i] = rows[i] | row
     return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)
 
 
@@ -364,20 +370,24 @@ class _LeafProgram(NamedTuple):
 
 
 def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
-    values, named = stored.values(), trees.leaves_with_paths(stored.params)
+    values = stored.values()
+    named = trees.leaves_with_paths(stored.params)
     inputs, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
     traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
     program, shapes = without_calls(traced, platform, *inputs)
-    results, structure = program.jaxpr.outvars, trees.structure(shapes)
+    results = program.jaxpr.outvars
+    structure = trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
     (update_numbers, after), _ = structure.unflatten(range(len(results)))
     nodes = trees.flatten_like(stored.params, update_numbers, "updates", is_leaf=is_update)
     lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
-    large, after_rows = stored.large(), stored.rows(after)
+    large = stored.large()
+    after_rows = stored.rows(after)
     leaves: dict[int, _LeafProgram] = {}
     for i, (row, turns, blocks, master, before) in enumerate(zip(*lists, strict=True)):
-        path, shape = named[i][0], np.shape(named[i][1])
+        path = named[i][0]
+        shape = np.shape(named[i][1])
         if large[i] and nodes[i] is not None and not is_slices(nodes[i]):
             of_slice = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
             old = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
@@ -407,8 +417,10 @@ def _update_leaf(
     others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
     def values(carried: Any, read: Any) -> tuple[Array, Any, Row]:
-        (p, row), (inputs, kept) = carried, read
-        old, master = _values(row | kept, halves, platform == GPU), stored_value(p, row.get(REMAINDER))
+        p, row = carried
+        inputs, kept = read
+        old = _values(row | kept, halves, platform == GPU)
+        master = stored_value(p, row.get(REMAINDER))
         env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         env_values[leaf.master] = master
         outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape)
@@ -495,10 +507,12 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
     old_slots = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", old_slots, _shapes(state, old_optimizer))
-    old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)
+    old = slot_roles.roles_of(old_optimizer, state.params).for_state()
+    treedef = trees.structure(state.params)
     old_state = TrainState(state.params, old_slots, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))
-    wanted, roles = _shapes(state, new_optimizer), slot_roles.roles_of(new_optimizer, state.params)
+    wanted = _shapes(state, new_optimizer)
+    roles = slot_roles.roles_of(new_optimizer, state.params)
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):

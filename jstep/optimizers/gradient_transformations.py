@@ -239,7 +239,8 @@ def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | An
         return {"clip_by_value_max": high} | ({} if isinstance(high, Held) else {"clip_by_value_min": _negative(high)})
     if len(limit) != 2:
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
-    low, high = check_hyperparameter("by_value[0]", limit[0]), check_hyperparameter("by_value[1]", limit[1])
+    low = check_hyperparameter("by_value[0]", limit[0])
+    high = check_hyperparameter("by_value[1]", limit[1])
     if isinstance(low, float) and isinstance(high, float) and low > high:
         raise ValueError(f"by_value={limit!r}: must be (min, max) with min ≤ max")
     return {"clip_by_value_min": low, "clip_by_value_max": high}

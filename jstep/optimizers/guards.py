@@ -79,7 +79,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
     outer = WrapperSlots({LAST_FINITE_STEP: _fresh_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.with_own_age().ordered()
+        return roles.with_private_age().with_order()
 
     return wrap_optimizer(optimizer, "skip_nonfinite", update, outer, guarded=True, inner_roles=inner_roles)
 
@@ -123,7 +123,8 @@ def conditional_update(
     updates = map_updates(conditional, at.params, updates, jax.tree.leaves(at.params), what="updates")
 
     def slot(name: str, new: Any) -> Any:
-        role, old = roles.get(name), slots[name]
+        role = roles.get(name)
+        old = slots[name]
         if is_guard and role in (Role.LOSS_SCALE, Role.SCALE_SINCE):
             return new  # a loss scale changes when an update is skipped
         if is_guard and role is Role.LAST_FINITE:
@@ -146,8 +147,10 @@ def _zero_unless(condition: Array, update: Array) -> Array:
 
 # Dynamic loss scaling, for float16.
 
-LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+LOSS_SCALE = "loss_scale"
+SCALE_SINCE = "scale_since"
+SMALLEST = 2.0**-126
+LARGEST = 2.0**126
 """Bounds of the scale: it and its reciprocal are normal float32 numbers."""
 
 
@@ -193,12 +196,14 @@ def dynamic_loss_scale(
     by = as_number(factor, "factor", low=1, above=True)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        scale, since = outer[LOSS_SCALE], outer[SCALE_SINCE]
+        scale = outer[LOSS_SCALE]
+        since = outer[SCALE_SINCE]
         finite = all_finite(updates, at.params)
         updates, inner = conditional_update(finite, optimizer, unscale(updates, scale), inner, at, is_guard=True)
         after = jnp.asarray(at.step).astype(since.dtype) + 1
         grows = finite & (after - since >= length)
-        larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
+        larger = scale * by
+        smaller = jnp.maximum(scale / by, SMALLEST)
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
         return updates, inner, {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
 
@@ -237,7 +242,7 @@ def loss_scale(state: TrainState) -> Array:
 
 
 def _inner_roles(roles: Roles) -> Roles:
-    return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
+    return roles.with_private_age().with_order().with_misplaced(Role.LOSS_SCALE)
 
 
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
@@ -350,7 +355,8 @@ def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
 
 # Update only at every k-th step, optionally with accumulated gradients.
 
-GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
+GRADIENT_SUM = "gradient_sum"
+GRADIENT_COUNT = "gradient_count"
 NOTHING = -0.0
 """The sum of no gradients: −0 + x = x for every x."""
 
@@ -404,7 +410,8 @@ def update_every(optimizer: OptimizerLike, k: int, *, phase: int = 0, accumulate
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), outer
         trained = trained_params(optimizer, at.params)
-        gradients, treedef = match_gradients(updates, trained), trees.structure(trained)
+        gradients = match_gradients(updates, trained)
+        treedef = trees.structure(trained)
         leaves = {name: slot_leaves(outer, name, trained, spec.shape) for name, spec in sums.items()}
         rules = [_mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense for g in gradients]
         calls = [None if g is None else (rule, g, due) for rule, g in zip(rules, gradients, strict=True)]
@@ -486,7 +493,8 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, conditions = at.params, Conditions()
+        params = at.params
+        conditions = Conditions()
         with setting(CONDITIONS, (*CONDITIONS.get(), conditions)):
             updates, inner = call_update(optimizer, updates, inner, at, exact=True)
         moved = apply_updates(params, updates)

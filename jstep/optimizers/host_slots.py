@@ -67,9 +67,10 @@ def is_worth_loops(state: Tree) -> bool:
     return bool(platform == "tpu")
 
 
-def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
+def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
     """Load the slots that need no loop; return all slots, and the limit for the others."""
-    params, slots = state.params, state.slots
+    params = state.params
+    slots = state.slots
     if not is_worth_loops(state):
         return on_devices(slots), None
     treedef = trees.structure(params)
@@ -123,7 +124,8 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
         return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
     closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
-    body, inputs = body_of(closed), jax.tree.leaves((slots, *args))
+    body = body_of(closed)
+    inputs = jax.tree.leaves((slots, *args))
     replaced = _replaced(shapes, slots, args)
     pairs = zip(closed.out_avals, replaced, strict=True)
     start = [jnp.zeros(x.shape, x.dtype) if i is None else inputs[i] for x, i in pairs]

@@ -114,7 +114,8 @@ def lars(
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def update(g: Array, p: Array, s: Values, h: Values) -> Result:
-        kept, lr = h.momentum * s.momentum, h.learning_rate
+        kept = h.momentum * s.momentum
+        lr = h.learning_rate
         g = rules.with_decay(g, p, h)
         g = scale_by_ratio(p, g, lr, h.trust_coefficient, h.epsilon) if h.trusts else lr * g
         a = kept + g
@@ -202,7 +203,8 @@ def scale_by_trust_ratio() -> Optimizer:
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
     """Return rate·ratio·u, where ratio = coefficient·‖p‖/(‖u‖ + epsilon), or 1 if a norm is 0."""
-    norm_p, norm_u = compute_norm([p]), compute_norm([u])
+    norm_p = compute_norm([p])
+    norm_u = compute_norm([u])
     is_nonzero = (norm_p > 0) & (norm_u > 0)
     divisor = jnp.where(is_nonzero, norm_u + epsilon, jnp.ones_like(norm_u))
     return rate * jnp.where(is_nonzero, coefficient * norm_p / divisor, 1.0) * u

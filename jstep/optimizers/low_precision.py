@@ -82,7 +82,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
 
     def inner_roles(roles: Roles) -> Roles:
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
-        return roles.changed(copies).stored_by("master_weights").ordered()
+        return roles.replace_roles(copies).with_format("master_weights").with_order()
 
     def init_on(params: Params) -> Params:
         leaves, treedef = trees.flatten(params)
@@ -148,9 +148,10 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return Replacement(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
 
-        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
+        leaves = jax.tree.leaves(at.params)
+        numbers = leaf_numbers(at.params)
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     name = "stochastic_rounding"
     outer_slots = WrapperSlots(draws=True)
-    return wrap_optimizer(optimizer, name, update, outer_slots, inner_roles=lambda roles: roles.stored_by(name))
+    return wrap_optimizer(optimizer, name, update, outer_slots, inner_roles=lambda roles: roles.with_format(name))

@@ -83,7 +83,8 @@ def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Call
 
 def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
     mesh, batch, rows, columns = layout
-    sizes, used = mesh.shape, {*batch, *rows, *columns}
+    sizes = mesh.shape
+    used = {*batch, *rows, *columns}
     free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
     hops = [(batch, rows, columns)]
     taken = math.prod(sizes[name] for name in used)
@@ -110,7 +111,9 @@ def _constrained(stack: Array, mesh: object, hop: tuple[Names, Names, Names]) ->
     spec = PartitionSpec(*(names or None for names in hop))
     if not jax.sharding.get_abstract_mesh().empty:
         return jax.lax.with_sharding_constraint(stack, spec)
-    return jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, spec)) if isinstance(mesh, Mesh) else stack
+    if not isinstance(mesh, Mesh):
+        return stack
+    return jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, spec))
 
 
 # Newton–Schulz iteration: approximate the nearest orthogonal matrix with matrix products only.
@@ -135,7 +138,7 @@ COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
-        return _own(coefficients, count or 5), 1.0
+        return _custom_triples(coefficients, count or 5), 1.0
     triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
@@ -145,7 +148,7 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _own(value: Any, count: int) -> tuple[Triple, ...]:
+def _custom_triples(value: Any, count: int) -> tuple[Triple, ...]:
     try:
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -209,30 +212,36 @@ def orthogonalize_matrices(
 
 def _newton_schulz(x: Array, epsilon: object, iteration: Iteration) -> Array:
     wide = x.dtype
-    turned = x.shape[-2] > x.shape[-1]
-    x = jnp.swapaxes(x, -2, -1) if turned else x
+    # The products have as many rows and columns as x has rows, so we want the shorter side there.
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = _transposed(x) if is_tall else x
     smallest = jnp.asarray(epsilon).astype(wide)
-    length = _length(x)
+    norm = _frobenius_norm(x)
     # The Schatten norm comes from the first product, computed at norm 1: squares of small matrices would underflow.
-    by = jnp.maximum(length if iteration.schatten else iteration.safety * length, smallest)
-    x = (x / by).astype(iteration.dtype or wide)
+    divisor = jnp.maximum(norm if iteration.schatten else iteration.safety * norm, smallest)
+    x = (x / divisor).astype(iteration.dtype or wide)
     gram = None
     if iteration.schatten:
-        gram = x @ jnp.swapaxes(x, -2, -1)
-        square = gram.astype(wide)
-        # With an infinite length x is zero, and stays zero as with the Frobenius norm.
-        smallest = jnp.where(jnp.isinf(by), 1, smallest / by)
-        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest)
-        x, gram = (x.astype(wide) / by).astype(x.dtype), (square / jnp.square(by)).astype(x.dtype)
+        square = (x @ _transposed(x)).astype(wide)
+        # With an infinite norm x is zero, and stays zero as with the Frobenius norm.
+        smallest = jnp.where(jnp.isinf(divisor), 1, smallest / divisor)
+        divisor = jnp.maximum(iteration.safety * jnp.sqrt(_frobenius_norm(square)), smallest)
+        narrow = x.dtype
+        x = (x.astype(wide) / divisor).astype(narrow)
+        gram = (square / jnp.square(divisor)).astype(narrow)
     for a, b, c in iteration.coefficients:
-        gram = x @ jnp.swapaxes(x, -2, -1) if gram is None else gram
+        gram = x @ _transposed(x) if gram is None else gram
         x = a * x + (b * gram + c * (gram @ gram)) @ x
         gram = None
-    x = jnp.swapaxes(x, -2, -1) if turned else x
+    x = _transposed(x) if is_tall else x
     return x.astype(wide)
 
 
-def _length(x: Array) -> Array:
+def _transposed(x: Array) -> Array:
+    return jnp.swapaxes(x, -2, -1)
+
+
+def _frobenius_norm(x: Array) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
 
 
@@ -245,14 +254,15 @@ def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Arra
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
     order = (*batch, *rows, *columns)
     sizes = [math.prod(x.shape[i] for i in part) for part in axes]
-    turned = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
-    matrix = turned.reshape((*(x.shape[i] for i in batch), *sizes))
+    is_ordered = order == tuple(range(x.ndim))
+    ordered = x if is_ordered else jnp.transpose(x, order)
+    matrix = ordered.reshape((*(x.shape[i] for i in batch), *sizes))
 
-    def back(matrix: Array) -> Array:
-        array = matrix.reshape(turned.shape)
-        return array if turned is x else jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
+    def undo(matrix: Array) -> Array:
+        array = matrix.reshape(ordered.shape)
+        return array if is_ordered else jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
 
-    return matrix, back
+    return matrix, undo
 
 
 # Elements of a chain for matrices: NorMuon's normalization of neurons, and steps on a sphere.
@@ -572,7 +582,8 @@ def orthogonalize(
     axes_of = by_path(matrix_axes(axes, "to be orthogonalized"))
 
     def orthogonal(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        gradients, treedef = match_gradients(updates, params), trees.structure(params)
+        gradients = match_gradients(updates, params)
+        treedef = trees.structure(params)
         new: list[Any] = [None] * len(gradients)
         matrices: dict[int, Array] = {}
         inverses: dict[int, Callable[[Array], Array]] = {}

@@ -96,16 +96,16 @@ class WrapperSlots:
         return fresh | hyperparameters.held_slots(self.hyper) | drawn
 
     def all_roles(self) -> Roles:
-        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
+        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).merge(held_roles(self.hyper))
         if self.draws:
-            roles = roles.joined(draws.ROLES)
+            roles = roles.merge(draws.ROLES)
         return self.declared(roles)
 
     def aged_slots(self) -> list[str]:
         return [name for name in self.slots if self.roles.get(name) is not Role.LAST_WEIGHT]
 
     def declared(self, roles: Roles) -> Roles:
-        return roles.joined(Roles(per_step=set(roles))) if self.per_step else roles
+        return roles.merge(Roles(per_step=set(roles))) if self.per_step else roles
 
 
 _NOTHING = WrapperSlots()
@@ -123,17 +123,19 @@ def wrap_optimizer(
     takes_context: bool = False,
 ) -> Optimizer:
     """Wrap an optimizer; `inner_roles` maps the roles, `init_on` the params that the inner optimizer sees."""
-    outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
+    outer_roles = outer.all_roles()
+    reported = hyperparameters.report(outer.hyper)
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
     named = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
     check_names(named)
-    age_role = Role.AGE if outer.counted is None else Role.OWN_AGE
+    age_role = Role.AGE if outer.counted is None else Role.PRIVATE_AGE
     age_scope = wrapper_name if outer.age_scope is None else outer.age_scope
 
     def age_slots(params: Params) -> Ages:
         if not outer.aged:
             return Ages([None] * len(jax.tree.leaves(params)), {})
-        inner, labels = roles_of(optimizer, params), init_labels(optimizer, params)
+        inner = roles_of(optimizer, params)
+        labels = init_labels(optimizer, params)
 
         def unless_taken(slot: str) -> str:
             while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
@@ -160,12 +162,13 @@ def wrap_optimizer(
         roles = outer.declared(Roles(dict.fromkeys(ages.slots, age_role), counted=counted))
         if outer.by_step is not None:
             leaves = frozenset(keys for keys, _ in jax.tree_util.tree_leaves_with_path(params))
-            roles = roles.joined(Roles(by_step={ActsByStep(outer.by_step, leaves)}))
-        return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(roles)
+            roles = roles.merge(Roles(by_step={ActsByStep(outer.by_step, leaves)}))
+        return inner_roles(roles_of(optimizer, params)).merge(outer_roles).merge(roles)
 
     def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         ages = age_slots(at.params)
-        old, starts = require_slots(outer_roles, slots), require_slots(ages.slots, slots)
+        old = require_slots(outer_roles, slots)
+        starts = require_slots(ages.slots, slots)
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
         at = at._replace(h=values_at(outer.hyper, at.step, slots), starts=starts_of_leaves)
@@ -290,7 +293,8 @@ def wrap_init(
 ) -> Init:
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
-    is_finished, needs_all = makes_finished_updates(optimizer), needs_all_params(optimizer)
+    is_finished = makes_finished_updates(optimizer)
+    needs_all = needs_all_params(optimizer)
     return Init(make, roles, is_finished, is_safe, labels=labels, needs_all=needs_all)
 
 
@@ -321,7 +325,7 @@ def merge_roles(named: NamedOptimizers, params: Params, *, are_in_sequence: bool
     roles = {name: roles_of(optimizer, params) for name, optimizer in named.items()}
     # Labels of a partition make their updates separately, so that they cannot count draws together.
     merge(roles.items(), "slot", shared_names(roles.values()) if are_in_sequence else frozenset())
-    merged = functools.reduce(Roles.joined, roles.values(), Roles())
+    merged = functools.reduce(Roles.merge, roles.values(), Roles())
     return merged.with_misplaced() if len(named) > 1 else merged
 
 

@@ -83,7 +83,8 @@ def prodigy(
         hyper["beta3"] = beta3
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
         hyper["growth_rate"] = growth_rate
-    corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
+    corrected = as_bool(bias_correction, "bias_correction")
+    guarded = as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN_IN_ORDER, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
     prepare = functools.partial(decay_sizes, corrected=corrected, guarded=guarded)
@@ -93,7 +94,8 @@ def prodigy(
 
 
 def decay_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
-    lr, d = h.learning_rate, h.d
+    lr = h.learning_rate
+    d = h.d
     root = math.sqrt if isinstance(h.beta2, float) else jnp.sqrt
     beta3 = h.beta3 if "beta3" in h else root(h.beta2)
     size = d * lr
@@ -263,7 +265,8 @@ def _scalars(beta1: float) -> dict[str, Any]:
 
 
 def weights(h: Values) -> dict[str, Any]:
-    lr, age = h.learning_rate, h.age.astype(h.lr_max.dtype)
+    lr = h.learning_rate
+    age = h.age.astype(h.lr_max.dtype)
     highest = jnp.maximum(h.lr_max, lr)
     weight = jnp.power(age, h.r) * jnp.power(highest, h.weight_lr_power)
     total = h.weight_sum + weight

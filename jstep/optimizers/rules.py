@@ -318,7 +318,8 @@ RULE = "_rule"
 
 # Optimizers from the update rule of one leaf: `leafwise`.
 
-_HYPER, _SLOTS = "from names to numbers, arrays, schedules or held", "from names to initial values"
+_HYPER = "from names to numbers, arrays, schedules or held"
+_SLOTS = "from names to initial values"
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
 MEAN = Slot(holds="mean")
@@ -408,7 +409,8 @@ def leafwise(
     @loads_slots
     def update(updates: Updates, state_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
-        treedef, specs = trees.structure(params), specs_for(params)
+        treedef = trees.structure(params)
+        specs = specs_for(params)
         leaves = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
         kept = require_slots(scalar_names, state_slots)
         h = Values(hyperparameters.values_at(hyper, step, state_slots), step=jnp.asarray(step))
@@ -447,8 +449,8 @@ def leafwise(
         shared = Roles(dict.fromkeys(scalars, Role.SHARED))
         if aged:
             counted = {CountedSlot(START_STEP, name) for name in (*specs, *scalars)}
-            shared = shared.joined(Roles({START_STEP: Role.AGE}, counted=counted))
-        return _declared_by(specs).joined(shared).joined(hyper_roles)
+            shared = shared.merge(Roles({START_STEP: Role.AGE}, counted=counted))
+        return _declared_by(specs).merge(shared).merge(hyper_roles)
 
     return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
 

@@ -113,7 +113,8 @@ def soap(
 
 
 def sizes_and_shares(h: Values) -> dict[str, Any]:
-    first, k = h.age == 1, jnp.maximum(h.age - 1, 1)
+    first = h.age == 1
+    k = jnp.maximum(h.age - 1, 1)
     size = h.learning_rate * jnp.sqrt(rules.bias_correction(h.beta2, k)) / rules.bias_correction(h.beta1, k)
     return {
         "first": first,
@@ -192,7 +193,8 @@ def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
-    bases, v = {}, leaf.v
+    bases = {}
+    v = leaf.v
     for axis, gram in leaf.grams.items():
         product, order = power_iteration(gram, leaf.bases[axis])
         v = jnp.take(v, order, axis)
@@ -289,7 +291,8 @@ def _reflections(panel: Array, start: Array) -> tuple[Array, Array]:
         x = jnp.where(rows >= start + j, jax.lax.dynamic_index_in_dim(panel, j, 1, keepdims=False), 0)
         x = x / _or_one(jnp.max(jnp.abs(x)))  # so that squares neither overflow nor underflow
         corner = rows == start + j
-        length, head = jnp.sqrt(jnp.sum(x * x)), jnp.sum(jnp.where(corner, x, 0))
+        length = jnp.sqrt(jnp.sum(x * x))
+        head = jnp.sum(jnp.where(corner, x, 0))
         x = x + jnp.where(corner, jnp.where(head < 0, -length, length), 0)
         square = jnp.sum(x * x)
         tau = jnp.where(square > 0, 2 / _or_one(square), 0)  # 0 if the column is already zero

@@ -85,7 +85,8 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
 def _is_sum(leaf: object, update: object) -> bool:
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
-    old, new = jax.typeof(leaf), jax.typeof(update)
+    old = jax.typeof(leaf)
+    new = jax.typeof(update)
     is_alike = (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, False)
     return is_alike and old.dtype == trees.compute_dtype(old.dtype)
 

@@ -115,7 +115,8 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
         raise ValueError(f"{subject}: values must have shape {expected}, got {np.shape(slices.values)}")
     indices = concrete(slices.indices)
     if indices is not None and indices.size:
-        low, high = int(indices.min()), int(indices.max())
+        low = int(indices.min())
+        high = int(indices.max())
         if low < 0 or high >= slices.dense_shape[0]:
             wrong = low if low < 0 else high
             raise ValueError(f"{subject}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
@@ -142,7 +143,8 @@ def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """
     check(slices, path)
     rows = slices.dense_shape[0]
-    values, indices = widen(jnp.asarray(slices.values)), jnp.asarray(slices.indices)
+    values = widen(jnp.asarray(slices.values))
+    indices = jnp.asarray(slices.indices)
     if isinstance(slices, RowsInOrder):
         past = jnp.where(slices.named.reshape(-1), indices, rows)
         return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)

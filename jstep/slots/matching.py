@@ -75,7 +75,8 @@ def require_slots(names: Collection[str], slots: Slots) -> Slots:
 
 
 def describe_difference(new: object, old: object) -> str:
-    after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
+    after = dict(trees.leaves_with_paths(new))
+    before = dict(trees.leaves_with_paths(old))
     sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in sides if paths]:
         return "; ".join(words)

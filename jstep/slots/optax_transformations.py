@@ -74,7 +74,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
         declared = Roles(computing=computing, counted=skeleton(params).counted(), injected=skeleton(params).injected())
-        return inferred.joined(declared).ordered()
+        return inferred.merge(declared).with_order()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
         """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""
@@ -100,10 +100,12 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        gradients, shape = match_gradients(updates, params), skeleton(params)
+        gradients = match_gradients(updates, params)
+        shape = skeleton(params)
         require_slots(shape.slots, slots)
         leaves, treedef = trees.flatten(params)
-        absent, computed = [g is None for g in gradients], None
+        absent = [g is None for g in gradients]
+        computed = None
         extra_of = functools.partial(_extra_arguments, context, params)
         if any(out and trees.is_trainable(p) for out, p in zip(absent, leaves, strict=True)):
             present = functools.partial(_without, treedef, absent)
@@ -112,7 +114,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             with contextlib.suppress(Exception):
                 parts = shape.parts_of
                 fewer = {slot: slots[slot] if parts[slot] is None else present(slots[slot]) for slot in parts}
-                present_gradients, present_params = [g for g in gradients if g is not None], present(params)
+                present_gradients = [g for g in gradients if g is not None]
+                present_params = present(params)
                 computed = of_leaves(present_gradients, fewer, present_params, skeleton(present_params), extra_of)
         new_updates, new = computed or of_leaves(gradients, slots, params, shape, extra_of)
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}

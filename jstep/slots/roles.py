@@ -24,7 +24,7 @@ class Role(enum.Enum):
     """The role of a slot that jstep treats specially; a slot with a value for each parameter has none."""
 
     AGE = "the step at which slots were created; a step without an update advances it"
-    OWN_AGE = "an age of an optimizer that skips some steps itself, so that wrappers cannot use it as theirs"
+    PRIVATE_AGE = "an age of an optimizer that skips some steps itself, so that wrappers cannot use it as theirs"
     HELD = "a held hyperparameter"
     LOSS_SCALE = "the factor on the loss"
 
@@ -47,7 +47,7 @@ class Role(enum.Enum):
     REMAINDER = "the 8 bits that follow a bfloat16: a value of another slot, or a parameter"
 
 
-AGES = (Role.AGE, Role.OWN_AGE)
+AGES = (Role.AGE, Role.PRIVATE_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
@@ -131,42 +131,47 @@ class Roles(Mapping[str, Role | None]):
         return f"Roles({', '.join(self.roles) or _NO_NAMES})"
 
     def prefixed(self, prefix: str) -> "Roles":
+        """Return the roles of the same slots with a prefix; what does not name slots stays."""
+
+        def add_prefix(name: str) -> str:
+            return f"{prefix}/{name}"
+
+        counted = {entry._replace(age=add_prefix(entry.age), slot=add_prefix(entry.slot)) for entry in self.counted}
         return dataclasses.replace(
             self,
-            injected={f"{prefix}/{name}" for name in self.injected},
-            roles={f"{prefix}/{name}": role for name, role in self.items()},
-            holds={f"{prefix}/{name}": kind for name, kind in self.holds.items()},
-            halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
-            misplaced={f"{prefix}/{name}" for name in self.misplaced},
-            arguments={f"{prefix}/{name}": argument for name, argument in self.arguments.items()},
-            computing={f"{prefix}/{name}" for name in self.computing},
-            in_order={f"{prefix}/{name}" for name in self.in_order},
-            per_step={f"{prefix}/{name}" for name in self.per_step},
-            counted={
-                entry._replace(age=f"{prefix}/{entry.age}", slot=f"{prefix}/{entry.slot}") for entry in self.counted
-            },
+            roles={add_prefix(name): role for name, role in self.items()},
+            holds={add_prefix(name): kind for name, kind in self.holds.items()},
+            halves={add_prefix(name): add_prefix(half) for name, half in self.halves.items()},
+            misplaced=set(map(add_prefix, self.misplaced)),
+            arguments={add_prefix(name): argument for name, argument in self.arguments.items()},
+            computing=set(map(add_prefix, self.computing)),
+            in_order=set(map(add_prefix, self.in_order)),
+            per_step=set(map(add_prefix, self.per_step)),
+            counted=counted,
+            injected=set(map(add_prefix, self.injected)),
         )
 
-    def joined(self, other: "Roles") -> "Roles":
+    def merge(self, other: "Roles") -> "Roles":
+        """Return the roles of the slots of both; of a slot that both have, that of `other`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "complete"]
         unions: dict[str, Any] = {name: getattr(self, name) | getattr(other, name) for name in names}
         return Roles(**unions, complete=self.complete and other.complete)
 
-    def stored_by(self, format: str) -> "Roles":
-        return self.joined(Roles(formats={format}))
+    def with_format(self, format: str) -> "Roles":
+        return self.merge(Roles(formats={format}))
 
     def with_misplaced(self, *roles: Role) -> "Roles":
-        return self.joined(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
+        return self.merge(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
 
-    def ordered(self) -> "Roles":
+    def with_order(self) -> "Roles":
         return dataclasses.replace(self, in_order=set(self))
 
-    def with_own_age(self) -> "Roles":
+    def with_private_age(self) -> "Roles":
         """Keep wrappers from using the age of an optimizer that skips some steps itself."""
-        return self.changed({Role.AGE: Role.OWN_AGE})
+        return self.replace_roles({Role.AGE: Role.PRIVATE_AGE})
 
     def for_state(self) -> "Roles":
-        roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
+        roles = self.replace_roles({Role.PRIVATE_AGE: Role.AGE}).roles
         return Roles(
             roles,
             halves=self.halves,
@@ -182,8 +187,9 @@ class Roles(Mapping[str, Role | None]):
     def has_one_value(self, name: str) -> bool:
         return self[name] not in _OF_PARAMETERS
 
-    def changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
-        return self.joined(Roles({name: changes.get(role, role) for name, role in self.items()}))
+    def replace_roles(self, changes: Mapping[Role | None, Role]) -> "Roles":
+        """Return these roles with another role in the place of each that `changes` maps."""
+        return self.merge(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
 _NO_NAMES = "none; state.replace(…) keeps them, TrainState(…) does not"
@@ -248,7 +254,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     ages = [name for name, role in declared.items() if role is Role.AGE]
     values = [name for name in slots if inferred[name] not in (*COUNTS, Role.HELD)]
     counted = {CountedSlot(age, name) for age in ages for name in values}
-    return inferred.joined(Roles(counted=counted | inherited.counted, injected=inherited.injected))
+    return inferred.merge(Roles(counted=counted | inherited.counted, injected=inherited.injected))
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
@@ -327,7 +333,7 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
         # A custom optimizer may rename the slots of inner ones: the same tree is the same slot.
         names = {id(tree): name for name, tree in slots.items()}
         for made, roles in collected:
-            inherited = inherited.joined(_renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()}))
+            inherited = inherited.merge(_renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()}))
         shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves
 
     abstractly(trace)

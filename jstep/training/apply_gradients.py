@@ -21,7 +21,7 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.optimizers import guards
 from jstep.optimizers.averages import move_model_state
 from jstep.optimizers.chains import without_frozen
-from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
+from jstep.optimizers.host_slots import TRANSFERS, Transfers, load_small_slots
 from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
@@ -113,7 +113,7 @@ def apply_update(
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and meshes.leaving_auto_axes(context.value_and_grad, state.params)
-    slots, limit = with_small_ones_loaded(state)
+    slots, limit = load_small_slots(state)
 
     def update_on_auto_axes(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
         # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses their order.
@@ -146,7 +146,8 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     guards.noise_slots(roles)
     # Without frozen leaves, so that no norm and no wrapper sees them.
     trained_only = functools.partial(without_frozen, optimizer, state.params)
-    grads, context = trained_only(grads), inner_context(context, lambda params: params, trained_only)
+    grads = trained_only(grads)
+    context = inner_context(context, lambda params: params, trained_only)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     note_update(optimizer, state, grads, roles, increments=increment)
@@ -239,7 +240,8 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
 
 def unless_skipped(skipped: Array, old: object, new: object) -> Any:
     def leaf(before: Any, after: Any) -> Any:
-        x, y = jax.typeof(before), jax.typeof(after)
+        x = jax.typeof(before)
+        y = jax.typeof(after)
         # Another structure, shape or dtype is rejected later.
         fits = (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
         return jnp.where(skipped == 1, before, after) if fits else after

@@ -38,7 +38,8 @@ _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state"
 def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True) -> None:
     if not isinstance(error, TypeError | AttributeError):
         return
-    match, is_one = _OTHER_ARGUMENTS.search(str(error)), len(args) == 1
+    match = _OTHER_ARGUMENTS.search(str(error))
+    is_one = len(args) == 1
     missing = [name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")]
     if match is not None and not has_model_state and MODEL_STATE in getattr(state, "slots", ()):
         note(error, "jstep: the state has a model_state, which the function gets with has_model_state=True")

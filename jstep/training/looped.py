@@ -137,7 +137,8 @@ class LoopedStep(TrainStep):
         )
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
-        self.max_steps, self.accumulate = max_steps, accumulate
+        self.max_steps = max_steps
+        self.accumulate = accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:

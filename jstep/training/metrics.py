@@ -24,7 +24,9 @@ from jstep.slots.roles import Role, Roles
 
 Metrics: TypeAlias = Mapping[str, Any]
 
-LOSS, GRAD_NORM = "loss", "grad_norm"
+LOSS = "loss"
+GRAD_NORM = "grad_norm"
+
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
 
@@ -48,9 +50,10 @@ class Constants:
     ) -> None:
         self.all = {name: value[()] for name, value in values.items()}
         self.values = {name: value for name, value in self.all.items() if name in once}
-        self.skipped, self.has_ratios = skipped, has_ratios
-        described = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.all.items())
-        self._key = (skipped, has_ratios, *self.values, *described)
+        self.skipped = skipped
+        self.has_ratios = has_ratios
+        contents = [(name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.all.items()]
+        self._key = (skipped, has_ratios, *self.values, *contents)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -127,13 +130,13 @@ def has_ratios(metrics: Metrics) -> bool:
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
     """Convert a plain number to the dtype that JAX would give it, or return None."""
-    is_scalar = isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV"
-    if not (isinstance(value, bool | np.bool_ | int | float) or is_scalar):
+    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV":
+        return np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
+    if not isinstance(value, bool | np.bool_ | int | float):
         return None
     if isinstance(value, int) and device_values.first_wide(value) is not None:
-        return None
-    dtype = value.dtype if is_scalar else jnp.result_type(value)
-    return np.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
+        return None  # too large for an integer of JAX
+    return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
 
 
 # Metrics of the optimizer: hyperparameters, held values and scales.
@@ -178,9 +181,11 @@ class RequestedMetrics:
         measured: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
         if not self.functions:
             return measured
-        raw = gradients if scale is None else guards.unscale(gradients, scale)
-        arguments = _public(raw), _public(updates), params
-        return measured | {name: fn(*arguments) for name, fn in self.functions.items()}
+        raw = _public(gradients if scale is None else guards.unscale(gradients, scale))
+        public_updates = _public(updates)
+        for name, fn in self.functions.items():
+            measured[name] = fn(raw, public_updates, params)
+        return measured
 
 
 def _public(updates: Updates) -> Updates:
@@ -193,9 +198,9 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
-    names = (*NORMS, NOISE_SCALE)
-    is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
-    entries = tuple(metrics) if is_several else (metrics,)
+    is_one = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
+    entries = (metrics,) if is_one else tuple(metrics)
+    norms: list[str] = []
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):
         if callable(entry):
@@ -203,12 +208,14 @@ def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetric
             as_function(entry, argument_name, _FORM, takes=3)
             name = f"{argument_name}={as_typed(entry)}"
             functions[name] = _with_checked_result(entry, name)
-        elif entry not in names:
-            raise ValueError(f"metrics: {entry!r} must be one of {names}, or a function {_FORM}")
-    chosen = tuple(entry for entry in entries if not callable(entry))
-    if NOISE_SCALE in chosen and number == 1:
+        elif entry in NORMS:
+            norms.append(entry)
+        elif entry != NOISE_SCALE:
+            raise ValueError(f"metrics: {entry!r} must be one of {(*NORMS, NOISE_SCALE)}, or a function {_FORM}")
+    has_noise = NOISE_SCALE in entries
+    if has_noise and number == 1:
         raise ValueError(f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares parts of a batch")
-    return RequestedMetrics(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
+    return RequestedMetrics(tuple(norms), has_noise, functions)
 
 
 def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
@@ -220,12 +227,19 @@ def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any
         except Exception as error:
             note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
             raise
-        for key, value in result.items() if isinstance(result, Mapping) else [(None, result)]:
-            is_number = trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0
-            if not ((is_number or isinstance(value, MeanOf)) and isinstance(key, str)):
-                got = describe_type(value) + ("" if key is None else f" for {key!r}")
-                raise TypeError(f"{name}: must return a mapping of names to scalars, got {got}")
+        must = f"{name}: must return a mapping of names to scalars, got"
+        if not isinstance(result, Mapping):
+            raise TypeError(f"{must} {describe_type(result)}")
+        for key, value in result.items():
+            if not (isinstance(key, str) and _is_scalar(value)):
+                raise TypeError(f"{must} {describe_type(value)} for {key!r}")
         return device_values.from_host(dict(result), name)
 
     # The function may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
     return functools.partial(AxesFallback(name), checked)
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, MeanOf):
+        return True
+    return trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0

@@ -154,8 +154,10 @@ def minimize(
         raise TypeError(f"loss_fn={loss_fn!r}: must be a loss; the arguments are minimize(loss_fn, optimizer)")
     optimizer = require_optimizer("optimizer", optimizer)
     lanes = as_lanes(lanes)
-    compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
-    wanted = step_metrics.check_requested(metrics, *compared)
+    if lanes is None:
+        wanted = step_metrics.check_requested(metrics, "num_microbatches", num_microbatches)
+    else:
+        wanted = step_metrics.check_requested(metrics, "lanes", lanes)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     make_differentiation = functools.partial(
@@ -366,12 +368,12 @@ class SeveralLosses:
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
         return LossResult(
-            functools.reduce(operator.add, [result.loss for result in results.values()]),
-            None,
-            {name: (result.loss, result.aux) for name, result in results.items()},
-            treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            _merged([result.summaries for result in results.values() if result.summaries is not None]),
-            together_squared([result.squares for result in results.values()]),
+            loss=functools.reduce(operator.add, [result.loss for result in results.values()]),
+            model_state=None,
+            aux={name: (result.loss, result.aux) for name, result in results.items()},
+            gradients=treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
+            summaries=_merged([result.summaries for result in results.values() if result.summaries is not None]),
+            squares=together_squared([result.squares for result in results.values()]),
         )
 
 
@@ -396,19 +398,35 @@ def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any)
 
 
 def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
-    if not is_several:
-        aux, summaries = _by_name(result.aux), result.summaries
-        if summaries is not None:
-            from jstep.summary.summaries import join_returned  # loaded, because there is one
-
-            aux, summaries = join_returned(aux, summaries)
-        shown = {"the loss": {LOSS: result.loss}, "aux": aux if has_aux else {}}
+    """Return where metrics come from, for errors, and the metrics by name."""
+    if is_several:
+        named = _metrics_of_losses(result, has_aux)
+        summaries = result.summaries
     else:
-        summaries, shown = result.summaries, {"the sum of the losses": {LOSS: result.loss}}
-        for name, (loss, aux) in result.aux.items():
-            shown[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
-            shown[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
-    return shown | {"the summaries of the loss": {} if summaries is None else {"summaries": summaries}}
+        aux, summaries = _aux_and_summaries(result)
+        named = {"the loss": {LOSS: result.loss}, "aux": aux if has_aux else {}}
+    if summaries is not None:
+        named["the summaries of the loss"] = {"summaries": summaries}
+    return named
+
+
+def _metrics_of_losses(result: LossResult, has_aux: bool) -> dict[str, Mapping[str, Any]]:
+    named: dict[str, Mapping[str, Any]] = {"the sum of the losses": {LOSS: result.loss}}
+    for name, (loss, aux) in result.aux.items():
+        named[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
+        if has_aux:
+            named[f"aux of {name!r}"] = {f"{name}/{key}": value for key, value in _by_name(aux).items()}
+    return named
+
+
+def _aux_and_summaries(result: LossResult) -> tuple[Mapping[str, Any], Any]:
+    aux = _by_name(result.aux)
+    if result.summaries is None:
+        return aux, None
+    from jstep.summary.summaries import join_returned  # loaded, because there is one
+
+    joined: tuple[Mapping[str, Any], Any] = join_returned(aux, result.summaries)
+    return joined
 
 
 def _merged(summaries: list[Any]) -> Any:

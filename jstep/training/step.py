@@ -213,7 +213,8 @@ def _own_type(leaf: Any) -> Any:
 
 class StateLayout:
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
-        self.shardings, self.mesh = shardings, mesh
+        self.shardings = shardings
+        self.mesh = mesh
 
 
 _ON_ONE_DEVICE = StateLayout()
@@ -362,7 +363,8 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     mesh = layout.mesh
     donates = step.donate
     if any(meshes.special_settings(jax.config)):
-        transfers, donates = meshes.internal_transfers(), _donates(step)
+        transfers = meshes.internal_transfers()
+        donates = _donates(step)
     # As `_program`, without a call at each step.
     program = None if step._pure.depends_on_rows else step._programs.get(("call", donates, layout))
     if program is None:

@@ -11,7 +11,7 @@ from jstep.slots.roles import NO_ROLES, ActsByStep, CountedSlot, Role, Roles, in
 
 WRAPPER = ActsByStep("update_every(2)", frozenset({("w",)}))
 FULL = Roles(
-    {"m": None, "v": Role.ROWS, "age": Role.OWN_AGE, "last": Role.LAST_FINITE},
+    {"m": None, "v": Role.ROWS, "age": Role.PRIVATE_AGE, "last": Role.LAST_FINITE},
     holds={"m": "mean"},
     halves={"m": "m_scale"},
     formats={"compact"},
@@ -29,7 +29,7 @@ FULL = Roles(
 
 def test_roles_under_a_prefix_and_joined():
     assert vars(FULL.prefixed("a")) == {
-        "roles": {"a/m": None, "a/v": Role.ROWS, "a/age": Role.OWN_AGE, "a/last": Role.LAST_FINITE},
+        "roles": {"a/m": None, "a/v": Role.ROWS, "a/age": Role.PRIVATE_AGE, "a/last": Role.LAST_FINITE},
         "complete": True,
         "holds": {"a/m": "mean"},
         "halves": {"a/m": "a/m_scale"},
@@ -45,16 +45,16 @@ def test_roles_under_a_prefix_and_joined():
         "frozen": {1},
     }
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
-        assert vars(one.joined(other)) == vars(FULL)
-    both = Roles({"x": None}, complete=False, formats={"m_dtype"}).joined(FULL)
+        assert vars(one.merge(other)) == vars(FULL)
+    both = Roles({"x": None}, complete=False, formats={"m_dtype"}).merge(FULL)
     assert (list(both), both.complete, both.formats) == (["x", *FULL], False, {"compact", "m_dtype"})
 
 
 def test_roles_that_are_changed():
-    assert FULL.stored_by("m_dtype").formats == {"compact", "m_dtype"}
+    assert FULL.with_format("m_dtype").formats == {"compact", "m_dtype"}
     assert FULL.with_misplaced(Role.ROWS).misplaced == {"last", "v"}
-    assert FULL.ordered().in_order == set(FULL)
-    assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
+    assert FULL.with_order().in_order == set(FULL)
+    assert Roles({"n": Role.AGE}).with_private_age()["n"] is Role.PRIVATE_AGE
     carried = FULL.for_state()
     assert carried["age"] is Role.AGE
     for name in ("halves", "arguments", "computing", "counted", "injected"):
