@@ -4,7 +4,6 @@ The lines are in lines_of_runs.txt beside this file: a change of a message, of a
 that file, to be looked at. Times and paths are masked.
 """
 
-import json
 import logging
 import os
 import pathlib
@@ -82,35 +81,29 @@ def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
     return [*log.lines, *end, *record(where)[known:], *files]
 
 
-MASKED = {
-    *("time", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
-    *("argv", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
-    *("host_bytes", "host_peak_bytes", "computing", "gradients", "update"),
-}
-
-
 def record(where):
-    """Return the starts of the run and their cards."""
+    """Return ten named lines for each start of the run: what it was given, and how far it came."""
     lines = []
     for start in read_starts(where).get("model", ()):
-        own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
-        saved = [[step, examples] for step, _, examples, _ in start["saved"]]
-        own |= {"saved": saved}
-        for name in ("batches", "computing"):  # made in the background, perhaps not before the process ends
-            own.pop(name, None)
-        lines.append(f"start {json.dumps(_masked(own), ensure_ascii=False, sort_keys=True)}")
+        full = with_card(where, start)
+        card = full["card"] or {}
+        arguments = card.get("arguments") or {}
+        given = [f"{name} {value}" for name, value in sorted(arguments.items()) if value not in (None, [], False)]
+        state = card.get("state") or {}
+        named = {
+            "steps": f"{full['step'][0]} to {full['step'][1]} of {full['last_step']}" if full["step"] else "",
+            "end": ": ".join(full["end"] or []).rstrip(": "),
+            "exception": full["exception"],
+            "saved": ", ".join(f"{step} ({examples} examples)" for step, _, examples, _ in full["saved"]),
+            "phases": ", ".join(sorted(full["seconds"].keys() - {"before"})),
+            "arguments": ", ".join(given),
+            "state": f"{state['leaves']} leaves, slots {', '.join(state['slots'])}" if state else "",
+            "stages": card.get("stages"),
+            "batches": (card.get("batches") or {}).get("kind"),
+            "optimizers": sorted({program["optimizer"] for program in card.get("programs") or ()}),
+        }
+        lines += [f"start {full['number']}, {name}: {value or 'none'}" for name, value in named.items()]
     return lines
-
-
-def _masked(value):
-    if isinstance(value, list):
-        return [_masked(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {name: one for name, one in value.items() if name not in ("commit", "edits")}
-    kept |= {"programs": "a file"} if isinstance(kept.get("programs"), str) else {}
-    found = {name: "…" if one and name in MASKED else _masked(one) for name, one in kept.items()}
-    return found | ({"seconds": sorted(found["seconds"].keys() - {"before"})} if "seconds" in found else {})
 
 
 # Runs.
