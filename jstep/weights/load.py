@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,11 +197,15 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
 
 def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
     import orbax.checkpoint as ocp  # slow
-    from etils import epath
 
+    # By what the module has, and not by its version: Orbax has announced that the functions of `orbax.checkpoint.v1`
+    # become its own at 1.0, in place of the handlers.
+    has_handlers = hasattr(ocp, "PyTreeCheckpointHandler")
+    read_metadata = _metadata_by_handler if has_handlers else _metadata_by_function
+    restore = _restore_by_handler if has_handlers else _restore_by_function
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
-        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
+        tree = read_metadata(ocp, directory)
     except PermissionError:
         raise
     except Exception as error:
@@ -218,17 +222,18 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
             arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        item = [0 if name in shardings else ocp.PLACEHOLDER for name in names]
-        options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(names)
-        for i, name in enumerate(names):
-            sharding = shardings.get(name)
-            if sharding is not None and jax.dtypes.canonicalize_dtype(arrays[name].dtype) == arrays[name].dtype:
-                shape = arrays[name].shape
-                options[i] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=True)
-        arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
+        # What Orbax cannot place, as JAX has not its dtype here, is read as a NumPy array.
+        wanted: list[_Wanted | None] = []
+        for name in names:
+            if name not in shardings:
+                wanted.append(None)
+                continue
+            array = arrays[name]
+            has_dtype = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
+            wanted.append(_Wanted(array.shape, array.dtype, shardings[name] if has_dtype else None))
         try:
             with meshes.internal_transfers():
-                restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
+                restored = restore(ocp, directory, structure, wanted)
                 # With a sharding, Orbax returns typed PRNG keys as such.
                 pairs = zip(names, restored, strict=True)
                 return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
@@ -236,6 +241,48 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
             raise _unreadable(directory, error, ocp.__version__) from error
 
     return arrays, read
+
+
+class _Wanted(NamedTuple):
+    """An array to read; without a sharding, as a NumPy array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+
+
+def _metadata_by_handler(ocp: Any, directory: str) -> Any:
+    from etils import epath
+
+    return ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
+
+
+def _restore_by_handler(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
+    from etils import epath
+
+    items = [ocp.PLACEHOLDER if one is None else 0 for one in wanted]
+    options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(wanted)
+    for i, one in enumerate(wanted):
+        if one is not None and one.sharding is not None:
+            options[i] = ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=True)
+    arguments = ocp.args.PyTreeRestore(structure.unflatten(items), structure.unflatten(options))
+    return jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
+
+
+def _metadata_by_function(ocp: Any, directory: str) -> Any:
+    return ocp.metadata(directory).metadata
+
+
+def _restore_by_function(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
+    targets_of_leaves: list[Any] = []
+    for one in wanted:
+        if one is None:
+            targets_of_leaves.append(ocp.PLACEHOLDER)
+        elif one.sharding is None:  # an array of this shape and dtype that takes no memory
+            targets_of_leaves.append(np.broadcast_to(np.zeros((), one.dtype), one.shape))
+        else:
+            targets_of_leaves.append(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding))
+    return jax.tree.leaves(ocp.load(directory, structure.unflatten(targets_of_leaves)))
 
 
 def _owned(value: Any) -> Any:

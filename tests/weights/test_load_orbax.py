@@ -3,12 +3,15 @@
 import logging
 import os
 import shutil
+import sys
+import types
 
 import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -264,3 +267,26 @@ def test_two_processes_read_their_parts(tmp_path):
         found = [line.removeprefix("result ") for line in lines if line.startswith("result ")]
         starts = (4 * process, 4 * process + 2)
         assert found == [f"{start} {np.asarray(w[start : start + 2]).ravel().tolist()}" for start in starts]
+
+
+def test_orbax_with_its_functions_at_the_top_level_is_read_too(tmp_path, monkeypatch):
+    """As Orbax has announced for 1.0; the functions are those of today's `orbax.checkpoint.v1`."""
+    path = standard(tmp_path / "orbax")
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    kernel = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)
+    target = SHAPES | {"dense": SHAPES["dense"] | {"kernel": kernel}}
+    expected = jstep.load_weights(path, SHAPES)
+    top_level = types.ModuleType("orbax.checkpoint")
+    vars(top_level).update({name: getattr(ocp.v1, name) for name in ("metadata", "load", "PLACEHOLDER")})
+    top_level.__version__ = "1.0"
+    monkeypatch.setattr(orbax, "checkpoint", top_level)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", top_level)
+    for found, leaf in zip(jax.tree.leaves(jstep.load_weights(path, SHAPES)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, leaf)
+    sharded = jstep.load_weights(path, target)["dense"]["kernel"]
+    assert sharded.sharding == sharding
+    np.testing.assert_array_equal(sharded, PARAMS["dense"]["kernel"])
+    (path / "manifest.ocdbt").unlink()
+    with pytest.raises(ValueError, match=r"not readable by Orbax 1\.0"):
+        jstep.load_weights(path, SHAPES)
