@@ -166,6 +166,7 @@ def global_norm(tree: Tree) -> Array:
 
 
 def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    """Yield the keys of each leaf, and an array of the same norm."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
@@ -319,6 +320,7 @@ def _squares(x: Array, axes: Any) -> Array:
 
 
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
+    """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
     over = norm > limit
     factor = jnp.where(over, limit / jnp.where(over, norm, jnp.ones_like(norm)), jnp.ones_like(norm))

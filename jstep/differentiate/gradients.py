@@ -137,6 +137,7 @@ def _is_gradient(node: object) -> bool:
 
 
 def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
+    """Apply a function to the gradients of one leaf, some of which may be None."""
     present = [g for g in leaves if g is not None]
     if not present:
         return None

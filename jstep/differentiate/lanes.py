@@ -51,14 +51,17 @@ class Lanes(NamedTuple):
 
     @property
     def manual(self) -> frozenset[str]:
+        """The mesh axes that a lane does not have."""
         return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
 
     def alone(self) -> AbstractMesh:
+        """The mesh that a lane is traced on, without the rows' axes."""
         if not self.others:
             return AbstractMesh((), ())
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def spread(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Return `fn` as a program that every device runs on its parts of the arguments."""
         if not self.manual:
             return fn
         return jax.shard_map(
@@ -66,6 +69,7 @@ class Lanes(NamedTuple):
         )
 
     def split(self, dim: int | None) -> PartitionSpec:
+        """The spec of an array that is split over the devices along `dim`."""
         return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
@@ -254,6 +258,10 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """Sum over the devices, in the same tree; each sum is whole, or the device's part along a dimension.
+
+    The exchange has the bytes of a reduce-scatter, or of an all-reduce for whole sums.
+    """
     n = lanes.devices
     axes = lanes.axes
     sums = list(arrays)
@@ -277,12 +285,14 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
 
 
 def _sum(stacked: Array) -> Array:
+    """Sum over the leading axis, a power of two, in the same tree."""
     while len(stacked) > 1:
         stacked = stacked[0::2] + stacked[1::2]
     return stacked[0]
 
 
 def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
+    """Stack the arrays of all devices."""
     if not trees.is_floating(x.dtype):
         return jax.lax.all_gather(x, axes)
     # As integers: XLA may gather by adding zeros, which changes -0.0.

@@ -25,6 +25,7 @@ class Tables:
         self._taken: list[tuple[int, Array, Array]] = []
 
     def index_of(self, table: object) -> int | None:
+        """Return the index; None for other tables, and under another transformation."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, index: int, table: Array, ids: Array) -> Array:

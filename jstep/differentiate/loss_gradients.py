@@ -181,6 +181,7 @@ def compute_gradients(
 
 
 def apply_gate(grads: list[Any], gate: int) -> list[Any]:
+    """Apply a gate, which affects memory and time, never values."""
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
     return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
@@ -205,6 +206,7 @@ class LossInputs(NamedTuple):
     lanes: Lanes | None = None
 
     def for_evaluation(self, i: Any, **changes: Any) -> "LossInputs":
+        """Return the inputs of one of several evaluations, with their own key."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
     def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "LossInputs":
@@ -258,6 +260,7 @@ class LossGradients:
         as_unroll(self.unroll)
 
     def __call__(self, inputs: LossInputs) -> LossResult:
+        """Return the results, with gradients as a tree like params."""
         params = inputs.params
         trees.require_arrays(params, "params", trees.keep_arrays("params"))
         if inputs.lanes is not None:
@@ -295,6 +298,7 @@ class LossGradients:
         return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
     def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
+        """Return the method that differentiates the batch; its gradients are a list."""
         if inputs.lanes is not None:
             return functools.partial(self._in_lanes, inputs.lanes)
         n = microbatches.number_of_microbatches(
@@ -335,6 +339,7 @@ class LossGradients:
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
+        """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)
@@ -369,6 +374,7 @@ class LossGradients:
         return LossResult(loss, state, aux, grads, summaries, squares)
 
     def _check_integers(self, lanes: Lanes, inputs: LossInputs, size: int) -> None:
+        """Reject integers of model_state that depend on a lane, as its traced loss shows."""
         rows, of_rows = trees.flatten(inputs.args)
         of_state = trees.structure(inputs.model_state)
         others, filled = trees.partition_arrays(

@@ -16,6 +16,7 @@ from jstep.core.checks import array_type, describe_type
 def unpack_outputs(
     out: object, old: object, has_aux: bool, has_model_state: bool, named_aux: bool
 ) -> tuple[trees.Array, Any, Any]:
+    """Return loss, new model_state and aux from the output of a loss."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if named_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
@@ -90,6 +91,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def _kind_of(dtype: DTypeLike) -> int:
+    """The index of a dtype in `_KINDS`; -1 for a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 

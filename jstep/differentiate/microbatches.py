@@ -23,6 +23,7 @@ _log_once = functools.cache(logger.info)  # a step is traced several times
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpec | None]:
+    """Return the spec of each leaf of a batch, from its type or from `rows`; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
     shardings = jax.tree.leaves(rows, is_leaf=trees.is_none)
     shardings = shardings if len(shardings) == len(leaves) else [None] * len(leaves)
@@ -94,6 +95,7 @@ def _mesh_of(leaf: object) -> Any:
 
 
 def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
+    """Return the name of a leaf and the number of rows of all leaves."""
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
@@ -109,6 +111,7 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
+    """Return the rows of each part; errors begin with `what` and end with `advice`."""
     first, size = rows_of_batch(args, what)
     if size % n or size == 0:
         raise ValueError(f"{what} does not divide the batch: {first} has {size} rows; {advice}")
@@ -116,6 +119,7 @@ def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
 
 
 def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
+    """Return the number of devices that the rows are sharded over; 1 if unknown."""
     counts = [1]
     for leaf, spec in zip(leaves, specs, strict=True):
         mesh = None if leaf is None or spec is None or not meshes.dims_of(spec) else _mesh_of(leaf)
@@ -315,6 +319,7 @@ def reduce_once(
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
+    """Return zeros of a gradient's type and at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
@@ -356,6 +361,8 @@ def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[in
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
+    """Return the squared norm in at least float32, without the factor `scale` of the loss."""
+
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
@@ -370,6 +377,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
 
 
 def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
+    """Combine squared norms of gradients with respect to different parameters, for the same parts."""
     present = [s for s in squares if s is not None]
     if not present:
         return None

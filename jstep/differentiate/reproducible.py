@@ -120,6 +120,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
 
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
+    """Apply an operation; inline a call that cannot run on parts."""
     if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != SHARDS:
         return jaxprs.evaluate(operation.bodies[0], values, _inlined)
     return jaxprs.apply(operation, values)
@@ -166,6 +167,7 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]

@@ -61,6 +61,7 @@ def adam(
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The paper's efficient form, with both bias corrections in the rate."""
     m = rules.average(s.m, g, h.beta1)
     v = rules.average(s.v, g * g, h.beta2)
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
@@ -157,6 +158,7 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def corrections(h: Values) -> dict[str, Any]:
+    """The bias corrections, and both combined for `unbiased_direction`, with its ε."""
     first = rules.bias_correction(h.beta1, h.age)
     second = rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(second)
@@ -164,6 +166,7 @@ def corrections(h: Values) -> dict[str, Any]:
 
 
 def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
+    """The direction m̂ / (√v̂ + ε), bias-corrected once for all elements."""
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
 
@@ -327,6 +330,7 @@ def radam(
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The rectified direction or, in the first steps, m̂."""
     m = rules.average(s.m, g, h.beta1)
     v = rules.average(s.v, g * g, h.beta2)
     factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
@@ -531,6 +535,7 @@ def adan(
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update with proximal weight decay; the change of the gradient is 0 at the first update."""
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
     m = rules.average(s.m, g, h.beta1)
     d = rules.average(s.d, change, h.beta2)
@@ -583,6 +588,7 @@ def adopt(
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The average of gradients that are divided by the old v."""
     u = jnp.clip(g / jnp.maximum(jnp.sqrt(s.v), h.epsilon), -h.bound, h.bound)
     m = h.kept_m * s.m + h.new_m * u
     return h.moves * m, {"m": m, "v": h.kept_v * s.v + h.new_v * (g * g)}

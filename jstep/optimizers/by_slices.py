@@ -30,6 +30,7 @@ Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
+    """Return the shape of a leaf's slices, which do not cut blocks; its own if its axes cannot be cut."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
@@ -49,6 +50,7 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
+    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
@@ -65,6 +67,7 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
 
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Compute some variables of a program, and only what they need."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
@@ -100,6 +103,7 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read: object) -> Any:
+    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
     if of_slice == shape:
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, of_slice, strict=True)]
@@ -107,6 +111,7 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
+        """A view with separate axes for the position of a slice, which XLA slices without changing the layout."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 

@@ -400,6 +400,7 @@ class _Partition:
         return names
 
     def inner_labels(self, params: Params) -> Labels:
+        """The labels of the leaves; for a part that is a partition itself, its labels."""
         with self.by_label(params) as (names, by_label):
             inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
         iterators = {label: iter(labels) for label, labels in inner.items() if labels is not None}
@@ -471,6 +472,7 @@ def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
 
 
 def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
+    """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients

@@ -94,6 +94,7 @@ def trace(momentum: ScalarOrSchedule, *, use_nesterov: bool = False) -> Optimize
 
 
 def _direction(use_nesterov: bool) -> Rule:
+    """The direction of the heavy ball is its buffer a; Nesterov's is one step ahead of it."""
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -163,6 +164,7 @@ def sgd(
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
+    """The weight of the gradient in the buffer: 1 at the first update, 1 − dampening later."""
     return {"share": jnp.where(h.age == 1, 1.0, 1 - h.dampening)}
 
 
@@ -253,6 +255,7 @@ def rmsprop(
 
 
 def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """Divide by an average of squares, or of the variance if there is a slot for the mean."""
     variance, new = variance_of(g, s, h.decay)
     new["momentum"] = h.momentum * s.momentum + h.learning_rate * g / jnp.sqrt(variance + h.epsilon)
     return -new["momentum"], new
@@ -413,6 +416,7 @@ def ftrl(
 
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update to the minimum of the regularized linear model."""
     lr = h.learning_rate
     power = h.learning_rate_power
     l1 = h.l1_regularization_strength

@@ -245,6 +245,7 @@ class StoredState(NamedTuple):
 
 
 def stored_value(stored: object, half: object, flat: bool = False) -> Any:
+    """The values of a leaf from its two halves, or from the only one."""
     return stored if half is None else _decode(stored, half, flat)
 
 
@@ -271,6 +272,8 @@ def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[
 
 
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
+    """Let a traced `update` also return its conditions, which replace earlier ones."""
+
     def traced(*others: object) -> Any:
         conditions.clear()
         with setting(CONDITIONS, (conditions,)):
@@ -448,6 +451,7 @@ def _update_leaf(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
     return compact_numbers.split_halves(x) if dtype is None else compact_numbers.encode(x, blocks, dtype)
 
 
@@ -486,6 +490,7 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
 
 
 def _specs(state: TrainState, converted: TrainState) -> TrainState:
+    """The specs of a converted state; new slots follow parameters and old slots."""
     treedef = trees.structure(state.params)
     others = [tree for name, tree in state.slots.items() if not is_model_state(name)]
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]

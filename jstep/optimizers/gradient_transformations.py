@@ -479,6 +479,10 @@ def _given_mask(weight_decay_mask: Any, mask: Any) -> dict[str, Any]:
 def decay_arguments(
     name: str, weight_decay: Any, mask: Any, argument: str = "weight_decay_mask"
 ) -> tuple[dict[str, Any], dict[str, Flag]]:
+    """Return the hyperparameters and the flag of a weight decay.
+
+    `weight_decay` may map paths or globs to values; the mask may map them to factors ≥ 0.
+    """
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
         hyper = _by_glob(name, "weight_decay", weight_decay)
@@ -513,6 +517,7 @@ def decay_arguments(
 
 
 def leaf_decay(h: Values) -> Any:
+    """The decay of this leaf; None if tracing shows that the leaf does not decay."""
     if h.decay is None:
         return None
     name, factor = h.decay
@@ -520,6 +525,7 @@ def leaf_decay(h: Values) -> Any:
 
 
 def _factors(mask: VarList, argument: str) -> dict[str, float] | None:
+    """Return path or glob → factor, or None for another form of mask."""
     if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):

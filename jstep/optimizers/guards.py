@@ -103,6 +103,10 @@ def last_finite_step(before: Array, after: Array) -> Array:
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
+    """Whether the gradients and the sum of their squares are finite.
+
+    A finite gradient whose square overflows would make slots infinite.
+    """
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
 
@@ -259,6 +263,7 @@ def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
 
 
 def unscale(updates: Updates, scale: Any) -> Updates:
+    """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
     # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
     return wide_updates(updates, lambda g: g * (1 / scale).astype(g.dtype))
 
@@ -338,6 +343,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
 
 def noise_slots(roles: Roles) -> list[str]:
+    """The slots of the averages, in the order of `NOISE_SLOTS`; raise if they are not outermost."""
     return _outermost("with_noise_scale", roles, *NOISE_SLOTS.values())
 
 
@@ -451,6 +457,7 @@ _mean_and_sums_of_dense = jax.jit(_mean_and_sums)  # one trace for all leaves of
 
 
 def _named_zeros(values: Array) -> Array:
+    """Values without −0, so that a sum with them is not −0 either."""
     return jnp.where(values == 0, jnp.zeros_like(values), values)
 
 

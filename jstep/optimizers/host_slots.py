@@ -58,6 +58,7 @@ def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
 
 
 def is_worth_loops(state: Tree) -> bool:
+    """Whether a traced state has arrays in host memory, and its compiler supports loops of transfers."""
     # On a CPU, device memory is host memory. The GPU compiler is untested.
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
@@ -95,6 +96,7 @@ def loads_slots(update: _Update) -> _Update:
 
 
 def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
+    """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
     loaded = on_devices(slots)
@@ -158,6 +160,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
 
 
 def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
+    """Call `per_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
         if call is not None:
@@ -169,6 +172,7 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
 
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
+    """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
     leaves, treedef = trees.flatten((slots, args))
     of_slots, of_args = treedef.unflatten(range(len(leaves)))
     free = dict(zip(jax.tree.leaves(of_args), jax.tree.leaves(args), strict=True))
@@ -182,6 +186,7 @@ def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | 
 
 
 def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
+    """The number of slices along the first axis; 1 if the program cannot be computed in slices."""
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:

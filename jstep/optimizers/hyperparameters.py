@@ -63,6 +63,7 @@ def check_prefix(argument: str, name: str) -> None:
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
+    """Return the roles of held hyperparameters' slots, and the arguments they were passed for."""
     arguments: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
@@ -82,6 +83,7 @@ def held_slots(hyper: Mapping[str, Any]) -> Slots:
 
 
 def display_name(slot: str) -> str | None:
+    """The name of a held hyperparameter, from the name of its slot; None for other slots."""
     parts = slot.split("/")
     if HELD_PART not in parts[:-1]:
         return None
@@ -90,6 +92,7 @@ def display_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
+    """All held hyperparameters among some slots, by name (`embed/learning_rate`); no optimizer is needed."""
     named = ((display_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
@@ -162,6 +165,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
 
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
+    """Check that a value can be held: finite, and a scalar or of the given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"value={value!r}: must be a number or a scalar array, got {describe_type(value)}")
     if np.ndim(value) and np.shape(value) != shape:
@@ -195,6 +199,7 @@ LEARNING_RATE = "learning_rate"
 
 
 def is_learning_rate(name: str) -> bool:
+    """Whether a hyperparameter is a learning rate, under any prefixes of scopes and labels."""
     return name.rsplit("/", 1)[-1] == LEARNING_RATE
 
 
@@ -204,6 +209,7 @@ Hyper: TypeAlias = dict[str, Any]
 
 
 def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
+    """Check a number, an array or the initial value of a held one; return schedules as they are."""
     if isinstance(value, Held):
         return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
     if callable(value):
@@ -212,6 +218,7 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
+    """Check a number that is fixed when the optimizer is created: no schedules and no `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
     return float(check_hyperparameter(name, value, **bounds))
@@ -244,6 +251,7 @@ def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
 
 
 def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
+    """The hyperparameters that a function reports, and whether they depend on the step. Uses no device."""
     names: dict[str, bool] = {}
     with contextlib.suppress(Exception):  # it may need a concrete step, which no compiled step provides
         abstractly(lambda step: names.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
@@ -251,6 +259,7 @@ def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, boo
 
 
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
+    """Convert the numbers among values to scalar arrays, of NumPy under a trace; see `report`."""
     make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float | np.generic)}
     return {**values, **{name: make(number, trees.default_float()) for name, number in numbers.items()}}

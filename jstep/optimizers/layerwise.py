@@ -171,6 +171,7 @@ def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def share_of_old(h: Values) -> dict[str, Any]:
+    """The weight of the old squared norm, which is 0 for a new slot."""
     return {"kept": jnp.where(h.age == 1, 0.0, h.beta2)}
 
 

@@ -65,6 +65,10 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
+    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
+
+    An entry that is the path of a leaf matches only that leaf, even with glob characters.
+    """
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
@@ -84,10 +88,12 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
+    """The leaves of params and their paths, in the shapes and dtypes of the state."""
     return on_whole(params, trees.leaves_with_paths)
 
 
 def leaf_numbers(params: Params) -> list[int]:
+    """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
     return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
 
 
@@ -107,6 +113,7 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 
 def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
+    """Let masks see `params` in this context, even if inner optimizers get None or another dtype."""
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
@@ -136,6 +143,7 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
 
 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
+    """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
     ins, outs = (_counted(side, ndim, path) for side in pair)

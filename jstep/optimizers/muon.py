@@ -46,6 +46,7 @@ class MatrixLayout(NamedTuple):
 
 
 def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> MatrixLayout | None:
+    """The layout of an array as a stack of matrices; None if it is unknown, or has none."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
@@ -82,6 +83,7 @@ def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Call
 
 
 def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
+    """The successive layouts of a stack, from its own to one that splits only between matrices."""
     mesh, batch, rows, columns = layout
     sizes = mesh.shape
     used = {*batch, *rows, *columns}
@@ -250,6 +252,7 @@ newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
 def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Array]]:
+    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too."""
     rows, columns = axes
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
     order = (*batch, *rows, *columns)

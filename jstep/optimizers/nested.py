@@ -275,6 +275,7 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
+    """Whether the updates include −learning_rate, so that another one would flip their sign."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
     return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
@@ -291,6 +292,7 @@ def wrap_init(
     guarded: bool | None = None,
     labels: Callable[[Params], Labels | None] | None = None,
 ) -> Init:
+    """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
     is_finished = makes_finished_updates(optimizer)
@@ -344,6 +346,7 @@ def check_names(named: NamedOptimizers, *, are_in_sequence: bool = True) -> None
 
 
 def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
+    """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")
 
@@ -367,6 +370,7 @@ def report_condition(condition: Condition) -> None:
 
 
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
+    """The condition under which each leaf was updated, in order; None if it always was."""
     by_path: dict[Any, Array] = {}
     for partial, condition in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(partial):

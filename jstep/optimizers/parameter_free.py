@@ -127,6 +127,7 @@ def new_s(g: Array, s: Values, h: Values) -> Array:
 
 
 def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
+    """A leaf's terms of the sums ⟨g, p0 − p⟩ and ‖s‖₁."""
     return {"ahead": jnp.sum(g * (s.p0 - p)), "length": jnp.sum(jnp.abs(new_s(g, s, h)))}
 
 

@@ -244,6 +244,7 @@ def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
 
 
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
+    """Let `init` also call `check(params)`, which raises if the optimizer cannot train them."""
     init = optimizer.init
     assert isinstance(init, Init)
 
@@ -260,10 +261,12 @@ def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def positive(name: str, value: Any) -> Any:
+    """A hyperparameter > 0 whose range in `BOUNDS` includes 0."""
     return check_hyperparameter(name, value, **POSITIVE)
 
 
 def decays(h: Values) -> bool:
+    """Whether this leaf decays; False only if tracing shows that it does not."""
     return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
@@ -553,6 +556,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a rule to check its result, because a wrong one raises an obscure error about trees."""
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)
@@ -582,6 +586,7 @@ def slot_age(step: Step, start_step: Array) -> Array:
 
 
 def slot_leaves(slots: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
+    """Return the leaves of a slot, None for a parameter without one; raise if they do not fit params."""
     leaves = trees.flatten_like(params, require_slots([name], slots)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):

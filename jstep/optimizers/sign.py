@@ -74,6 +74,7 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The sign of an average that gives the gradient more weight than the stored average does."""
     return jnp.sign(rules.average(s.m, g, h.beta1)), {"m": rules.average(s.m, g, h.beta2)}
 
 

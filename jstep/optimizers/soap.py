@@ -189,6 +189,7 @@ def _leaf(turn: Array, leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
+    """Eigenvectors, in descending order of eigenvalues."""
     return leaf._replace(bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()})
 
 
@@ -234,6 +235,8 @@ def in_loops(
 
 
 def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
+    """The new bases of matrices of one size, and for each the permutation of its old directions."""
+
     def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
         matrix, order = jax.lax.cond(turn == FIRST, first, power_iteration, gram, basis)
         # Jacobi's rotations lose orthogonality (four of seven digits at 256 rows); QR restores it.
@@ -312,6 +315,7 @@ def _or_one(x: Array) -> Array:
 
 
 def _times(x: Array, columns: Array) -> Array:
+    """The product of a vector and a matrix in full precision."""
     return jnp.sum(x[:, None] * columns, 0)
 
 

@@ -83,6 +83,7 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
 
 
 def _is_sum(leaf: object, update: object) -> bool:
+    """Whether `add` is one operation, which compiles faster than a call of a function."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
     old = jax.typeof(leaf)
@@ -123,11 +124,14 @@ def moves(params: Params, updates: Updates) -> Updates:
 def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
+    """Map `fn(update, *others)` over leaves that have an update, maybe `IndexedSlices`; others stay None."""
     rows = zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
+    """Map `fn` over updates in at least float32: rounding to a low-precision dtype would reach the slots."""
+
     def wide(u: Any) -> Any:
         if is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))

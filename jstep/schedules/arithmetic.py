@@ -53,6 +53,10 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a decorator of functions, so that the `repr` of their schedules is the call.
+
+    An argument too many is explained: schedules of `tf.train` also accept the step.
+    """
     return record_calls(_remember, positional, _explain_order)
 
 
@@ -87,6 +91,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
+    """Convert a positive, finite number of steps to a fraction."""
     if trees.is_traced(value):
         raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
     expected = "a number ≥ 0" if zero else "a positive number"
@@ -104,6 +109,7 @@ def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fr
 
 
 def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+    """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float:
@@ -150,6 +156,7 @@ def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]
 
 
 def between(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
+    """Interpolate from `first` to `last` by their weights; both ends are exact."""
     early, late = weights
     # Values near a small end keep full precision.
     inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
@@ -211,6 +218,7 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
 
 
 def power(base: Any, periods: Periods, *, staircase: bool) -> Array:
+    """The power base^passed; the logarithm of a number is computed in double precision."""
     exponent = periods.passed(staircase=staircase)
     if isinstance(base, float) and 0 < base < math.inf:
         return jnp.exp(exponent * jnp.asarray(math.log(base), exponent.dtype))

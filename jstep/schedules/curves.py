@@ -325,6 +325,7 @@ def cosine_decay_restarts(
 
 
 def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
+    """Return the starts of the periods, up to the first beyond `last`."""
     begins = [Fraction(0)]
     while begins[-1] <= last:
         if len(begins) > 100_000:

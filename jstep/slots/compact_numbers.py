@@ -35,6 +35,7 @@ class Turn(NamedTuple):
 
 @functools.cache
 def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
+    """The blocks of an array: see the argument `block` of `compact`."""
     for axis in reversed(range(len(shape))):
         divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] and shape[axis] % size == 0]
         if divisors:
@@ -43,11 +44,13 @@ def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
 
 
 def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
+    """The blocks of codes of a shape, from the shape of their scales."""
     axis = next((i for i in range(len(shape)) if shape[i] != scales[i]), len(shape) - 1)
     return Blocks(axis, shape[axis] // scales[axis])
 
 
 def in_blocks(x: Array, blocks: Blocks) -> Array:
+    """A view in which the elements of a block have a separate axis."""
     return x.reshape(_split(x.shape, blocks))
 
 
@@ -81,6 +84,7 @@ def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) 
 
 
 def block_scales(x: Array, blocks: Blocks) -> Array:
+    """The largest absolute value of each block, at least the smallest normal number."""
     # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
     largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))
@@ -88,6 +92,7 @@ def block_scales(x: Array, blocks: Blocks) -> Array:
 
 
 def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
+    """The codes of an array with known scales; see `encode` and `decode`."""
     if flat:
         share = x / _expand_over_elements(scales, blocks, x.shape)
     else:
@@ -152,6 +157,7 @@ def join_halves(top: Array, low: Array) -> Array:
 
 
 def decode_leaf(stored: Any, half: Any, flat: bool = False) -> Any:
+    """The values of a leaf; half=None if it is stored as it is."""
     if half is None:
         return stored
     return join_halves(stored, half) if stored.dtype == jnp.bfloat16 else decode(stored, half, flat)

@@ -72,6 +72,7 @@ class RowsInOrder(IndexedSlices):
 
 
 def rows_in_order(values: Array, named: Array) -> IndexedSlices:
+    """Slices of a table that name the rows of a mask."""
     rows = values.shape[0]
     mask = concrete(named)
     if not rows or (mask is not None and not mask.any()):

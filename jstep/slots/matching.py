@@ -26,6 +26,7 @@ class NoGradientsError(ValueError):
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:
+    """Check gradients, and return them in the order of the leaves of params."""
     matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     gradients = [
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
@@ -63,6 +64,7 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
 
 
 def require_slots(names: Collection[str], slots: Slots) -> Slots:
+    """Return some of the slots of a state; raise if one is missing."""
     for name in names:
         if name not in slots:
             # An element of a chain gets its own slots only: if it has none, the state may still have others.
@@ -75,6 +77,7 @@ def require_slots(names: Collection[str], slots: Slots) -> Slots:
 
 
 def describe_difference(new: object, old: object) -> str:
+    """Describe how a tree differs from another in paths, shapes and dtypes; "" if equal."""
     after = dict(trees.leaves_with_paths(new))
     before = dict(trees.leaves_with_paths(old))
     sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))

@@ -23,6 +23,7 @@ from jstep.slots.roles import CountedSlot, Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
+    """Return an `Optimizer`; convert a transformation of Optax, as `from_optax` does; reject other values."""
     if isinstance(value, Optimizer):
         return value
     if is_transformation(value):
@@ -47,12 +48,14 @@ def _is_optimizer(value: object) -> bool:
 
 
 def is_transformation(value: object) -> bool:
+    """Whether a value counts as a transformation of Optax: it has `init` and `update`, and nothing more."""
     # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
 
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
+    """The optimizer of a transformation, without hyperparameters; `jstep.from_optax` can report some."""
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -130,6 +133,8 @@ _ORIGINS = ("x0", "init_particles")
 
 
 def _refuse_private(state: Tree) -> None:
+    """Raise for `dpsgd`, which would take the first axis of a mean gradient for the examples."""
+
     def is_private(node: object) -> bool:
         return type(node).__name__ == "DifferentiallyPrivateAggregateState"
 
@@ -164,6 +169,7 @@ class _StateSlots:
         self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
+        """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -222,6 +228,7 @@ def _trained_only(params: Params) -> Params:
 
 
 def seen(params: Params) -> Params:
+    """The parameters as Optax sees them: trainable leaves, in at least float32."""
     return jax.tree.map(trees.widen, _trained_only(params))
 
 
@@ -272,6 +279,8 @@ def _without(treedef: Any, absent: list[bool], tree: Tree) -> Any:
 
 
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
+    """The new slot in the old dtypes; leaves without a gradient keep their old value."""
+
     def like(before: object, after: object) -> Any:
         return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
 
@@ -289,6 +298,7 @@ EXTRA = ("value", "grad", "value_fn")
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
+    """A predicate for whether an update accepts an extra argument of a given name."""
     try:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -332,6 +342,7 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
 
 
 def dense(gradient: Tree, leaf: Any) -> Any:
+    """A gradient as Optax sees it: an array, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     if gradient is None:
         return jnp.zeros_like(leaf, dtype=dtype)

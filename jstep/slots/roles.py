@@ -171,6 +171,7 @@ class Roles(Mapping[str, Role | None]):
         return self.replace_roles({Role.AGE: Role.PRIVATE_AGE})
 
     def for_state(self) -> "Roles":
+        """The roles in a state: optimizers with the same slots give states of the same structure."""
         roles = self.replace_roles({Role.PRIVATE_AGE: Role.AGE}).roles
         return Roles(
             roles,
@@ -197,6 +198,7 @@ NO_ROLES = Roles()
 
 
 def roles_in(state: Tree) -> Roles:
+    """The roles of a state's slots; `NO_ROLES` for a state made by hand, or of another type."""
     roles = getattr(state, "roles", None)
     return roles if isinstance(roles, Roles) else NO_ROLES
 
@@ -258,6 +260,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
+    """The `init` without a jit, whose results are not the objects made inside it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
@@ -281,6 +284,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     """The slots that are plain copies of the parameters, in any dtype, according to a trace of `make`."""
 
     def sources(operation: Operation, operands: list[int | None]) -> list[int | None]:
+        """The parameters that the results of an operation are copies of."""
         if operation.kind == "call":
             return evaluate(operation.bodies[0], operands, sources, lambda constant: None)
         return operands if operation.name in COPYING else [None] * len(operation.eqn.outvars)
@@ -361,4 +365,5 @@ def _shape(leaf: object) -> Any:
 
 
 def abstractly(fn: Callable[[Step], None]) -> None:
+    """Call `fn` with an abstract step. Uses no device."""
     jax.eval_shape(fn, jax.ShapeDtypeStruct((), default_int()))

@@ -56,6 +56,7 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
 
 
 def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
+    """Return a new leaf of the parameters, and the new leaves of its slots."""
     remainders = [n for n in slots if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [slots[n].dtype for n in slots if roles[n] is Role.MASTER]
     if remainders:
@@ -91,6 +92,7 @@ def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
 
 
 def _placed(value: Any, old: Any) -> Any:
+    """Return an unshared array, placed like the old one."""
     if trees.has_tracers((value, old)):
         return placement.back(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)

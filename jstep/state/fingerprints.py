@@ -93,6 +93,7 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
 
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+    """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
     require_alive(tree)
     found = StateLeaves(tree)
     paths = found.paths
@@ -242,12 +243,14 @@ def indexable_size(shape: tuple[int, ...]) -> int:
 
 
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Hash path, dtype and shape to four words."""
     text = "\0".join((path, dtype, ",".join(map(str, shape))))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"jstep").digest()
     return np.frombuffer(digest, "<u4").astype(U)
 
 
 def combine_sums(sums: Any, key: Any) -> Any:
+    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by a bijection for each leaf."""
     a = sums[..., 0] ^ key[..., 0]
     b = sums[..., 1] ^ key[..., 1]
     a = a + finalize(b + key[..., 2])
@@ -263,11 +266,13 @@ _PIECE = 2**16
 
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the sums of the two lanes, uint32 `[2]`."""
     halves = [_sums(words, indexable_size(array.shape), half) for half, words in enumerate(_host_words(array))]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
 
 def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Return unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
     flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
@@ -280,6 +285,7 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def _in_whole_bytes(array: Any) -> Any:
+    """Widen numbers of less than a byte, and bools on a device."""
     name = array.dtype.name
     if name.startswith("float4"):
         return array.astype(np.float32)
@@ -306,6 +312,7 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
 
 
 def device_sums(array: Any) -> Any:
+    """Trace the sums of the two lanes, uint32 `[2]`."""
     array = trees.key_data(on_devices(array))
     return _sums_of_words(_words(array), array.shape)
 
@@ -326,6 +333,7 @@ def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> 
 
 
 def _words(array: Any) -> list[tuple[Any, Any]]:
+    """Return pairs of 32-bit words; two pairs for 128-bit elements."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
@@ -339,6 +347,7 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 
 def _keys(shape: tuple[int, ...]) -> Any:
+    """Return the keys of all positions, in the shape of the array, so that shards do not move."""
     split = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
@@ -356,6 +365,8 @@ _SMALL = 2**14
 
 
 def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
+    """Write the sums of leaves of one shape into rows."""
+
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.

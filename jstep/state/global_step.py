@@ -69,6 +69,7 @@ def get_global_step(state: Tree) -> Array | None:
 
 
 def find_step(state: Tree) -> Array | None:
+    """Return the global step of a state, of any shape, or None."""
     step: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if step is None and state is not None:
         return None
@@ -82,6 +83,7 @@ def find_step(state: Tree) -> Array | None:
 
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
+    """Return the global step of a state, which must have one; a population has stacked steps."""
     step = find_step(state)
     if step is None:
         raise ValueError(
@@ -132,6 +134,7 @@ def global_step(state: Tree) -> int:
 
 
 def require_alive(state: Tree, cause: BaseException | None = None) -> None:
+    """Reject a state that was donated; `cause` is JAX's own exception."""
     path = trees.find_donated(state)
     if path is not None:
         message = (

@@ -92,6 +92,7 @@ class StateLeaves:
         return self._structure.halves
 
     def left_out(self, leave_out: selection.VarList) -> set[int]:
+        """Return the indices of the left-out parameters and of their slots."""
         if leave_out is None:
             return set()
         (params, of_params), (slots, of_slots) = (

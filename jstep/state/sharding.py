@@ -189,6 +189,7 @@ def state_shardings(
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
+    """Change the memory kind of slots with one dimension or more; model_state is unchanged."""
     if kind is None:
         return shardings
 
@@ -216,6 +217,10 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
 def slot_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
+    """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
+
+    The role resolves the ambiguity of square parameters: one number for each row, or for each column.
+    """
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
@@ -244,6 +249,7 @@ def slot_sharding(
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
+    """Place a copy of a leaf; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -288,6 +294,7 @@ def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: o
 
 
 def describe_devices(state: Tree) -> dict[str, Any]:
+    """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
     first = min(of_state or jax.devices(), key=lambda device: device.id)

@@ -81,6 +81,7 @@ def get_slot_names(state: TrainState) -> list[str]:
 
 
 def slot_values(state: TrainState, name: str) -> Any:
+    """Return the values of a slot, in float32 if `compact` stores it."""
     half = state.slots.get(roles_in(state).halves.get(name, ""))
     if half is None:
         return state.slots[name]
@@ -95,6 +96,7 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
+    """Return the parameters in the full precision that slots have of them: masters, or the remainders of `compact`."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
     leaves = placement.on_devices(jax.tree.leaves(state.params))
@@ -112,6 +114,10 @@ def _value(stored: object, half: object) -> Any:
 
 
 def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
+    """Whether a slot is one value for all parameters, such as `embed/start_step`.
+
+    Without a role the shape decides, or the dtype if it is ambiguous.
+    """
     if name in roles:
         return roles.has_one_value(name)
     if not jax.tree_util.all_leaves([tree]):

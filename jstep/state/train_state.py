@@ -30,6 +30,7 @@ from jstep.state.packed_slots import Packing, pack
 
 
 def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
+    """Whether to create an abstract state: from shapes, or for compile-only devices."""
     return any(map(is_shape, jax.tree.leaves(arguments))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
@@ -425,6 +426,7 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatt
 
 
 def keep_roles(old: object, new: object) -> Any:
+    """Return the new state, with the old roles if a step created it by hand."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
     same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()
@@ -482,6 +484,7 @@ def _is_equal(a: object, b: object) -> bool:
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
+    """Copy slots that share an array with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: object) -> Any:
@@ -500,11 +503,14 @@ def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
 
 
 def _is_count(step: Any) -> bool:
+    """Whether a step is an integer of Python or NumPy."""
     is_integer = isinstance(step, int | np.integer) or (isinstance(step, np.ndarray) and step.dtype.kind in "iu")
     return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
 def _numbers_as_arrays(model_state: Tree) -> Any:
+    """Convert numbers; other leaves may be shapes or shardings."""
+
     def converted(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex | np.generic):
             return leaf

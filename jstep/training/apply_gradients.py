@@ -185,6 +185,7 @@ def _check_slots(old: Slots, new: Slots) -> None:
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:
+    """Map the path of each parameter on a mesh to its own sharding or the finest sharding of its slots."""
     # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
     # `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -208,6 +209,7 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
 
 
 def skip_metrics(result: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
     by_guard = {_metric_name(name): value for name, value in result.skipped_by.items()}
     if guards.current_loss_scale(result.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)
@@ -239,6 +241,8 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
 
 
 def unless_skipped(skipped: Array, old: object, new: object) -> Any:
+    """Return the old model_state if the metric `skipped` is 1, else the new one."""
+
     def leaf(before: Any, after: Any) -> Any:
         x = jax.typeof(before)
         y = jax.typeof(after)

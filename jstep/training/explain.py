@@ -139,6 +139,7 @@ def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool
 
 
 def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
+    """Reject a state with a buffer that would be donated twice or is used by another argument."""
     seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):
         buffer = _buffer(leaf)
@@ -156,6 +157,7 @@ def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = 
 
 
 def _buffer(leaf: Any) -> Any:
+    """Return an identifier of the memory of an array; None if it has none on this process."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
     leaf = trees.key_data(leaf)

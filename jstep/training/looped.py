@@ -110,6 +110,7 @@ class TracedStep(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Any]:
+        """The types of the computed metrics by name; empty if they are not a mapping."""
         return self.computed if isinstance(self.computed, Mapping) else {}
 
 
@@ -176,6 +177,7 @@ class LoopedStep(TrainStep):
         return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, n)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
+        """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
         if self.max_steps is not None:
             specs = jax.tree.map(without_step_axis, specs)
@@ -185,6 +187,7 @@ class LoopedStep(TrainStep):
 
 
 def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
+    """Return the `LoopedStep` of a step, the same one for the same arguments: it is compiled only once."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]
     owner, kept = getattr(step, "_jstep_looped", (None, {}))
@@ -209,6 +212,7 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
 
 
 def _with_another(x: object) -> Any:
+    """Stack a row with another one, which is not used."""
     # XLA compiles a loop over a single row differently from a loop over several: it would move work out of the loop.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])

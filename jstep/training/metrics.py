@@ -116,6 +116,7 @@ def losses_in(metrics: Metrics) -> dict[str, Any]:
 
 
 def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
+    """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
@@ -145,6 +146,7 @@ SKIPPED = "skipped"
 
 
 def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
+    """The current held hyperparameters and loss scales, with their prefixes."""
     held_values = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
     return held_values | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
@@ -170,6 +172,11 @@ class RequestedMetrics:
     def measured(
         self, gradients: Updates, updates: Updates, params: Params, scale: Array | None
     ) -> dict[str, dict[str, Any]]:
+        """Return the values of the norms and functions, by a description of their origin.
+
+        `gradients` include the loss scale, `updates` are as added, and `params` are new.
+        """
+
         def norm(name: str) -> Array:
             if name == GRAD_NORM:
                 measured = global_norm(gradients)
@@ -198,6 +205,7 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
+    """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
     is_one = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
     entries = (metrics,) if is_one else tuple(metrics)
     norms: list[str] = []

@@ -208,6 +208,7 @@ def minimize(
 
 
 def _title_of(loss_fn: object) -> str:
+    """Return the name of the loss or losses; `train_step` without a name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
     name = getattr(loss_fn, "__name__", "")
@@ -378,6 +379,7 @@ class SeveralLosses:
 
 
 def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]) -> SeveralLosses:
+    """Check the losses, and make each with its own `make(loss_fn, var_list)`, ungated: all have one gate."""
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     ungated = {}
@@ -442,6 +444,7 @@ def _by_name(aux: object) -> Mapping[str, Any]:
 
 
 def _without_overlap(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:
+    """Return the indices of the leaves that each loss trains; they must be disjoint."""
     chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in losses.items()}
     for (first, indices), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*indices} & {*others})

@@ -76,6 +76,7 @@ class PureStep:
             return with_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
+        """Return the shardings of a batch; None if the step ignores them."""
         if not self.depends_on_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
@@ -139,6 +140,7 @@ def makes_step() -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def step_function(step: object) -> PureStep | None:
+    """Return the pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
@@ -291,6 +293,7 @@ class TrainStep:
         return new, metrics.merged()
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
+        """Return the program for some layouts; `kind="merged"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
@@ -350,6 +353,7 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
+    """Call the program of a step; return `(state, StepMetrics)`, for a `LoopedStep` also its sums."""
     layout = getattr(state, "_layout", None)
     is_known = layout is not None
     if layout is None:
@@ -390,11 +394,13 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
 
 
 def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
+    """Return the trace of the program that `call_step` calls, for arrays or shapes."""
     with meshes.using_mesh(meshes.mesh_of((state, args))):
         return jitted_program(step, state, args, kind).trace(state, *args)
 
 
 def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
+    """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
     return step._program(getattr(state, "_layout", None) or inspect_layout(state), args, kind, donates=_donates(step))
 
 
