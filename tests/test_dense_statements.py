@@ -25,7 +25,6 @@ KNOWN = {
     "differentiate.microbatches.accumulate.body",
     "hooks.history.History._repr_html_",
     "hooks.notebook.Below.html",
-    "look.diff._scalars",
     "look.page._facts",
     "look.run_folder.RunFolder._facts_of",
     "look.run_summary._summary",

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
@@ -36,17 +36,41 @@ class RecordedRuns(NamedTuple):
     path: str
     folders: Sequence[RunFolder]
 
+    def last_trained_starts(self) -> dict[str, Mapping[str, Any]]:
+        """Prefix → the start that represents its run, of those that have one."""
+        starts: dict[str, Mapping[str, Any]] = {}
+        for folder in self.folders:
+            if folder.last_trained_start:
+                starts[folder.prefix] = folder.last_trained_start
+        return starts
+
+    def state_changes(self) -> list[str]:
+        """Describe what replaced the state in each start."""
+        lines: list[str] = []
+        for folder in self.folders:
+            for start in folder.valid_starts:
+                lines += state_change_lines(start)
+        return lines
+
 
 def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
     """Describe the differences between the last starts of two runs that trained; None if there is no record of one."""
-    of_a, of_b = ({run.prefix: run.last_trained_start for run in x.folders if run.last_trained_start} for x in (a, b))
-    pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
-    if not pairs and len(of_a) == len(of_b) == 1:
-        pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]
-    if len(pairs) == 1:
-        pairs = [("", *pairs[0][1:])]
-    found = [f"{name}{line}" for name, x, y in pairs for line in changes(x, y, IN_A_AND_B).lines]
-    return found if pairs else None
+    starts_a = a.last_trained_starts()
+    starts_b = b.last_trained_starts()
+    prefixes = sorted(starts_a.keys() & starts_b.keys())
+    if not prefixes and len(starts_a) == len(starts_b) == 1:
+        # Each directory has one run, and these are compared whatever their prefixes are.
+        (start_a,) = starts_a.values()
+        (start_b,) = starts_b.values()
+        return changes(start_a, start_b, IN_A_AND_B).lines
+    if not prefixes:
+        return None
+    lines: list[str] = []
+    for prefix in prefixes:
+        begin = f"{prefix}: " if len(prefixes) > 1 else ""
+        found = changes(starts_a[prefix], starts_b[prefix], IN_A_AND_B)
+        lines += [f"{begin}{line}" for line in found.lines]
+    return lines
 
 
 def changes_text(lines: list[str] | None) -> list[str]:
@@ -55,14 +79,13 @@ def changes_text(lines: list[str] | None) -> list[str]:
     return ["the last starts differ:", *first_lines(lines)]
 
 
-def _state_changes(runs: Sequence[RecordedRuns]) -> list[str]:
+def _state_changes(a: RecordedRuns, b: RecordedRuns) -> list[str]:
     """Describe what replaced the state in one of two runs only."""
-    of_a, of_b = (
-        [line for folder in x.folders for start in folder.valid_starts for line in state_change_lines(start)]
-        for x in runs
-    )
-    only = [("A", line) for line in of_a if line not in of_b] + [("B", line) for line in of_b if line not in of_a]
-    return [f"in {name}, the state was {line}" for name, line in only]
+    lines_a = a.state_changes()
+    lines_b = b.state_changes()
+    only_a = [f"in A, the state was {line}" for line in lines_a if line not in lines_b]
+    only_b = [f"in B, the state was {line}" for line in lines_b if line not in lines_a]
+    return [*only_a, *only_b]
 
 
 # The steps between which two runs diverge, by their checkpoints, fingerprints and common scalars.
@@ -98,48 +121,58 @@ def divergence(
     """Compare two runs by their logs; `compared` has the steps that `source` has compared: step → whether equal."""
     sources = [source] if source else []
     same = dict(compared or {})
-    # Two runs in one directory have one file of fingerprints.
-    states = [{} if runs[0].path == runs[1].path else logged_states(*run) for run in runs]
-    logs: dict[str, list[dict[tuple[int, str], Any]]] = {
-        "fingerprints": [{(step, ""): state for step, state in log.items()} for log in states],
-        "scalars": _scalars(runs),
-    }
-    for name, (of_a, of_b) in logs.items():
-        common = of_a.keys() & of_b.keys()
+    logs: dict[str, list[_Log]] = {}
+    if runs[0].path != runs[1].path:  # two runs in one directory have one file of fingerprints
+        logs["fingerprints"] = [_fingerprints(run) for run in runs]
+    logs["scalars"] = _scalars_of_each(runs)
+    for name, (log_a, log_b) in logs.items():
+        common = log_a.keys() & log_b.keys()
         if common and name not in sources:
             sources.append(name)
-        for key in common:  # equal numbers do not prove equal states, but different ones prove different states
-            same[key[0]] = same.get(key[0], True) and of_a[key] == of_b[key]
+        for step, tag in common:
+            # Equal numbers do not prove equal states, but different ones prove different states.
+            is_equal = log_a[step, tag] == log_b[step, tag]
+            same[step] = same.get(step, True) and is_equal
     differ = min((step for step, is_same in same.items() if not is_same), default=None)
     equal = max((step for step, is_same in same.items() if is_same and (differ is None or step < differ)), default=None)
     return Divergence(equal, differ, sources)
 
 
-def _scalars(runs: Sequence[RecordedRuns]) -> list[dict[tuple[int, str], Any]]:
-    """The scalars of each run by step and tag; several prefixes of a directory are compared by name."""
+_Log: TypeAlias = dict[tuple[int, str], Any]
+"""Step and tag → what was logged."""
+
+
+def _fingerprints(run: RecordedRuns) -> _Log:
+    return {(step, ""): state for step, state in logged_states(run.path, run.folders).items()}
+
+
+def _scalars_of_each(runs: Sequence[RecordedRuns]) -> list[_Log]:
+    # By the tag alone if there is nothing to be confused: two runs with other prefixes are compared as well.
+    by_prefix = any(len(run.folders) != 1 for run in runs)
     with contextlib.suppress(OSError, ValueError, ImportError):
-        is_pair = all(len(run.folders) == 1 for run in runs)
-        return [
-            {
-                (step, tag if is_pair else f"{folder.prefix}: {tag}"): value
-                for folder in run.folders
-                for tag, points in folder.series().items()
-                if not _TIMED.search(tag)
-                for step, value in zip(points.steps, points.values, strict=True)
-            }
-            for run in runs
-        ]
+        return [_scalars(run, by_prefix) for run in runs]
     return [{}, {}]
+
+
+def _scalars(run: RecordedRuns, by_prefix: bool) -> _Log:
+    log: _Log = {}
+    for folder in run.folders:
+        for tag, points in folder.series().items():
+            if _TIMED.search(tag):
+                continue
+            name = f"{folder.prefix}: {tag}" if by_prefix else tag
+            for step, value in zip(points.steps, points.values, strict=True):
+                log[step, name] = value
+    return log
 
 
 # The command: of two runs, the first step at which they differ; of two checkpoints, the leaves.
 
 
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    of_a, of_b = a.left_out, b.left_out
-    for path in of_a | of_b:
-        first = of_a.get(path)
-        second = of_b.get(path)
+    for path in a.left_out | b.left_out:
+        first = a.left_out.get(path)
+        second = b.left_out.get(path)
         where = "left out of both"
         if first is None or second is None:
             yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
@@ -176,7 +209,9 @@ class _Side(NamedTuple):
         return RecordedRuns(where, [])
 
 
-_CHECKPOINT, _DIRECTORY, _LOG = "a checkpoint", "a directory of checkpoints", "a log of fingerprints"
+_CHECKPOINT = "a checkpoint"
+_DIRECTORY = "a directory of checkpoints"
+_LOG = "a log of fingerprints"
 
 
 def _print_differences(arguments: argparse.Namespace) -> int:
@@ -185,13 +220,15 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         run = location(arguments.a, "A")
         starts = [start for folder in find_run_folders(run) for start in folder.facts_with_changes]
         return cli.answer(arguments, {"run": run, "starts": starts}, lines_of_changes(starts))
-    a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
+    a = _side(location(arguments.a, "A"))
+    b = _side(location(arguments.b, "B"))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     runs = [a.recorded_runs(), b.recorded_runs()]
     folders = [folder for run in runs for folder in run.folders]
     problems = [f"{folder.path}: {problem}" for folder in folders for problem in folder.unreadable_starts]
-    of_starts, changed = _start_differences(*runs), _state_changes(runs)
+    start_lines = _start_differences(*runs)
+    changed = _state_changes(*runs)
     if a.kind == _CHECKPOINT:
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -201,15 +238,19 @@ def _print_differences(arguments: argparse.Namespace) -> int:
             result["positions"] = positions
     else:
         result = _runs(a, b)
-    lines = [*problems, *changes_text(of_starts), *first_lines(changed, indent=""), *_differences_text(result)]
+    lines = [*problems, *changes_text(start_lines), *first_lines(changed, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
         first = result.get("step")
         same = {step: step != first for step in result["common"] if first is None or step <= first}
         found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()
         lines += filter(None, [found.text(runs)])
-    result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
-    result |= {"state_changes": changed} if changed else {}
+    if start_lines is not None:
+        result["starts"] = start_lines
+    if problems:
+        result["unreadable"] = problems
+    if changed:
+        result["state_changes"] = changed
     is_same = result["same"] and not result.get("positions")
     code = cli.answer(arguments, result, lines, cli.OK if is_same else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
@@ -245,27 +286,38 @@ def _log_at(path: str, in_directory: bool) -> _Side:
 
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:
-    of_a, of_b = a.steps, b.steps
-    prefixes = [{prefix for _, prefix in items} for items in (of_a, of_b)]
-    if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:
-        of_a, of_b = ({(step, ""): item for (step, _), item in items.items()} for items in (of_a, of_b))
-    keys = sorted(of_a.keys() & of_b.keys())
+    """Compare two directories of checkpoints, or two logs, up to the first step at which they differ."""
+    items_a = a.steps
+    items_b = b.steps
+    prefixes_a = {prefix for _, prefix in items_a}
+    prefixes_b = {prefix for _, prefix in items_b}
+    if not prefixes_a & prefixes_b and len(prefixes_a) == len(prefixes_b) == 1:
+        # Each side has one run, and these are compared whatever their prefixes are.
+        items_a = {(step, ""): item for (step, _), item in items_a.items()}
+        items_b = {(step, ""): item for (step, _), item in items_b.items()}
+    keys = sorted(items_a.keys() & items_b.keys())
     if not keys:
-        some = [format_list([str(step) for step, _ in sorted(items)], 5) or "none" for items in (of_a, of_b)]
-        raise ValueError(f"no step in common: {a.path} has {some[0]}, and {b.path} has {some[1]}")
+        raise ValueError(f"no step in common: {a.path} has {_steps(items_a)}, and {b.path} has {_steps(items_b)}")
     common = [step for step, _ in keys]
-    positions = dict[str, Any]()
-    for before, key in enumerate(keys):
+    positions: dict[str, Any] = {}
+    for same_before, key in enumerate(keys):
+        leaves: list[LeafDifference] | None
         if a.kind == _LOG:
-            leaves = _of_entries(of_a[key], of_b[key])
+            leaves = _leaves_of_entries(items_a[key], items_b[key])
         else:
-            leaves = _leaves(of_a[key], of_b[key]) or None
-            if not positions and (found := _positions(of_a[key], of_b[key])):
+            leaves = _leaves(items_a[key], items_b[key]) or None
+            # Of loaders, the first difference is shown, which may be earlier than that of the state.
+            found = [] if positions else _positions(items_a[key], items_b[key])
+            if found:
                 positions = {"positions": found, "positions_step": key[0]}
         if leaves is not None:
-            at_step = {"step": key[0], "common": common, "same_before": before, "same": False}
+            at_step = {"step": key[0], "common": common, "same_before": same_before, "same": False}
             return _result(a, b, leaves, **at_step, **positions)
     return _result(a, b, [], common=common, **positions)
+
+
+def _steps(items: Mapping[tuple[int, str], Any]) -> str:
+    return format_list([str(step) for step, _ in sorted(items)], 5) or "none"
 
 
 def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
@@ -273,7 +325,7 @@ def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
     return [{"name": name, "detail": detail} for name, detail in found]
 
 
-def _of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
+def _leaves_of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
     """Return the leaves that differ, [] if a log has none; None if the states are the same."""
     from jstep.hooks.fingerprints import compare_logs
 
@@ -289,22 +341,25 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
     for checkpoint in (a, b):
         if problems := checkpoint.problems():
             raise ValueError(f"{checkpoint.path} is corrupted: {'; '.join(problems[:3])}")
-    absent = a.left_out.keys() | b.left_out.keys()
-    of_a, of_b = ({name: leaf for name, leaf in x.named.items() if name not in absent} for x in (a, b))
+    left_out = a.left_out.keys() | b.left_out.keys()
+    leaves_a = {name: leaf for name, leaf in a.named.items() if name not in left_out}
+    leaves_b = {name: leaf for name, leaf in b.named.items() if name not in left_out}
     by_name: dict[str, LeafDifference] = {}
-    for name, leaf in of_a.items():
-        other = of_b.get(name)
+    for name, leaf in leaves_a.items():
+        other = leaves_b.get(name)
         if other is None:
             by_name[name] = LeafDifference(name, "only in A", "only in A")
         elif (leaf.dtype, leaf.key_impl) != (other.dtype, other.key_impl):
             by_name[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
-    both = [name for name in of_a if name not in by_name]
+    common = [name for name in leaves_a if name not in by_name]
     # Read leaf by leaf, because two checkpoints may not fit into memory.
-    for (name, _, array_a), (_, _, array_b) in zip(a.leaves(both), b.leaves(both), strict=True):
-        if (differing := array_difference(name, array_a, array_b)) is not None:
-            by_name[name] = differing
-    others = [LeafDifference(name, "only in B", "only in B") for name in of_b if name not in of_a]
-    return [*(by_name[name] for name in of_a if name in by_name), *others, *differences_left_out(a, b)]
+    for (name, _, array_a), (_, _, array_b) in zip(a.leaves(common), b.leaves(common), strict=True):
+        difference = array_difference(name, array_a, array_b)
+        if difference is not None:
+            by_name[name] = difference
+    in_order = [by_name[name] for name in leaves_a if name in by_name]
+    only_b = [LeafDifference(name, "only in B", "only in B") for name in leaves_b if name not in leaves_a]
+    return [*in_order, *only_b, *differences_left_out(a, b)]
 
 
 def _result(a: _Side, b: _Side, differing: list[LeafDifference], **fields: object) -> dict[str, Any]:
