@@ -251,3 +251,13 @@ def test_the_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
     assert os.stat(tmp_path).st_mtime_ns == before
     monkeypatch.delattr(os, "O_TMPFILE")
     assert files.seconds_since_write(str(tmp_path / "file")) < -1e9, "where it cannot be asked"
+
+
+def test_a_branch_is_below_the_copy_whose_path_it_recorded(tmp_path):
+    """Not below one whose name is the beginning of that one's."""
+    for name in ("a", "ab"):
+        write_run(tmp_path / name, run="p")
+    parent = {"path": str(tmp_path / "ab" / "best" / "best-3"), "step": 3}
+    write_run(tmp_path / "branch", run="c", parent=parent, parent_run="p")
+    rows = [line.split()[:2] for line in str(jstep.runs(tmp_path)).splitlines()]
+    assert rows.index(["└─", "branch"]) == rows.index(["ab", "finished"]) + 1
