@@ -36,7 +36,8 @@ class Stopwatch:
     def __init__(
         self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter, since: float | None = None
     ) -> None:
-        self.clock, self.before = clock, before
+        self.clock = clock
+        self.before = before
         self._since = clock() if since is None else since
         self._totals = dict.fromkeys(PHASES, 0.0) | {BEFORE: before}
         self.current = self.waiting = STARTING
@@ -45,9 +46,13 @@ class Stopwatch:
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, phase: str) -> float:
-        time_now, ended = self.clock(), self.current
+        time_now = self.clock()
+        ended = self.current
         seconds = time_now - self._since
-        self.current, self._since = phase, time_now
+        # The phase and its beginning before the total: another thread that reads in between misses these seconds, and
+        # does not count them twice.
+        self.current = phase
+        self._since = time_now
         self._totals[ended] += seconds
         self._latest.append((phase, time_now))
         return time_now
@@ -98,7 +103,8 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         totals = dict(self._totals)
-        current, since = self.current, self._since
+        current = self.current
+        since = self._since
         body_began = self.body_began
         end = self.clock()
         totals[current] += end - since

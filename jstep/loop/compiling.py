@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -100,12 +100,14 @@ class Compiler:
         table = self.table
         first, *later = CallBoundaries(table.train_steps, source.next_change).starts(start, last_step)
         seen: set[Any] = set()
-        for step in (first, *later) if later else ():
+        if not later:  # the first program is compiled in any case
+            return
+        for step in (first, *later):
             stage = table.stage_of(step)
-            args = None
-            is_edge = step == stage.first
             if not stage.is_compilable:
                 continue
+            args = None
+            is_edge = step == stage.first
             # An item may take as long to fetch as a batch to make, so it is fetched only where a stage needs it.
             if source.knows_shapes or (source.has_items and is_edge and step != first):
                 args = shapes_of_batch(source, step, batch_sharding)
@@ -126,15 +128,21 @@ class Compiler:
 
     def after(self, args: tuple[Any, ...]) -> None:
         """Begin the next compilation, for the shapes of these arguments."""
-        if not self.jobs or len(self.begun) == _MAX_AHEAD or (self.begun and not self.begun[-1][1].done()):
+        if not self.jobs or len(self.begun) == _MAX_AHEAD:
+            return
+        if self.begun and not self.begun[-1][1].done():  # one at a time
             return
         job = self.jobs.popleft()
         self.begin(job, shapes_of(args) if job.args is None else job.args)
 
     def wait(self, step: int, *, can_interrupt: bool) -> None:
-        while self.begun and step >= self.begun[0][0].first:
-            with self._watch.phase(STARTING), self.table.compiling(self.begun[0][0].name):
-                self._signals.wait_for(self.begun[0][1], can_interrupt=can_interrupt)
+        while self.begun:
+            job, task = self.begun[0]
+            if step < job.first:
+                break
+            with self._watch.phase(STARTING), self.table.compiling(job.name):
+                self._signals.wait_for(task, can_interrupt=can_interrupt)
+            # Only now: if a signal ends the wait, `close` still knows of it.
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:
             self.jobs.popleft()  # not begun: the step compiles it
@@ -184,17 +192,22 @@ class Compiler:
         has_grown = size > self._sizes.get(id(program.step), 0)
         self._sizes[id(program.step)] = size
         is_first = stage.begin()
-        was_ready = program.is_ahead and not program.is_called
         if has_grown:
             before = self._shapes
             self._shapes = {"batch": shapes_of(trees.args_to_batch(chunk.step_args)), "state": shapes_of(state)}
+            was_ready = program.is_ahead and not program.is_called
             if before and stage.is_compilable and not is_first and not was_ready:
-                texts = [_what_differs(name, shapes, before[name]) for name, shapes in self._shapes.items()]
-                why = "; ".join(filter(None, texts)) or "JAX's settings, or its steps per call, differ"
-                logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
-                if texts[0]:
-                    self._warn_of_shapes(stage)
+                self._log_recompilation(chunk, before)
         return is_first
+
+    def _log_recompilation(self, chunk: Chunk, before: Mapping[str, Any]) -> None:
+        stage = chunk.program.stage
+        of_batch = _what_differs("batch", self._shapes["batch"], before["batch"])
+        of_state = _what_differs("state", self._shapes["state"], before["state"])
+        why = "; ".join(filter(None, (of_batch, of_state))) or "JAX's settings, or its steps per call, differ"
+        logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
+        if of_batch:
+            self._warn_of_shapes(stage)
 
     def _warn_of_shapes(self, stage: Stage) -> None:
         self._recompiled[id(stage)] += 1

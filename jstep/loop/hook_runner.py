@@ -98,7 +98,8 @@ class HookRunner:
                 is_done = True
         savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
         others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, SaverHook)]
-        self._non_savers, self.savers = ScheduleGroup(others, course.first), ScheduleGroup(savers, course.first)
+        self._non_savers = ScheduleGroup(others, course.first)
+        self.savers = ScheduleGroup(savers, course.first)
         return is_done
 
     def evaluate(self, evaluate: Callable[..., Any]) -> bool:

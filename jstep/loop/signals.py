@@ -163,7 +163,8 @@ class StopSignals:
                 return
             self.received_twice = True
             raise KeyboardInterrupt
-        self.received, self.received_at = signal.Signals(number), time.time()
+        self.received = signal.Signals(number)
+        self.received_at = time.time()
         if not self.is_single_process:
             self.stop_all()
         elif (error := self.interrupts()) is not None:

@@ -55,7 +55,8 @@ class InFlight:
         self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
-        done = steps = 0
+        done = 0
+        steps = 0
         while self._calls:
             result, first, step = self._calls[0]
             if result.is_deleted():  # for example a metric that is an array of the state: no information
@@ -110,7 +111,8 @@ class InFlight:
 
     def clear(self) -> None:
         self._calls.clear()
-        self.finished, self._seen = 0, (0, 0.0)
+        self.finished = 0
+        self._seen = (0, 0.0)
 
 
 def _result(state: trees.Tree, metrics: Any) -> Any:
