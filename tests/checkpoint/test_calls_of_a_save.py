@@ -82,7 +82,7 @@ def test_calls_of_a_save_in_a_run(kind, tmp_path, monkeypatch):
     _, *others, end = of_saves  # the first one claims the directory; the last one waits
     assert [calls[hook_states.get_states.__code__] for calls in of_saves] == [1] * 4
     assert len(others) == 2
-    assert end.total() <= 320
+    assert end.total() <= 340  # with the copies into memory that is kept, four calls
     assert max(calls.total() for calls in others) <= 300
     with jstep.Saver(tmp_path) as saver:
         pasts = {saved: saver.extra(saved)["past"] for saved in saver.all_steps()}
