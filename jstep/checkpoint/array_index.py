@@ -138,7 +138,7 @@ def _root_of(manifest: bytes) -> list[_Node]:
     body.take(_TIME_BYTES * count)
     if body.number() != 0:
         raise UntrustedError("its versions are a tree")
-    body.require_end()
+    body.check_end()
     # An empty database has a version with a root that is not stored, whose path is empty.
     _require_database_files([extent.path for extent in newest if extent.path])
     return [_Node(extent, heights[-1], b"") for extent in newest if extent.path]
@@ -166,7 +166,7 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
             _Node(extent, height - 1, node.prefix + key[:length])
             for key, length, extent in zip(keys, common, extents, strict=True)
         ]
-        body.require_end()
+        body.check_end()
         return children, ()
     values = _values(body, paths, count)
     return [], zip([node.prefix + key for key in keys], values, strict=True)
@@ -196,7 +196,7 @@ def _values(body: "_Body", paths: Sequence[str], count: int) -> list[Extent | by
             values.append(next(extents))
         else:
             raise UntrustedError(f"a value is of the kind {kind}")
-    body.require_end()
+    body.check_end()
     return values
 
 
@@ -297,6 +297,6 @@ class _Body:
         lengths = self.numbers(count)
         return [Extent(*parts) for parts in zip(_chosen(paths, ids), starts, lengths, strict=True)]
 
-    def require_end(self) -> None:
+    def check_end(self) -> None:
         if self._at != len(self._data):
             raise UntrustedError("it is longer than it says")

@@ -277,9 +277,9 @@ class Attempt(abc.ABC):
             now = time.monotonic()
             stuck = [process for process, watch in watches.items() if watch.is_stuck(now)]
             if stuck:
-                quiet = max(watches[process].quiet_secs(now) for process in stuck)
+                stuck_secs = max(watches[process].quiet_secs(now) for process in stuck)
                 raise CheckpointError(
-                    f"{_processes_text(stuck)}: written nothing for {quiet:.0f} s, and not finished, as "
+                    f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, and not finished, as "
                     f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
                 )
             quiet = [p for p, watch in watches.items() if watch.quiet_secs(now) > PATIENCE_SECS and p not in named]

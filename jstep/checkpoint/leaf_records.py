@@ -61,7 +61,7 @@ _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 _Record = TypeVar("_Record", Leaf, LeftOutLeaf)
 
 
-def require_value(leaf: object, what: str) -> None:
+def check_value(leaf: object, what: str) -> None:
     if trees.is_traced(leaf):
         raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
     if isinstance(leaf, np.ma.MaskedArray):
@@ -78,7 +78,7 @@ def _with_value(leaf: object, path: str) -> Any:
                 "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
-    require_value(leaf, f"state: {path!r}")
+    check_value(leaf, f"state: {path!r}")
     if trees.is_python_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:

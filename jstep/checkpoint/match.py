@@ -444,5 +444,5 @@ def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
         return targets.place_leaf(wanted, np.zeros(np.shape(leaf), wanted.dtype))
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
         return targets.place_leaf(wanted, np.full(np.shape(leaf), step, wanted.dtype))
-    targets.require_value(wanted)
+    targets.check_value(wanted)
     return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

@@ -45,7 +45,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         None
     """
     prefix = None if prefix is None else as_prefix(prefix)
-    return next((path for _, path in open_store(check_directory(directory)).newest_first(prefix)), None)
+    return next((path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None)
 
 
 _WAIT, _END = -1, -2
@@ -94,7 +94,7 @@ def checkpoints_iterator(
 
     Source: `tf.train.checkpoints_iterator`.
     """
-    path = check_directory(directory)
+    path = as_directory(directory)
     name = as_prefix(prefix)
     seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
@@ -143,7 +143,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
 
 
-def check_directory(directory: object) -> str:
+def as_directory(directory: object) -> str:
     path = absolute(location(directory, "directory"))
     if not is_utf8(path) or ("\\" in path and os.sep != "\\"):
         raise ValueError(
@@ -176,7 +176,7 @@ def as_prefix(prefix: object) -> str:
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:
-    """Return the store of a path or URL from `check_directory`.
+    """Return the store of a path or URL from `as_directory`.
 
     Args:
         prefix: The prefix of the checkpoints to write, None only to read.

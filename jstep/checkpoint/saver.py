@@ -85,7 +85,7 @@ class Saver:
         leave_out: VarList = None,
         allow_nonfinite: bool = False,
     ) -> None:
-        self.directory = naming.check_directory(directory)
+        self.directory = naming.as_directory(directory)
         self.prefix = naming.as_prefix(prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
@@ -146,7 +146,7 @@ class Saver:
         with engine.exclusive():
             engine.check_open()
             _check_tree(state, "state", "save(state, extra=None), whose global_step names the checkpoint")
-            placement.refuse_compile_only(state, "state")
+            placement.check_not_compile_only(state, "state")
             return engine.save(state, CheckpointExtra.of(extra))
 
     @overload
@@ -223,7 +223,7 @@ class Saver:
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
         with self._engine.between_saves() as reader:
-            placement.refuse_compile_only(target, "target")
+            placement.check_not_compile_only(target, "target")
             return reader.restore(target, step, partial, averages, names)
 
     def restore_params(
@@ -269,7 +269,7 @@ class Saver:
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
         with self._engine.between_saves() as reader:
-            placement.refuse_compile_only(target_params, "target_params")
+            placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
             return reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
 

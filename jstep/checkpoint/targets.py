@@ -110,7 +110,7 @@ def has_value(leaf: object) -> bool:
     return not isinstance(leaf, jax.ShapeDtypeStruct) and not trees.is_donated(leaf)
 
 
-def require_value(wanted: TargetLeaf[Any]) -> None:
+def check_value(wanted: TargetLeaf[Any]) -> None:
     if not has_value(wanted.leaf):
         raise ValueError(
             f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of what was saved or "

@@ -216,7 +216,7 @@ def as_string(value: object, argument: str, meaning: str = "") -> str:
     return value
 
 
-def check_choice(value: Any, argument: str, choices: Any) -> Any:
+def as_choice(value: Any, argument: str, choices: Any) -> Any:
     # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={format_value(value)}: must be one of {', '.join(map(repr, choices))}")

@@ -73,7 +73,7 @@ _WAYS_OUT = (
 )
 
 
-def require_mesh(mesh: object) -> Mesh:
+def as_mesh(mesh: object) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
     return mesh

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_string, check_choice
+from jstep.core.checks import as_choice, as_int, as_string
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.logs import log_once
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
@@ -53,11 +53,11 @@ def part_count(sharding: NamedSharding) -> int:
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
 
 
-def check_memory(kind: object, mesh: Mesh) -> str | None:
+def as_memory(kind: object, mesh: Mesh) -> str | None:
     if kind is None or as_string(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
-    check_choice(kind, "slots_memory", [memory.kind for memory in device.addressable_memories()])
+    as_choice(kind, "slots_memory", [memory.kind for memory in device.addressable_memories()])
     return None if kind == device.default_memory().kind else str(kind)
 
 
@@ -209,7 +209,7 @@ def compiles_only(mesh: object) -> bool:
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 
-def refuse_compile_only(tree: trees.Tree, argument: str) -> None:
+def check_not_compile_only(tree: trees.Tree, argument: str) -> None:
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
@@ -220,9 +220,9 @@ def refuse_compile_only(tree: trees.Tree, argument: str) -> None:
             )
 
 
-def refuse_shapes(tree: trees.Tree, argument: str) -> None:
+def check_no_shapes(tree: trees.Tree, argument: str) -> None:
     if any(map(is_shape, jax.tree.leaves(tree))):
-        refuse_compile_only(tree, argument)
+        check_not_compile_only(tree, argument)
         raise ValueError(
             f"{argument}: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
             "lower with them"

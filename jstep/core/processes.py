@@ -50,7 +50,7 @@ def should_stop() -> bool:
     return is_reached
 
 
-def refuse_another_run() -> None:
+def check_no_other_run() -> None:
     """Reject a run that no signal could stop, because one has stopped an earlier run."""
     if _has_stopped.is_set():
         raise RuntimeError(

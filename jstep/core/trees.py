@@ -297,7 +297,7 @@ def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeEr
     return TypeError(f"{description}, which is not an array or number{remedy}")
 
 
-def require_arrays(tree: Tree, what: str, remedy: str = "") -> None:
+def check_arrays(tree: Tree, what: str, remedy: str = "") -> None:
     for path, leaf in leaves_with_paths(tree):
         if not is_array_or_number(leaf):
             raise not_an_array(leaf, path, what, remedy)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import describe_type, format_value
-from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
+from jstep.core.placement import check_not_compile_only, compiles_only, is_shape
 from jstep.core.trees import T, Tree
 
 # Shardings of batches, and global batches from the rows of each process.
@@ -40,7 +40,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
         ('data',)
     """
-    mesh = meshes.require_mesh(mesh)
+    mesh = meshes.as_mesh(mesh)
     parts = meshes.axis_size(mesh, axis, f"axis={axis!r}")
     local_batch = device_values.from_host(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
@@ -184,7 +184,7 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
     sharding = jax.tree_util.tree_map_with_path(
         as_sharding, sharding, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
-    refuse_compile_only(sharding, argument)
+    check_not_compile_only(sharding, argument)
     is_local = all(getattr(part, "is_fully_addressable", True) for part in jax.tree.leaves(sharding))
 
     def place(item: object) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from jstep.core.checks import as_bool, as_int, as_mapping, as_number, as_string, check_choice, format_value
+from jstep.core.checks import as_bool, as_choice, as_int, as_mapping, as_number, as_string, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T, structure
 from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, derive_seed
@@ -94,7 +94,7 @@ def batches(
     shuffle = as_bool(shuffle, "shuffle")
     drop_remainder = as_bool(drop_remainder, "drop_remainder")
 
-    def check_size(value: object, name: str) -> int:
+    def as_size(value: object, name: str) -> int:
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:  # no batch would ever be full
             raise ValueError(
@@ -102,7 +102,7 @@ def batches(
             )
         return size
 
-    sizes = as_staircase(batch_size, "batch_size", check_size)
+    sizes = as_staircase(batch_size, "batch_size", as_size)
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
@@ -391,4 +391,4 @@ class Mixture(BatchSequence[T]):
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the steps from `start` to `stop` whose batches contain a row of a source."""
-        return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)
+        return self._steps_with(as_choice(source, "source", list(self._rows)), row, start, stop)

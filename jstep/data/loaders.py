@@ -187,7 +187,7 @@ def _indexable_items(batches: Tree, start: int, last_step: int) -> Iterator[Any]
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
             pass
         else:
-            refuse_rows(batches, first)
+            check_row_counts(batches, first)
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
     if callable(batches) and not hasattr(batches, "__iter__"):
         return map(functools.partial(_item, batches, batches), range(start, last_step))
@@ -372,11 +372,11 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
                 raise
             return
         if step == start:
-            refuse_rows(batches, [item])
+            check_row_counts(batches, [item])
         yield item
 
 
-def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
+def check_row_counts(batches: Tree, first: Sequence[Any]) -> None:
     """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
     if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
         return

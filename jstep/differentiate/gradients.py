@@ -40,14 +40,14 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     """
     as_function(fn, "fn", "of a tree of arrays")
     leaves, treedef = trees.flatten(xs)
-    trees.require_arrays(xs, "xs")
+    trees.check_arrays(xs, "xs")
     indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     if not indices:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
     def of_some(some: list[Any]) -> Any:
         ys = fn(treedef.unflatten(trees.with_leaves(leaves, indices, some)))
-        trees.require_arrays(ys, "the result of fn")
+        trees.check_arrays(ys, "the result of fn")
         return jax.tree.map(jnp.asarray, ys)
 
     def pulled_back(some: list[Any], weights: object) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_bool, as_function, as_int, check_choice
+from jstep.core.checks import as_bool, as_choice, as_function, as_int
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
@@ -161,7 +161,7 @@ def compute_gradients(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=check_sharpness(sharpness),
+        sharpness=as_sharpness(sharpness),
         adaptive=adaptive,
         lanes=lanes,
     )
@@ -251,10 +251,10 @@ class LossGradients:
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
         if type(self.gate_gradients) is not int or self.gate_gradients not in tuple(Gate):
-            check_choice(self.gate_gradients, "gate_gradients", tuple(Gate))
-        check_choice(self.aggregation_method, "aggregation_method", tuple(AggregationMethod))
+            as_choice(self.gate_gradients, "gate_gradients", tuple(Gate))
+        as_choice(self.aggregation_method, "aggregation_method", tuple(AggregationMethod))
         if not callable(self.sharpness):
-            check_sharpness(self.sharpness)
+            as_sharpness(self.sharpness)
         if self.sharpness is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
@@ -262,7 +262,7 @@ class LossGradients:
     def __call__(self, inputs: LossInputs) -> LossResult:
         """Return the results, with gradients as a tree like params."""
         params = inputs.params
-        trees.require_arrays(params, "params", trees.keep_arrays("params"))
+        trees.check_arrays(params, "params", trees.keep_arrays("params"))
         if inputs.lanes is not None:
             return self._differentiate_batch(inputs)
         inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
@@ -467,5 +467,5 @@ def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive:
     return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
 
 
-def check_sharpness(sharpness: object) -> Any:
+def as_sharpness(sharpness: object) -> Any:
     return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")

@@ -34,7 +34,7 @@ def unpack_outputs(
             "gradient is that of tf.train's minimize"
         )
     model_state = _like(old, model_state)
-    trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
+    trees.check_arrays(aux, "aux", " and cannot leave a compiled step")
     return loss, model_state, jax.tree.map(jnp.asarray, device_values.from_host(aux, "aux"))
 
 

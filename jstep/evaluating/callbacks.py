@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from jstep.checkpoint.hook_states import StateFormat, hook_key, register_format
-from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice
+from jstep.core.checks import as_bool, as_choice, as_int, as_number, as_string
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.public_names import explains_attributes
@@ -57,7 +57,7 @@ class MetricReader(ShownAsTyped):
     def __init__(self, metric: Any, mode: Any) -> None:
         self.metric = as_string(metric, "metric", "the name of a metric that evaluate returns")
         if mode is not None:
-            self._mode: str = check_choice(mode, "mode", ("min", "max"))
+            self._mode: str = as_choice(mode, "mode", ("min", "max"))
         elif metric.endswith(LOWER_IS_BETTER):
             self._mode = "min"
         else:

@@ -20,11 +20,11 @@ from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.evaluating.callbacks import before_run_save, use_evaluation, use_run, wait_until_finished
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
-from jstep.hooks.hook import StopWith, check_hook_result, refuse_misspelt
+from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import Clock, make_cadence
 from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -105,7 +105,7 @@ class EvaluationHook(RunHook):
         self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
         for i, callback in enumerate(self._callbacks):
-            refuse_misspelt(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
+            check_spellings(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
         self._stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
@@ -133,7 +133,7 @@ class EvaluationHook(RunHook):
     def begin(self, state: TrainState) -> bool:
         """Begin the callbacks; if one of them returns True, no step is run."""
         super().begin(state)
-        require_alive(state)
+        check_alive(state)
         self.results = {}
         self._newest = None
         self._interrupted_step = None
@@ -225,7 +225,7 @@ class EvaluationHook(RunHook):
         return self._run_callbacks(step, state, results, on_cadence)
 
     def _results_of(self, state: TrainState) -> Mapping[str, Any]:
-        require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
+        check_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
         with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self._run.transfers.deliver_all()  # rows of earlier steps precede these results
@@ -270,7 +270,7 @@ class EvaluationHook(RunHook):
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, new_state, results)
-            stop, new_state = check_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
+            stop, new_state = as_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
             if stop and stopped_by is None:
                 stopped_by = hook_key(function)
         if self._run.saver is not None and len(self.results) == 1:

@@ -153,7 +153,7 @@ def _is_object(name: str, value: object) -> bool:
         raise TypeError(
             f"{what}: must have merge(other) and compute(), and be a pytree (jax.tree_util.register_dataclass)"
         )
-    trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
+    trees.check_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
 
 
@@ -174,7 +174,7 @@ def _merged(name: str, total: Any, new: Any) -> Any:
         note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
     _require_like(merged, total, f"{what} returned", "must return")
-    trees.require_arrays(merged, f"{what} returned {describe_type(merged)}", _REGISTER)
+    trees.check_arrays(merged, f"{what} returned {describe_type(merged)}", _REGISTER)
     return merged
 
 

@@ -16,7 +16,7 @@ from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import AxesFallback, internal_transfers, mesh_of, using_mesh
-from jstep.core.placement import refuse_shapes
+from jstep.core.placement import check_no_shapes
 from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
@@ -33,9 +33,9 @@ from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, cl
 from jstep.metering.numbers import start_copies
 from jstep.optimizers.averages import averaged_model_state, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.slots import AVERAGE_SLOT, as_average_names
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 from jstep.training.explain import explain_arguments
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
@@ -180,8 +180,8 @@ class Evaluator:
         return arguments
 
     def _check_state(self, state: TrainState) -> None:
-        require_alive(require_state(state))
-        refuse_shapes(state, "state")
+        check_alive(as_state(state))
+        check_no_shapes(state, "state")
         own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
         if self.batch_sharding is None and own_rows:
             raise ValueError(

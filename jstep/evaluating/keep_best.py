@@ -37,7 +37,7 @@ from jstep.record.differences import changes
 from jstep.state.global_step import state_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.stores.files import refuse_links
+from jstep.stores.files import check_no_links
 from jstep.stores.urls import absolute, join_path, location, resolve_path
 
 _HASH_SECS = 10
@@ -161,7 +161,7 @@ class KeepBest(MetricReader):
         self._run = run
         saver = run.saver
         if saver is not None:
-            refuse_links(self._directory, saver.directory)
+            check_no_links(self._directory, saver.directory)
         if saver is None or saver.prefix != self._prefix:
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):

@@ -16,7 +16,7 @@ import numpy as np
 
 from jstep.checkpoint.claims import FileClaim, claim_file
 from jstep.core import processes, trees
-from jstep.core.checks import as_bool, check_choice, format_list, format_value
+from jstep.core.checks import as_bool, as_choice, format_list, format_value
 from jstep.core.exceptions import WrongStateError
 from jstep.core.logs import logger
 from jstep.hooks.run_hook import RunHook
@@ -30,7 +30,7 @@ from jstep.state.fingerprints import (
     stacked_words,
 )
 from jstep.state.train_state import TrainState
-from jstep.stores.files import is_directory, refuse_links
+from jstep.stores.files import check_no_links, is_directory
 from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
 from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, join_path, location
@@ -238,7 +238,7 @@ class FingerprintHook(RunHook):
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
-        self._raises = check_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
+        self._raises = as_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
         self._file: LineFile | LineObject | None = None
         self._claim: FileClaim | None = None
@@ -262,7 +262,7 @@ class FingerprintHook(RunHook):
     def _open(self) -> None:
         if jax.process_index() == 0:
             if self._run.saver is not None:
-                refuse_links(self._path, self._run.saver.directory)
+                check_no_links(self._path, self._run.saver.directory)
             self._claim = None if is_url(self._path) else claim_file(self._path)
             log = read_later(self._path, self._run.step)
             if log.corrupted:

@@ -22,11 +22,11 @@ from jstep.core.tables import html_table
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
-from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
+from jstep.metering.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics
 from jstep.state.train_state import TrainState
-from jstep.stores.files import refuse_links
+from jstep.stores.files import check_no_links
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
 
@@ -81,7 +81,7 @@ class History(ReportingHook):
     ) -> None:
         super().__init__(mean=mean)
         self._every = None if every_n_steps is None else as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
-        self._path = None if path is None else check_path(path)
+        self._path = None if path is None else as_path(path)
         self._lock = threading.RLock()
         self._file: HistoryFile | None = None
         self._rows: Rows = {}
@@ -153,7 +153,7 @@ class History(ReportingHook):
         if jax.process_index() != 0 or self._path is None:
             return
         if self._run.saver is not None:
-            refuse_links(self._path, self._run.saver.directory)
+            check_no_links(self._path, self._run.saver.directory)
         self._file = HistoryFile(
             self._path, self._run.step, resumes=self._run.restored is not None and not self._run.is_new_branch
         )

@@ -16,7 +16,7 @@ from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -149,7 +149,7 @@ _SIMILAR = 0.84
 """How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like `closed`."""
 
 
-def refuse_misspelt(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL) -> None:
+def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL) -> None:
     """Refuse an object that has a method which looks like one of a hook, and which nothing would call.
 
     Args:
@@ -216,7 +216,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
             )
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        refuse_misspelt(hook, f"hooks[{i}]", "a hook")
+        check_spellings(hook, f"hooks[{i}]", "a hook")
         if not _is_hook(hook):
             raise TypeError(
                 f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook"
@@ -256,20 +256,20 @@ class StopWith:
     state: TrainState
 
 
-def check_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+def as_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
-        return False, check_returned_state(result, state, step, f"{by} returned")
+        return False, as_returned_state(result, state, step, f"{by} returned")
     if isinstance(result, StopWith):
-        return True, check_returned_state(result.state, state, step, f"{by} returned")
+        return True, as_returned_state(result.state, state, step, f"{by} returned")
     raise TypeError(
         f"{by} returned {describe_type(result)}: must be None, True (stop after this step), "
         "or a TrainState to continue with" + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
     )
 
 
-def check_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+def as_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
@@ -279,7 +279,7 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} a state of another structure: {different}")
-    require_alive(other)
+    check_alive(other)
     warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
     with internal_transfers():
         leaves = _without_shared(

@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, describe_type, format_value, in_own_digits
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
-from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
+from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
 from jstep.hooks.speed import format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.metering.cadence import UNSET, Clock, make_cadence
@@ -277,7 +277,7 @@ class SummarySaverHook(ReportingHook):
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
         self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
-        self._given_writer = check_writer(summary_writer)
+        self._given_writer = as_writer(summary_writer)
         self._histograms = _globs(histograms)
 
     def begin(self, state: TrainState) -> None:

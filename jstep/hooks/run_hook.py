@@ -316,7 +316,7 @@ def make_last_row(hook: RunHook, step: int, state: TrainState, metrics: Metrics 
     hook._make_last_row(step, state, metrics)
 
 
-def check_writer(summary_writer: object) -> Any:
+def as_writer(summary_writer: object) -> Any:
     if summary_writer is not None and (
         isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
     ):

@@ -10,7 +10,7 @@ from jstep.core import processes
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -64,7 +64,7 @@ def may_save(
     """
     if processes.any_process(run.best_failure is not None):
         raise run.best_failure or RuntimeError("another process could not save a best checkpoint: see its error")
-    require_alive(state)
+    check_alive(state)
     prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
     if any(prevented):
         return False

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jstep import summary
 from jstep.core.checks import as_function, as_int, as_number
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.run_hook import RunHook, check_writer
+from jstep.hooks.run_hook import RunHook, as_writer
 from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
@@ -92,7 +92,7 @@ class StepCounterHook(RunHook):
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         self._cadence = make_cadence(steps=steps, secs=secs, clock=clock)
-        self._given_writer, self._clock = check_writer(summary_writer), clock
+        self._given_writer, self._clock = as_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
         self._examples = _check_examples(examples)

@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Iterable
 
-from jstep.core.checks import as_string, check_choice, describe_type
+from jstep.core.checks import as_choice, as_string, describe_type
 from jstep.core.drawing import stylesheet
 from jstep.core.tables import html_text
 from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
 from jstep.look.runs import find_runs, run_names
 from jstep.look.sweep import RunFiles, Sweep
-from jstep.stores.files import refuse_links, write_named
+from jstep.stores.files import check_no_links, write_named
 from jstep.stores.urls import absolute, location
 
 _COLUMNS, _COLUMNS_OF_ONE = 100, 560
@@ -90,7 +90,7 @@ def report(
     """
     output = None if file is None else location(file, "file")
     metric = None if metric is None else as_string(metric, "metric")
-    mode = None if mode is None else check_choice(mode, "mode", ("min", "max"))
+    mode = None if mode is None else as_choice(mode, "mode", ("min", "max"))
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     if not isinstance(paths, Iterable):
@@ -104,7 +104,7 @@ def report(
     page = Report(html=_page(Sweep.of(rows, metric, mode)))
     if output is not None:
         for place in [*places, *(run.path for run in listed)]:
-            refuse_links(output, location(place, "paths"))
+            check_no_links(output, location(place, "paths"))
         page.save(output)
     return page
 

@@ -10,7 +10,7 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
-from jstep.core.placement import refuse_compile_only
+from jstep.core.placement import check_not_compile_only
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
@@ -20,7 +20,7 @@ from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence
 from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState, as_state
 from jstep.stores.urls import absolute, is_url, location
 
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
@@ -165,7 +165,7 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
 
 def check(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     """Reject a state without a scalar global step, or a last_step that its dtype cannot hold."""
-    refuse_compile_only(require_state(state), "state")
+    check_not_compile_only(as_state(state), "state")
     if np.ndim(state.global_step):
         raise ValueError(
             f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar, which a population "

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from jstep.core.trees import Tree
-from jstep.hooks.hook import check_hook_result
+from jstep.hooks.hook import as_hook_result
 from jstep.hooks.run_hook import HookCall, LoopState
 from jstep.record.state_changes import StateChanges
 
@@ -215,7 +215,7 @@ class Course:
 
     def apply(self, call: HookCall, result: Any) -> bool:
         """Continue with the state that a hook returned, if any; return whether it ends the run."""
-        stop, state = check_hook_result(result, self.position.state, self.position.step, call.name)
+        stop, state = as_hook_result(result, self.position.state, self.position.step, call.name)
         if state is not self.position.state:
             self.replace_state(state, call.name)
         return stop

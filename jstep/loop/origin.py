@@ -30,7 +30,7 @@ from jstep.record.schema import Parent
 from jstep.record.starts import original_of, read_starts, valid
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
-from jstep.state.global_step import require_alive, state_step
+from jstep.state.global_step import check_alive, state_step
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
@@ -508,7 +508,7 @@ def _step_of_given(state: TrainState) -> int:
                 f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), and there is no checkpoint to "
                 "restore; give a state of arrays, as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
-    require_alive(state)
+    check_alive(state)
     return state_step(state)
 
 

@@ -25,7 +25,7 @@ from jstep.loop.stages import Stage, TrainSteps, name_of_step
 from jstep.metering.cadence import NEVER
 from jstep.metering.device_sums import Accumulate
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
@@ -129,7 +129,7 @@ class Program:
 
     def _run_custom(self, state: Tree, chunk: Chunk, sums: MetricSums) -> Any:
         """Run a step that jstep did not make."""
-        require_alive(state)  # on a mesh, JAX would crash
+        check_alive(state)  # on a mesh, JAX would crash
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
         marked, guard_slots = mark_guards(state, may_be_donated=True)
         result, reported = self._custom_step.call(call, marked, chunk.args)

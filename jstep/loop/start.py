@@ -42,7 +42,7 @@ from jstep.loop.stopping import report_done
 from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.starts import FINISHED, FOLDER, valid
-from jstep.stores.files import refuse_links
+from jstep.stores.files import check_no_links
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import is_alive, remove_temporary, this_process
 from jstep.stores.urls import is_url, location
@@ -210,7 +210,7 @@ def _open_on_first(run: RunContext) -> tuple[int]:
                 objects.list(FOLDER, f"{FOLDER}~")
         paths = {os.fspath(path) for path in (options.where, options.logdir) if path is not None}
         if options.logdir is not None and options.where is not None:
-            refuse_links(os.fspath(options.logdir), options.where)
+            check_no_links(os.fspath(options.logdir), options.where)
         for path in paths:
             if not is_url(path):
                 remove_temporary(path)

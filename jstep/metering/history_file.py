@@ -23,7 +23,7 @@ _MAX_BYTES = 2**31
 """The maximum size of a file of rows, which is read as a whole."""
 
 
-def check_path(path: Any) -> str:
+def as_path(path: Any) -> str:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path={format_value(path)}: must be the path of a file, got {describe_type(path)}")
     name = os.fspath(path)
@@ -91,7 +91,7 @@ def _line(step: int, row: Row) -> bytes:
 
 class HistoryFile:
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:
-        self._path = check_path(path)
+        self._path = as_path(path)
         self._claim = claim_file(path)
         try:
             self._open(path, step, resumes)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import as_int, as_number, check_choice, describe_type
+from jstep.core.checks import as_choice, as_int, as_number, describe_type
 from jstep.core.trees import Array
 from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, read_total, sum_where
 
@@ -334,7 +334,7 @@ def auc(
 
     Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`.
     """
-    check_choice(curve, "curve", ("ROC", "PR"))
+    as_choice(curve, "curve", ("ROC", "PR"))
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if number > _MAX_THRESHOLDS:
         raise ValueError(f"num_thresholds={number}: must be at most {_MAX_THRESHOLDS}")

@@ -14,7 +14,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import check_hyperparameter
+from jstep.optimizers.hyperparameters import as_hyperparameter
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
@@ -665,7 +665,7 @@ def adafactor(
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
     hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
-    optional |= {"momentum": None if momentum is None else check_hyperparameter("momentum", momentum, **BETA)}
+    optional |= {"momentum": None if momentum is None else as_hyperparameter("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}
     relative = as_bool(relative_step, "relative_step")
     scales = as_bool(scale_parameter, "scale_parameter")

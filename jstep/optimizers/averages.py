@@ -24,13 +24,13 @@ from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, P, Params, S
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import on_leaves
-from jstep.optimizers.hyperparameters import check_hyperparameter, check_prefix
+from jstep.optimizers.hyperparameters import as_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, slot_age
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import Role, Roles
 from jstep.state.slots import AVERAGE_SLOT, find_slots, params_from_slot
 from jstep.state.train_state import MODEL_STATE, TrainState
@@ -96,7 +96,7 @@ class ExponentialMovingAverage:
                 f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
             )
         argument, value = self._speed
-        object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
+        object.__setattr__(self, argument, as_hyperparameter(argument, value, low=0, high=1))
         for flag in ("zero_debias", "model_state", "per_step"):
             as_bool(getattr(self, flag), flag)
         try:
@@ -267,7 +267,7 @@ def with_moving_average(
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(
             f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}; "
@@ -486,7 +486,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (2019).
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -510,7 +510,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     def fresh(params: Params, step: Step) -> Any:
         return fresh_slot(SLOW, Slot("copy"), trained_params(optimizer, params), step)
 
-    hyper = {"slow_step_size": check_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
+    hyper = {"slow_step_size": as_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
     outer = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
     return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.with_order)
 

@@ -23,8 +23,8 @@ from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, he
 from jstep.optimizers.nested import StepInputs, with_inputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.matching import IS_IDLE, NoGradientsError, require_slots
-from jstep.slots.optax_transformations import require_first, require_optimizer
+from jstep.slots.matching import IS_IDLE, NoGradientsError, as_slots
+from jstep.slots.optax_transformations import as_first_optimizer, as_optimizer
 from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, needs_all_params, roles_of
 
 
@@ -92,7 +92,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
-    elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
+    elements = [as_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
     named = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
     finished = [name for name, optimizer in named.items() if nested.makes_finished_updates(optimizer)]
     negative = [name for name, optimizer in named.items() if nested.negates_updates(optimizer)]
@@ -222,7 +222,7 @@ def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope(jstep.adam(), "fast")))
         ['fast/m', 'fast/v']
     """
-    optimizer = require_first("scope(optimizer, name)", optimizer, name)
+    optimizer = as_first_optimizer("scope(optimizer, name)", optimizer, name)
     check_prefix("name", as_string(name, "name"))
 
     def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
@@ -278,7 +278,7 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        kept = require_slots(roles, slots)
+        kept = as_slots(roles, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
     init = Init(lambda params, step: held_slots(hyper), lambda params: roles)
@@ -293,7 +293,7 @@ def drawing_element(
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        kept = require_slots(roles, slots)
+        kept = as_slots(roles, slots)
         number = draws.number_in_step(slots, step)
         new = fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots), number)
         return new, kept | draws.after_draw(slots, step)
@@ -344,7 +344,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
                 f"optimizers[{label!r}]=None: must be a jstep.Optimizer; to freeze parameters, leave the label out, "
                 "and let labels return None for them"
             )
-        scoped[label] = scope(require_optimizer(f"optimizers[{label!r}]", optimizer), label)
+        scoped[label] = scope(as_optimizer(f"optimizers[{label!r}]", optimizer), label)
     if not optimizers:
         raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):

@@ -12,7 +12,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import check_hyperparameter
+from jstep.optimizers.hyperparameters import as_hyperparameter
 from jstep.optimizers.rules import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Rule, Slot, Values
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
@@ -398,7 +398,7 @@ def ftrl(
 
     Source: McMahan et al., "Ad Click Prediction" (2013), algorithm 1; `tf.train.FtrlOptimizer`.
     """
-    first = check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE)
+    first = as_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE)
     slots = {
         # No `holds`, so that `compact` keeps it in full precision: each step computes the parameters from it.
         "accum": Slot(first, computes_params=True),
@@ -472,7 +472,7 @@ def madgrad(
     """
     # The sum of squares has no `holds`, because the parameters are computed from it, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": Slot("copy", holds="weight", computes_params=True)}
-    hyper = {"learning_rate": learning_rate, "momentum": check_hyperparameter("momentum", momentum, **rules.BETA)}
+    hyper = {"learning_rate": learning_rate, "momentum": as_hyperparameter("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
     return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)

@@ -28,13 +28,13 @@ from jstep.slots import compact_numbers
 from jstep.slots import roles as slot_roles
 from jstep.slots.compact_numbers import KINDS, SMALLEST_BLOCK, Blocks, Turn
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.matching import require_slots
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.matching import as_slots
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import HALVES, Role, Roles
 from jstep.state.global_step import step_array
 from jstep.state.sharding import is_model_state, state_shardings
 from jstep.state.slots import master_params, slot_values
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState, as_state
 
 # The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
 # value stay bitwise identical, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a
@@ -88,8 +88,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021); Zamirai et al., "Revisiting BFloat16
     Training" (2020).
     """
-    optimizer = require_optimizer("optimizer", optimizer)
-    nested.refuse_formats("compact", optimizer, **_REFUSED)
+    optimizer = as_optimizer("optimizer", optimizer)
+    nested.check_formats("compact", optimizer, **_REFUSED)
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
@@ -137,7 +137,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         params = at.params
         all_roles = roles(params)
         halves = all_roles.of(*HALVES)
-        require_slots((*all_roles.halves, *halves), slots)
+        as_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.slots_of(optimizer, others, params)
         number = draws.number_in_step(slots, at.step) if halves else None
@@ -480,9 +480,9 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         >>> sorted(jstep.repack(state, old, new).slots)
         ['drawn/count', 'drawn/step', 'm', 'm/scale', 'remainder', 'start_step', 'v', 'v/scale']
     """
-    old_optimizer = require_optimizer("old_optimizer", old_optimizer)
-    new_optimizer = require_optimizer("new_optimizer", new_optimizer)
-    if any(map(is_shape, jax.tree.leaves(require_state(state)))):
+    old_optimizer = as_optimizer("old_optimizer", old_optimizer)
+    new_optimizer = as_optimizer("new_optimizer", new_optimizer)
+    if any(map(is_shape, jax.tree.leaves(as_state(state)))):
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
     convert = functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer)
     with internal_transfers():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.trees import Array, Slots, Step
-from jstep.slots.matching import require_slots
+from jstep.slots.matching import as_slots
 from jstep.slots.roles import Role, Roles
 
 DRAWN_STEP = "drawn/step"
@@ -27,7 +27,7 @@ def fresh_draws() -> Slots:
 
 def number_in_step(slots: Slots, step: Step) -> Array:
     """The number of the update from `step` to step + 1 among the updates of this step: 0 for the first."""
-    drawn = require_slots(ROLES, slots)
+    drawn = as_slots(ROLES, slots)
     is_same_step = drawn[DRAWN_STEP] == jnp.asarray(step).astype(drawn[DRAWN_STEP].dtype)
     return jnp.where(is_same_step, drawn[DRAWN_COUNT], 0)
 

@@ -67,6 +67,6 @@ def _reported(reported: object) -> Any:
     if isinstance(reported, Mapping):
         if any(isinstance(value, Held) for value in reported.values()):
             raise TypeError("hyperparameters: must not be held, because Optax does not read them")
-        return hyper.report({key: hyper.check_hyperparameter(key, value) for key, value in reported.items()})
+        return hyper.report({key: hyper.as_hyperparameter(key, value) for key, value in reported.items()})
     function = as_function(reported, "hyperparameters", "of the step, or map names to numbers or schedules")
     return lambda step, /: hyper.as_arrays(dict(function(step)), step)

@@ -20,7 +20,7 @@ from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
 from jstep.optimizers.chains import drawing_element, element
 from jstep.optimizers.draws import numbered_key
-from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
+from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
@@ -74,8 +74,8 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
         return map_updates(with_noise, params, updates, leaf_values.leaf_numbers(params))
 
-    hyper = {"noise_eta": check_hyperparameter("eta", eta, low=0)}
-    hyper |= {"noise_gamma": check_hyperparameter("gamma", gamma, low=0)}
+    hyper = {"noise_eta": as_hyperparameter("eta", eta, low=0)}
+    hyper |= {"noise_gamma": as_hyperparameter("gamma", gamma, low=0)}
     return drawing_element(noisy, hyper)
 
 
@@ -149,7 +149,7 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, *, per_leaf: bool = False
         norm = None if is_per_leaf else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
-    return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)})
+    return element(normalize, {"gradient_norm": as_hyperparameter("scale", scale, low=0, above=True)})
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
@@ -214,7 +214,7 @@ def clip_gradients(
     if how == "by_value":
         hyper = _value_bounds(limit)
     else:
-        hyper = {f"clip_{how}": check_hyperparameter(how, limit, low=0, above=True)}
+        hyper = {f"clip_{how}": as_hyperparameter(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
@@ -235,12 +235,12 @@ def clip_gradients(
 
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
-        high = check_hyperparameter("by_value", limit, low=0, above=True)
+        high = as_hyperparameter("by_value", limit, low=0, above=True)
         return {"clip_by_value_max": high} | ({} if isinstance(high, Held) else {"clip_by_value_min": _negative(high)})
     if len(limit) != 2:
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
-    low = check_hyperparameter("by_value[0]", limit[0])
-    high = check_hyperparameter("by_value[1]", limit[1])
+    low = as_hyperparameter("by_value[0]", limit[0])
+    high = as_hyperparameter("by_value[1]", limit[1])
     if isinstance(low, float) and isinstance(high, float) and low > high:
         raise ValueError(f"by_value={limit!r}: must be (min, max) with min ≤ max")
     return {"clip_by_value_min": low, "clip_by_value_max": high}
@@ -356,7 +356,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
 
 
 def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    checked = {glob: check_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
+    checked = {glob: as_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
     return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
 
@@ -488,7 +488,7 @@ def decay_arguments(
         hyper = _by_glob(name, "weight_decay", weight_decay)
     else:
         which = None
-        hyper = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}
+        hyper = {name: as_hyperparameter("weight_decay", weight_decay, low=0)}
     factors = _factors(mask, argument)
     if factors:
         scales = leaf_values.first_match(argument, factors)

@@ -24,9 +24,9 @@ from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Replacement, apply_updates, map_updates, wide_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, rows_in_order
 from jstep.slots.matching import match_gradients
-from jstep.slots.optax_transformations import require_first, require_optimizer
+from jstep.slots.optax_transformations import as_first_optimizer, as_optimizer
 from jstep.slots.roles import AGES, Role, Roles, roles_in, roles_of
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 
 # Skipped updates for nonfinite gradients, and other conditional updates.
 
@@ -67,7 +67,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
     Source: dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training" (2017), section 3.2.
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, at.params)
@@ -194,7 +194,7 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.2; `torch.amp.GradScaler`.
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     first = as_number(initial, "initial", low=0, above=True, high=LARGEST)
     length = as_int(period, "period", at_least=1)
     by = as_number(factor, "factor", low=1, above=True)
@@ -236,7 +236,7 @@ def loss_scale(state: TrainState) -> Array:
 
     Source: `torch.amp.GradScaler.scale`.
     """
-    roles = roles_in(require_state(state))
+    roles = roles_in(as_state(state))
     if not roles and state.slots.keys() - {MODEL_STATE}:
         raise ValueError(
             "loss_scale: the state must be made by TrainState.create, got one by hand, whose slots have no roles"
@@ -319,7 +319,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -347,7 +347,7 @@ def noise_slots(roles: Roles) -> list[str]:
     return _outermost("with_noise_scale", roles, *NOISE_SLOTS.values())
 
 
-def require_noise_slots(roles: Roles) -> None:
+def check_noise_slots(roles: Roles) -> None:
     if not noise_slots(roles):
         raise ValueError("metrics: 'noise_scale' needs jstep.with_noise_scale(optimizer), for the state and the step")
 
@@ -402,7 +402,7 @@ def update_every(optimizer: OptimizerLike, k: int, *, phase: int = 0, accumulate
 
     Source: n_critic in Arjovsky et al., "Wasserstein GAN" (2017), algorithm 1; `optax.MultiSteps` to accumulate.
     """
-    optimizer = require_first("update_every(optimizer, k)", optimizer, k)
+    optimizer = as_first_optimizer("update_every(optimizer, k)", optimizer, k)
     every = as_int(k, "k", at_least=1)
     offset = as_int(phase, "phase", at_least=0)
     if offset >= every:
@@ -496,7 +496,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
 
     Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -555,7 +555,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
 
     Source: Liang et al., "Cautious Optimizers" (2024).
     """
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
 
     def masked(u: object, g: Any) -> Any:
         g = g.to_dense() if is_slices(g) else jnp.asarray(g)

@@ -208,10 +208,10 @@ def is_learning_rate(name: str) -> bool:
 Hyper: TypeAlias = dict[str, Any]
 
 
-def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
+def as_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
     """Check a number, an array or the initial value of a held one; return schedules as they are."""
     if isinstance(value, Held):
-        return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
+        return dataclasses.replace(value, value=as_hyperparameter(name, value.value, **bounds))
     if callable(value):
         return value
     return as_scalar(value, name, expected="a number, an array or a schedule", **bounds)
@@ -221,7 +221,7 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
     """Check a number that is fixed when the optimizer is created: no schedules and no `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
-    return float(check_hyperparameter(name, value, **bounds))
+    return float(as_hyperparameter(name, value, **bounds))
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:

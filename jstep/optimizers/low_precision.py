@@ -21,7 +21,7 @@ from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.updates import Replacement, add, apply_updates, is_update, map_updates
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import Role, Roles
 
 MASTER = "master"
@@ -56,8 +56,8 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
     """
-    optimizer = require_optimizer("optimizer", optimizer)
-    nested.refuse_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
+    optimizer = as_optimizer("optimizer", optimizer)
+    nested.check_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
     wide = jax.dtypes.canonicalize_dtype(floating_dtype(dtype, "dtype", at_least=4))
 
     def widened(leaf: Any) -> Any:
@@ -127,8 +127,8 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
 
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
-    optimizer = require_optimizer("optimizer", optimizer)
-    nested.refuse_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
+    optimizer = as_optimizer("optimizer", optimizer)
+    nested.check_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:

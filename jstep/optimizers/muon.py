@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int, as_number, check_choice, format_value
+from jstep.core.checks import as_bool, as_choice, as_int, as_number, format_value
 from jstep.core.device_values import floating_dtype, when_concrete
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
@@ -25,7 +25,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import rules
 from jstep.optimizers.chains import chain, element
-from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter
+from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
 from jstep.optimizers.rules import SLOW, Decay, Result, Slot, Values, average, from_direction, from_update, positive
 from jstep.slots.indexed_slices import IndexedSlices
@@ -141,7 +141,7 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
         return _custom_triples(coefficients, count or 5), 1.0
-    triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
+    triples, default, safety, repeats = PRESETS[as_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
         raise ValueError(
@@ -311,7 +311,7 @@ def normalize_neurons(
     square to 0.2.
     """
     matrix = matrix_axes(axes, "to normalize its neurons")
-    whose = check_choice(over, "over", ["neuron", "short"])
+    whose = as_choice(over, "over", ["neuron", "short"])
 
     def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
         rows, columns = matrix(path, leaf)
@@ -322,7 +322,7 @@ def normalize_neurons(
         mean, _ = mean_and_matrix(path, leaf)
         return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
 
-    hyper = {"neuron_beta2": check_hyperparameter("beta2", beta2, **rules.BETA)}
+    hyper = {"neuron_beta2": as_hyperparameter("beta2", beta2, **rules.BETA)}
     hyper |= {"neuron_epsilon": positive("epsilon", epsilon)}
     flags = {"axes": by_path(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
@@ -577,10 +577,10 @@ def orthogonalize(
     dtype = jax.dtypes.canonicalize_dtype(floating_dtype(ns_dtype, "ns_dtype"))
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
-    schatten = check_choice(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
+    schatten = as_choice(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
     iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
-    hyper = {"epsilon": check_hyperparameter("epsilon", epsilon, low=0, above=True)}
-    factor = SCALES[check_choice(scale, "scale", list(SCALES))]
+    hyper = {"epsilon": as_hyperparameter("epsilon", epsilon, low=0, above=True)}
+    factor = SCALES[as_choice(scale, "scale", list(SCALES))]
     is_spread = as_bool(distribute, "distribute")
     axes_of = by_path(matrix_axes(axes, "to be orthogonalized"))
 

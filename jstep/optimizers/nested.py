@@ -19,7 +19,7 @@ from jstep.optimizers.leaf_values import partial_params
 from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.matching import IS_IDLE, require_slots
+from jstep.slots.matching import IS_IDLE, as_slots
 from jstep.slots.roles import (
     ActsByStep,
     CountedSlot,
@@ -69,7 +69,7 @@ class WrapperSlots:
 
     Attributes:
         slots: Slot name → `make(params, global_step)`.
-        hyper: Name → value from `check_hyperparameter`; held ones are slots, too.
+        hyper: Name → value from `as_hyperparameter`; held ones are slots, too.
         aged: Whether the update needs `at.starts`: the inner `start_step`, or else a separate slot; around a
             `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
@@ -167,8 +167,8 @@ def wrap_optimizer(
 
     def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         ages = age_slots(at.params)
-        old = require_slots(outer_roles, slots)
-        starts = require_slots(ages.slots, slots)
+        old = as_slots(outer_roles, slots)
+        starts = as_slots(ages.slots, slots)
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
         at = at._replace(h=values_at(outer.hyper, at.step, slots), starts=starts_of_leaves)
@@ -345,7 +345,7 @@ def check_names(named: NamedOptimizers, *, are_in_sequence: bool = True) -> None
     merge(names, "hyperparameter")
 
 
-def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
+def check_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
     """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")

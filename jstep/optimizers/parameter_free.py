@@ -17,7 +17,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, P, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import check_hyperparameter, constant
+from jstep.optimizers.hyperparameters import as_hyperparameter, constant
 from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Scalar, Slot, Values
 from jstep.state.slots import find_slot, master_params, slot_values
 from jstep.state.train_state import TrainState
@@ -76,7 +76,7 @@ def prodigy(
 
     Source: Mishchenko and Defazio, "Prodigy" (2023); the results match the authors' `prodigyopt`.
     """
-    first = check_hyperparameter("d0", d0, **rules.POSITIVE)
+    first = as_hyperparameter("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
     hyper |= {"d_coef": d_coef, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     if beta3 is not None:

@@ -41,11 +41,11 @@ from jstep.core.tracebacks import explains_arguments
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Tree, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
-from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, value_at
+from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, value_at
 from jstep.optimizers.leaf_values import Flag, mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
-from jstep.slots.matching import match_gradients, require_slots
+from jstep.slots.matching import as_slots, match_gradients
 from jstep.slots.roles import CountedSlot, Init, Role, Roles
 from jstep.state.train_state import START_STEP
 
@@ -257,12 +257,12 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
 
 
 def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: check_hyperparameter(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
+    return {name: as_hyperparameter(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
 
 
 def positive(name: str, value: Any) -> Any:
     """A hyperparameter > 0 whose range in `BOUNDS` includes 0."""
-    return check_hyperparameter(name, value, **POSITIVE)
+    return as_hyperparameter(name, value, **POSITIVE)
 
 
 def decays(h: Values) -> bool:
@@ -388,7 +388,7 @@ def leafwise(
     flags = {} if flags is None else as_mapping(flags, "flags", "from names to functions of params")
     if slots is not None and not callable(slots):
         as_mapping(slots, "slots", _SLOTS)
-    hyper = {name: check_hyperparameter(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
+    hyper = {name: as_hyperparameter(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
     is_finished = hyperparameters.LEARNING_RATE in hyper if finished is None else finished
     hyper_roles = hyperparameters.held_roles(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *hyper_roles)
@@ -415,7 +415,7 @@ def leafwise(
         treedef = trees.structure(params)
         specs = specs_for(params)
         leaves = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
-        kept = require_slots(scalar_names, state_slots)
+        kept = as_slots(scalar_names, state_slots)
         h = Values(hyperparameters.values_at(hyper, step, state_slots), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
@@ -587,7 +587,7 @@ def slot_age(step: Step, start_step: Array) -> Array:
 
 def slot_leaves(slots: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
     """Return the leaves of a slot, None for a parameter without one; raise if they do not fit params."""
-    leaves = trees.flatten_like(params, require_slots([name], slots)[name], f"slot {name!r}")
+    leaves = trees.flatten_like(params, as_slots([name], slots)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
         want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None

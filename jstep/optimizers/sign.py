@@ -10,7 +10,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import check_hyperparameter, constant
+from jstep.optimizers.hyperparameters import as_hyperparameter, constant
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Decay, Result, Values
 
 
@@ -98,7 +98,7 @@ def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9)
 
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
     """
-    hyper = {"learning_rate": learning_rate, "beta": check_hyperparameter("beta", beta, **BETA)}
+    hyper = {"learning_rate": learning_rate, "beta": as_hyperparameter("beta", beta, **BETA)}
     return rules.from_direction("signum", signum_direction, {"m": MEAN}, hyper)
 
 

@@ -25,7 +25,7 @@ from jstep.metering.work import work_of
 from jstep.planning import topologies
 from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import roles_in
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState, as_state
 from jstep.training.explain import note_other_devices
 
 _UNKNOWN = "not known"
@@ -151,7 +151,7 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     args = arguments_from_host(args)
-    require_state(state)
+    as_state(state)
     if topology is not None:
         state, args = topologies.on_topology(topology, train_step, state, args)
     state, args = topologies.shapes_if_elsewhere(state, args)

@@ -35,11 +35,11 @@ def _print_cost(arguments: argparse.Namespace) -> int:
     # These import JAX, which --help and the errors above do not need.
     from jstep.core.placement import device_of
     from jstep.planning.cost import cost
-    from jstep.planning.topologies import parse_topology, prepare, require_compiler, topology_name
+    from jstep.planning.topologies import check_compiler, parse_topology, prepare, topology_name
 
     topology = None if arguments.topology is None else parse_topology(arguments.topology, "--topology")
     if topology is not None:
-        require_compiler(topology)
+        check_compiler(topology)
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(place, function)
     is_there = topology_name(device_of((state, batch))) == topology

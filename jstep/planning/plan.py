@@ -22,7 +22,7 @@ from jstep.hooks.hook import Hook, list_of_hooks
 from jstep.hooks.run_hook import RunHook, hook_cadence
 from jstep.hooks.schedule import next_call
 from jstep.loop.stages import as_stages, name_of_step
-from jstep.slots.optax_transformations import is_transformation, require_optimizer
+from jstep.slots.optax_transformations import as_optimizer, is_transformation
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ def plan(
     if start >= last_step:
         raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
     if is_transformation(optimizer):
-        optimizer = require_optimizer("optimizer", optimizer)
+        optimizer = as_optimizer("optimizer", optimizer)
     functions = _functions(optimizer)
     dtype = jax.dtypes.canonicalize_dtype(np.int64)
     if last_step > np.iinfo(dtype).max:

@@ -277,7 +277,7 @@ _WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requ
 def compile_only_devices(name: Name) -> Sequence[Any]:
     with _lock:
         if name not in _made:
-            require_compiler(name)
+            check_compiler(name)
             prepare()
             try:
                 with slow(f"topology: loading the compiler of {name}"):
@@ -288,7 +288,7 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
         return _made[name]
 
 
-def require_compiler(name: Name) -> None:
+def check_compiler(name: Name) -> None:
     if name.kind not in GPUS:
         if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
             raise _unusable(name, "libtpu")

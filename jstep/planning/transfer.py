@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, check_choice, describe_type, format_value
+from jstep.core.checks import as_choice, as_function, as_int, describe_type, format_value
 from jstep.core.tables import columns
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params, Tree
@@ -232,8 +232,8 @@ def mup(
     Source: Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer" (2022),
     table 3.
     """
-    check_choice(init, "init", INITS)
-    check_choice(optimizer, "optimizer", OPTIMIZERS)
+    as_choice(init, "init", INITS)
+    as_choice(optimizer, "optimizer", OPTIMIZERS)
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
     widths = find_widths(base, target, delta, axes)
     if not widths:

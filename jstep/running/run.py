@@ -41,7 +41,7 @@ from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
-from jstep.hooks.hook import check_returned_state
+from jstep.hooks.hook import as_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, Step, cache_directory, check, validated
@@ -186,7 +186,7 @@ class Run(Generic[P]):
         options = validated(given, state, self._batches)
         stages = as_stages(train_step)
         check(state, options.stop_step, options.hooks)
-        processes.refuse_another_run()
+        processes.check_no_other_run()
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
         with times.timing("devices"):
@@ -219,7 +219,7 @@ class Run(Generic[P]):
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
         step, before, _, _ = course.position
-        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"), "the body")
+        course.replace_state(as_returned_state(state, before, step, "run.state was assigned"), "the body")
 
     @property
     def metrics(self) -> Metrics:

@@ -73,7 +73,7 @@ def _explain_order(
 # a rate, a ratio or a fraction.
 
 
-def refuse_count(name: str, value: Any, most: float, meaning: str) -> None:
+def check_count(name: str, value: Any, most: float, meaning: str) -> None:
     if isinstance(value, int | np.integer) and value > most:
         raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
 

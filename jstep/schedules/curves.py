@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_number, check_choice
+from jstep.core.checks import Bounds, as_choice, as_number
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import as_steps
@@ -123,7 +123,7 @@ def _of_decay(
     length = arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP)
     rate = arithmetic.as_tf_number("decay_rate", decay_rate, **bounds)
     staircase = arithmetic.flag("staircase", staircase)
-    arithmetic.refuse_count("decay_rate", decay_rate, 100, "a rate")
+    arithmetic.check_count("decay_rate", decay_rate, 100, "a rate")
     return start, length, rate, staircase
 
 
@@ -161,7 +161,7 @@ def polynomial_decay(
     exponent = arithmetic.as_tf_number("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
-    arithmetic.refuse_count("end_learning_rate", end_learning_rate, largest, "a rate")
+    arithmetic.check_count("end_learning_rate", end_learning_rate, largest, "a rate")
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
@@ -293,7 +293,7 @@ def cosine_decay_restarts(
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.as_fraction("t_mul", t_mul)
     height = as_number(_fraction("m_mul", m_mul), "m_mul", low=0, expected="a plain number")
-    arithmetic.refuse_count("t_mul", t_mul, 8, "a ratio")
+    arithmetic.check_count("t_mul", t_mul, 8, "a ratio")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
@@ -371,7 +371,7 @@ def linear_cosine_decay(
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
     above = _fraction("alpha", alpha)
     floor = _fraction("beta", beta)
-    arithmetic.refuse_count("num_periods", num_periods, 100, "a few")
+    arithmetic.check_count("num_periods", num_periods, 100, "a few")
 
     def schedule(step: Step, /) -> Any:
         passed, left = arithmetic.progress(as_steps(step), Fraction(0), length)
@@ -427,7 +427,7 @@ def one_cycle(
     share = arithmetic.as_fraction("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
-    shape = "cosine" if check_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
+    shape = "cosine" if as_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
     peak = share * length - 1
     end = length - 1
     falling = _curve(top, last, end - peak, shape, peak) if end > peak else _curve(top, top, Fraction(1), shape)
@@ -557,7 +557,7 @@ def warmup_stable_decay(
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
     stable = arithmetic.as_step_count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
     length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_stable_decay)
-    falling = _curve(top, end, length, check_choice(shape, "shape", list(arithmetic.SHAPES)))
+    falling = _curve(top, end, length, as_choice(shape, "shape", list(arithmetic.SHAPES)))
     return linear_warmup(shift(falling, int(warm + stable)), int(warm))
 
 

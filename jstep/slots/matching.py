@@ -63,7 +63,7 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
     return gradient
 
 
-def require_slots(names: Collection[str], slots: Slots) -> Slots:
+def as_slots(names: Collection[str], slots: Slots) -> Slots:
     """Return some of the slots of a state; raise if one is missing."""
     for name in names:
         if name not in slots:

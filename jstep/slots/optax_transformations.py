@@ -18,11 +18,11 @@ from jstep.core.new_arrays import MAX_HOST_BYTES, are_on_one_device, copy_as, co
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices
-from jstep.slots.matching import match_gradients, require_slots
+from jstep.slots.matching import as_slots, match_gradients
 from jstep.slots.roles import CountedSlot, Init, Roles, copies_in, infer_roles
 
 
-def require_optimizer(name: str, value: object) -> Optimizer:
+def as_optimizer(name: str, value: object) -> Optimizer:
     """Return an `Optimizer`; convert a transformation of Optax, as `from_optax` does; reject other values."""
     if isinstance(value, Optimizer):
         return value
@@ -34,13 +34,13 @@ def require_optimizer(name: str, value: object) -> Optimizer:
     raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
 
 
-def require_first(call: str, optimizer: object, other: object) -> Optimizer:
+def as_first_optimizer(call: str, optimizer: object, other: object) -> Optimizer:
     """Return the optimizer of a wrapper; `call`, such as "scope(optimizer, name)", had its arguments swapped in 0.4."""
     if not _is_optimizer(optimizer) and _is_optimizer(other):
         raise TypeError(
             f"optimizer={optimizer!r:.60}: must be a jstep.Optimizer, and is the first argument; use {call}"
         )
-    return require_optimizer("optimizer", optimizer)
+    return as_optimizer("optimizer", optimizer)
 
 
 def _is_optimizer(value: object) -> bool:
@@ -105,7 +105,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     ) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         shape = skeleton(params)
-        require_slots(shape.slots, slots)
+        as_slots(shape.slots, slots)
         leaves, treedef = trees.flatten(params)
         absent = [g is None for g in gradients]
         computed = None

@@ -27,7 +27,7 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     """Return new parameters, placed like the old ones, and the slots, with their copies updated."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
-    placement.refuse_shapes((state, params), "state and params")
+    placement.check_no_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:
         raise ValueError(
             "with_params: the state must be made by TrainState.create, got one by hand, whose slots have no roles; "

@@ -18,17 +18,17 @@ from jstep.core.checks import as_bool, describe_type
 from jstep.core.placement import (
     PROGRAMS_IN_FLIGHT,
     array_kind,
+    check_no_shapes,
     chunks_of_size,
     compute_on,
     computing_on,
     group_by_devices,
     is_on_cpus,
     on_devices,
-    refuse_shapes,
     without_mesh_of_one,
 )
 from jstep.core.trees import Tree
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.leaves import StateLeaves
 
 # Fingerprints (64-bit hashes) of a tree of arrays, for all devices together or for each device.
@@ -94,7 +94,7 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
-    require_alive(tree)
+    check_alive(tree)
     found = StateLeaves(tree)
     paths = found.paths
     leaves = found.values
@@ -142,7 +142,7 @@ def _check(path: str, leaf: Any) -> None:
         and not issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64)  # a number for NumPy
     )
     if not is_supported:
-        refuse_shapes(leaf, "tree")
+        check_no_shapes(leaf, "tree")
         raise TypeError(
             f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
             "only arrays in the tree, numbers as jnp.float32(…)"
@@ -191,7 +191,7 @@ class LeafFingerprints:
         try:
             return Fingerprints(self._paths, _start(self._groups, leaves))
         except RuntimeError as error:
-            require_alive(tree, error)
+            check_alive(tree, error)
             raise
 
 

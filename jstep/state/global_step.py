@@ -124,8 +124,8 @@ def global_step(state: Tree) -> int:
         0
     """
     step = step_array(state, scalar=True)
-    require_alive({"global_step": step})
-    placement.refuse_shapes(step, "state")
+    check_alive({"global_step": step})
+    placement.check_no_shapes(step, "state")
     try:
         return int(step)
     except jax.errors.ConcretizationTypeError as error:
@@ -133,7 +133,7 @@ def global_step(state: Tree) -> int:
         raise
 
 
-def require_alive(state: Tree, cause: BaseException | None = None) -> None:
+def check_alive(state: Tree, cause: BaseException | None = None) -> None:
     """Reject a state that was donated; `cause` is JAX's own exception."""
     path = trees.find_donated(state)
     if path is not None:
@@ -164,7 +164,7 @@ def increment_global_step(state: T, amount: Step = 1) -> T:
     """
     steps = _as_count(amount, "amount")
     before = step_array(state, scalar=True)
-    placement.refuse_shapes(before, "state")
+    placement.check_no_shapes(before, "state")
     return cast(T, _with_step(state, before, later_step(before, steps)))
 
 

@@ -43,7 +43,7 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
     as_int(min_size, "min_size", 0, "a number of elements")
-    size = meshes.axis_size(meshes.require_mesh(mesh), axis, f"axis={axis!r}")
+    size = meshes.axis_size(meshes.as_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
@@ -139,7 +139,7 @@ def _check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], 
     return sharding
 
 
-def require_model_state(model_state: Tree, specs: Specs) -> None:
+def check_model_state(model_state: Tree, specs: Specs) -> None:
     if model_state is None and specs is not None:
         raise ValueError(f"{MODEL_STATE_SPECS}: must be None for a state without model_state")
 
@@ -147,7 +147,7 @@ def require_model_state(model_state: Tree, specs: Specs) -> None:
 def model_state_shardings(slots: Slots, mesh: AnyMesh, specs: Specs) -> Slots:
     """Return the shardings of the model state and of its averages, which are sharded like it."""
     model_state = slots.get(MODEL_STATE)
-    require_model_state(model_state, specs)
+    check_model_state(model_state, specs)
     if model_state is None:
         return {}
     treedef = trees.structure(model_state)

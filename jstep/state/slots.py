@@ -14,7 +14,7 @@ from jstep.core.trees import P
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.sharding import is_model_state
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState, as_state
 
 AVERAGE_SLOT = "ExponentialMovingAverage"
 
@@ -45,7 +45,7 @@ def get_slot(state: TrainState[Any], name: str, path: str | None = None) -> Any:
         >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
         0.1
     """
-    if as_string(name, "name") not in require_state(state).slots:
+    if as_string(name, "name") not in as_state(state).slots:
         paths = () if path is None else trees.leaf_paths(state.params)
         if name in paths and (path in state.slots or path not in paths):
             raise ValueError(
@@ -70,7 +70,7 @@ def get_slot_names(state: TrainState) -> list[str]:
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
         ['m', 'v']
     """
-    roles = roles_in(require_state(state))
+    roles = roles_in(as_state(state))
     return sorted(
         name
         for name, tree in state.slots.items()

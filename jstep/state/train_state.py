@@ -14,16 +14,16 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.logs import logger
 from jstep.core.new_arrays import copy_as, copy_of
-from jstep.core.placement import check_memory, compiles_only, is_shape
+from jstep.core.placement import as_memory, compiles_only, is_shape
 from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import NO_ROLES, Init, Role, Roles, roles_in, state_roles
 from jstep.state import copies
 from jstep.state import sharding as layout
-from jstep.state.global_step import create_global_step, require_alive
+from jstep.state.global_step import check_alive, create_global_step
 from jstep.state.packed_slots import Packing, pack
 
 # Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
@@ -86,7 +86,7 @@ COLLECTIONS = frozenset({"batch_stats", "cache", "intermediates", "perturbations
 """Collections of Flax Linen, beside "params", that no gradient trains."""
 
 
-def refuse_untrained(params: Tree) -> None:
+def check_trained(params: Tree) -> None:
     """Reject a whole `nnx.Module`, or all variables of a Linen module: running statistics would not be updated."""
     if isinstance(params, Mapping) and "params" in params and not COLLECTIONS.isdisjoint(params):
         untrained = sorted(COLLECTIONS.intersection(params))
@@ -226,7 +226,7 @@ class TrainState(Generic[P]):
                 "params: must be a tree of arrays, got an optimizer; the arguments are TrainState.create(params, "
                 "optimizer)"
             )
-        optimizer = _NO_OPTIMIZER if optimizer is None else require_optimizer("optimizer", optimizer)
+        optimizer = _NO_OPTIMIZER if optimizer is None else as_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         of_mesh = {
             "param_specs": param_specs,
@@ -255,15 +255,15 @@ class TrainState(Generic[P]):
             state = device_values.with_checks(make, params, model_state)
         else:
             jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
-            mesh = meshes.require_mesh(mesh)
-            memory = check_memory(slots_memory, mesh)
+            mesh = meshes.as_mesh(mesh)
+            memory = as_memory(slots_memory, mesh)
 
             def shardings(shapes: TrainState) -> TrainState:
                 # The parameters are placed first, alone.
                 specs = model_state_specs if MODEL_STATE in shapes.slots else None
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory, specs)
 
-            layout.require_model_state(model_state, model_state_specs)
+            layout.check_model_state(model_state, model_state_specs)
             state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings, model_state_specs)
         for paths in shared:
             logger.warning(
@@ -346,7 +346,7 @@ class TrainState(Generic[P]):
                 "vmap and steps, or their leaves by jnp.array_equal"
             )
         for state in (self, other):
-            require_alive(state)
+            check_alive(state)
         return self is other or _is_equal(self._children, other._children)
 
     def __repr__(self) -> str:
@@ -436,7 +436,7 @@ def keep_roles(old: object, new: object) -> Any:
 def _fresh(
     cls: type[TrainState], params: Tree, optimizer: Optimizer, step: Array, model_state: Tree, *, copy: bool
 ) -> TrainState:
-    refuse_untrained(params)
+    check_trained(params)
     params = _as_arrays(params, copy=copy)
     roles = state_roles(optimizer, params)
     slots = _unshared(params, dict(_slots_of(params, optimizer, step, roles)))
@@ -544,7 +544,7 @@ def _step_text(step: object) -> str:
     return "donated" if trees.is_donated(step) else str(np.asarray(step))
 
 
-def require_state(value: object) -> TrainState:
+def as_state(value: object) -> TrainState:
     if not isinstance(value, TrainState):
         library = type(value).__module__.partition(".")[0]
         got = f"{library}'s TrainState" if type(value).__name__ == "TrainState" else describe_type(value)
@@ -596,9 +596,9 @@ def shard_state(
 
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
-    require_state(state)
-    mesh = meshes.require_mesh(mesh)
-    shardings = _shardings_of(state, mesh, param_specs, slot_axis, check_memory(slots_memory, mesh), model_state_specs)
+    as_state(state)
+    mesh = meshes.as_mesh(mesh)
+    shardings = _shardings_of(state, mesh, param_specs, slot_axis, as_memory(slots_memory, mesh), model_state_specs)
     with meshes.internal_transfers():
         return jax.tree.map(layout.put_leaf, state, shardings)
 

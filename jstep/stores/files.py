@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
-from jstep.stores.untrusted import link_below, require_regular
+from jstep.stores.untrusted import check_regular, link_below
 from jstep.stores.urls import is_url, join_path, split_path
 
 
@@ -36,7 +36,7 @@ def open_regular(path: str, *, follow_link: bool = True) -> Any:
     Args:
         follow_link: Whether the file itself may be a link.
     """
-    require_regular(path, follow_link=follow_link)
+    check_regular(path, follow_link=follow_link)
     return open(path, "rb", opener=_opener(0 if follow_link else os.O_NOFOLLOW))
 
 
@@ -110,7 +110,7 @@ class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 
-def refuse_links(path: str, run_directory: str) -> None:
+def check_no_links(path: str, run_directory: str) -> None:
     """Raise a ForeignFileError if a path leads through a link below the directory of a run: see `link_below`."""
     link = link_below(path, run_directory)
     if link is not None:

@@ -84,7 +84,7 @@ class UnknownPartError(ValueError):
 _ARRAY_PARTS = ("dtype", "shape", "axes", "data")
 
 
-def refuse_unknown(parts: Mapping[str, Any], known: Collection[str]) -> None:
+def check_known(parts: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse a part that this version does not know, because it may change the meaning of the others."""
     unknown = sorted(parts.keys() - known)
     if unknown:
@@ -92,7 +92,7 @@ def refuse_unknown(parts: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def decode_array(parts: Any) -> np.ndarray[Any, Any]:
-    refuse_unknown(parts, _ARRAY_PARTS)
+    check_known(parts, _ARRAY_PARTS)
     dtype = npy.descr_to_dtype(parts["dtype"])
     shape = _shape(parts["shape"])
     data = parts["data"]
@@ -129,7 +129,7 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
 
 
 def decode_tensor(parts: Any) -> Any:
-    refuse_unknown(parts, _ARRAY_PARTS)
+    check_known(parts, _ARRAY_PARTS)
     torch = importlib.import_module("torch")
     dtype = getattr(torch, parts["dtype"])
     shape = _shape(parts["shape"])
@@ -170,7 +170,7 @@ def on_host(array: jax.Array) -> dict[str, Any]:
 
 
 def decode_jax_array(parts: Any) -> jax.Array:
-    refuse_unknown(parts, ("data", "impl", "weak"))
+    check_known(parts, ("data", "impl", "weak"))
     data = parts["data"]
     impl = parts["impl"]
     weak = parts["weak"]

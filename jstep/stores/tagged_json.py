@@ -238,7 +238,7 @@ def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
 
 
 def _bits(parts: Any) -> np.random.BitGenerator:
-    tagged_arrays.refuse_unknown(parts, ("state", "seed"))
+    tagged_arrays.check_known(parts, ("state", "seed"))
     state = parts["state"]
     # NumPy does not check the position of a generator in its buffer of random numbers, and would read past its end.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
@@ -258,7 +258,7 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 
 def _seed(parts: Any) -> np.random.SeedSequence:
-    tagged_arrays.refuse_unknown(parts, ("entropy", "spawn_key", "pool_size", "n_children_spawned"))
+    tagged_arrays.check_known(parts, ("entropy", "spawn_key", "pool_size", "n_children_spawned"))
     # Mixing takes time in proportion to the pool times the words of the seed, and to make words of an integer in
     # proportion to the square of its bits.
     if parts["pool_size"] > 1024:

@@ -32,7 +32,7 @@ class UntrustedError(ValueError):
 # Opened: regular files.
 
 
-def require_regular(path: str, *, follow_link: bool) -> None:
+def check_regular(path: str, *, follow_link: bool) -> None:
     """Raise an OSError if a path is not that of a regular file; `open_regular` asks before it opens one.
 
     A FIFO blocks who opens it, and opening a device may have effects.

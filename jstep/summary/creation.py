@@ -18,7 +18,7 @@ from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
-from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, make_summary, register
+from jstep.summary.summaries import DEFAULT, Scalars, Summary, as_tag, is_here, keep, make_summary, register
 
 
 @shortens_tracebacks
@@ -48,7 +48,7 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
 
 
 def _one(tag: str, value: Any) -> Scalars:
-    check_tag(tag, "scalar")
+    as_tag(tag, "scalar")
     if type(value) is float:
         return Scalars((tag,), 0, value)
     value = _number(value, tag, ())
@@ -59,7 +59,7 @@ def _many(tags: object, values: object) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
         raise TypeError(f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}")
     names = np.asarray(tags, dtype=object)
-    flat = tuple(check_tag(tag, "scalar") for tag in names.ravel().tolist())
+    flat = tuple(as_tag(tag, "scalar") for tag in names.ravel().tolist())
     if len(set(flat)) < len(flat):
         raise ValueError(f"scalar: duplicate tag in {tags!r}")
     if is_array(values):
@@ -135,7 +135,7 @@ def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) ->
         >>> jstep.summary.text("config", "learning rate **0.1**")
         Summary('config')
     """
-    check_tag(tag, "text")
+    as_tag(tag, "text")
     strings = np.asarray(text, dtype=object)
     flat = tuple(strings.ravel().tolist())
     if strings.ndim > 2 or not all(isinstance(s, str) for s in flat):
@@ -173,7 +173,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
     Source: TensorFlow's `image_summary`.
     """
-    check_tag(tag, "image")
+    as_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
         raise TypeError(
@@ -271,7 +271,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
     Source: TensorFlow's `histogram_summary`.
     """
-    check_tag(tag, "histogram")
+    as_tag(tag, "histogram")
     with internal_transfers():
         if not isinstance(values, jax.Array):
             values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))

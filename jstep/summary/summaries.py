@@ -117,7 +117,7 @@ def is_traced_part(part: Part) -> bool:
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
-def check_tag(tag: object, what: str) -> str:
+def as_tag(tag: object, what: str) -> str:
     if type(tag) is str and tag:  # quick, as for each logged scalar
         return tag
     return as_string(tag, f"{what}: tag", "give the value a name, such as 'loss'")

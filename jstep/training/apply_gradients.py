@@ -26,11 +26,11 @@ from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_c
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
 from jstep.slots.matching import NoGradientsError, describe_difference, match_gradients
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
-from jstep.state.global_step import later_step, require_alive, step_array
+from jstep.state.global_step import check_alive, later_step, step_array
 from jstep.state.sharding import is_model_state
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState, as_state
 from jstep.training.explain import explain_missing_gradients
 from jstep.training.metrics import SKIPPED
 from jstep.training.watched_updates import note_update
@@ -87,7 +87,7 @@ def apply_gradients(
 
 def _refuse_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
     # Dividing by the scale what nobody multiplied by it makes updates 32768 times too small, which Adam hides.
-    roles = roles_of(require_optimizer("optimizer", optimizer), require_state(state).params)
+    roles = roles_of(as_optimizer("optimizer", optimizer), as_state(state).params)
     if guards.current_loss_scale(roles, state.slots) is not None:
         raise ValueError(
             "scaled=False: must be True for an optimizer with dynamic_loss_scale, which divides the gradients by the "
@@ -109,9 +109,9 @@ class UpdateResult(NamedTuple):
 def apply_update(
     state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context
 ) -> UpdateResult:
-    optimizer = require_optimizer("optimizer", optimizer)
-    require_alive(require_state(state))
-    placement.refuse_shapes((state, grads), "state and gradients")
+    optimizer = as_optimizer("optimizer", optimizer)
+    check_alive(as_state(state))
+    placement.check_no_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and meshes.leaving_auto_axes(context.value_and_grad, state.params)
     slots, limit = load_small_slots(state)
 

@@ -12,7 +12,7 @@ from jstep.core.exceptions import note
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.trees import Params, Tree
 from jstep.slots.matching import NoGradientsError
-from jstep.state.global_step import require_alive
+from jstep.state.global_step import check_alive
 from jstep.state.train_state import MODEL_STATE, TrainState
 from jstep.training.watched_updates import watch_updates
 
@@ -108,12 +108,12 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
     if not isinstance(error, RuntimeError | ValueError):
         if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
-            trees.require_arrays(tree, argument, trees.keep_arrays(argument))
+            trees.check_arrays(tree, argument, trees.keep_arrays(argument))
         return
     if not trees.is_donated(getattr(state, "global_step", None)):
-        require_alive(state, error)
+        check_alive(state, error)
         if donates:
-            refuse_shared_buffers(state, args, error)
+            check_no_shared_buffers(state, args, error)
     note_other_devices(error)
 
 
@@ -125,20 +125,20 @@ def note_other_devices(error: BaseException) -> None:
 # Memory that cannot be donated.
 
 
-def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
+def check_will_not_crash(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
     """Reject states that JAX reports on one device, but that crash the process on a mesh.
 
     `is_known`: a step returned the state, so its leaves share no buffers.
     """
-    require_alive(state)
+    check_alive(state)
     if not donates:
         return
     arrays = [*jax.tree.leaves(state), *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
     if not is_known or len(set(map(id, arrays))) < len(arrays):
-        refuse_shared_buffers(state, args)
+        check_no_shared_buffers(state, args)
 
 
-def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
+def check_no_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
     """Reject a state with a buffer that would be donated twice or is used by another argument."""
     seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):

@@ -204,7 +204,7 @@ def _public(updates: Updates) -> Updates:
     return jax.tree.map(leaf, updates, is_leaf=is_slices)
 
 
-def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
+def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedMetrics:
     """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
     is_one = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
     entries = (metrics,) if is_one else tuple(metrics)

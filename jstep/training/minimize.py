@@ -27,11 +27,11 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import averaged_params, move_model_state
 from jstep.optimizers.chains import frozen_leaves
 from jstep.optimizers.hyperparameters import value_at
-from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.slots import as_average_names
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 from jstep.training import metrics as step_metrics
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.explain import explain_arguments
@@ -152,12 +152,12 @@ def minimize(
     """
     if isinstance(loss_fn, Optimizer):
         raise TypeError(f"loss_fn={loss_fn!r}: must be a loss; the arguments are minimize(loss_fn, optimizer)")
-    optimizer = require_optimizer("optimizer", optimizer)
+    optimizer = as_optimizer("optimizer", optimizer)
     lanes = as_lanes(lanes)
     if lanes is None:
-        wanted = step_metrics.check_requested(metrics, "num_microbatches", num_microbatches)
+        wanted = step_metrics.as_requested_metrics(metrics, "num_microbatches", num_microbatches)
     else:
-        wanted = step_metrics.check_requested(metrics, "lanes", lanes)
+        wanted = step_metrics.as_requested_metrics(metrics, "lanes", lanes)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     make_differentiation = functools.partial(
@@ -237,7 +237,7 @@ class UpdateStep:
     def __call__(
         self, state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, StepMetrics]:
-        step = step_array(require_state(state))
+        step = step_array(as_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
                 "has_model_state=True, but the state has none: create it with TrainState.create(..., model_state=…)"
@@ -246,7 +246,7 @@ class UpdateStep:
         roles = roles_of(self.optimizer, state.params)
         scale = guards.current_loss_scale(roles, state.slots)
         if self.wanted.noise:
-            guards.require_noise_slots(roles)
+            guards.check_noise_slots(roles)
         kwargs: dict[str, Any] = {"step": step} if self.pass_step else {}
         if self.averages is not None:
             averages_for = functools.partial(_averages_for, names=self.averages)
@@ -322,7 +322,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
         return pure(state, args, None, lanes)
 
     def body(state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree) -> Any:
-        layouts = parameter_layouts(require_state(state))
+        layouts = parameter_layouts(as_state(state))
         leaves = trees.leaves_with_paths(state.params)
         specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
         new, metrics = on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))

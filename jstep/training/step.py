@@ -15,7 +15,7 @@ from jstep.core import device_values, meshes, trees
 from jstep.core.agreed_shapes import AgreedShapes
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
+from jstep.core.placement import SHARDINGS, check_no_shapes, sharding_of
 from jstep.core.processes import is_single_process
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, record_calls
@@ -24,9 +24,9 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, P, Tree
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
-from jstep.state.global_step import require_alive, step_array
+from jstep.state.global_step import check_alive, step_array
 from jstep.state.train_state import TrainState
-from jstep.training.explain import call_custom_step, explain, refuse_what_crashes
+from jstep.training.explain import call_custom_step, check_will_not_crash, explain
 from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
 from jstep.training.optimizer_metrics import constants_of, optimizers_of, report
 from jstep.training.skipped_updates import mark_guards, restore_guards
@@ -70,7 +70,7 @@ class PureStep:
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
-        refuse_shapes((state, args), "state and batch")
+        check_no_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
         with meshes.using_mesh(meshes.mesh_of((state, args))):
             return with_constants(self.body, state, args, self.batch_specs(args))
@@ -166,7 +166,7 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     leaves = jax.tree.leaves(new), jax.tree.leaves(old)
     if has_structure and all(_is_alike(*pair, type_of) for pair in zip(*leaves, strict=True)):
         return new
-    trees.require_arrays(new, f"train_step={name}: the state that it returns")
+    trees.check_arrays(new, f"train_step={name}: the state that it returns")
     different = describe_difference(jax.tree.map(type_of, new), jax.tree.map(type_of, old))
     raise TypeError(
         f"train_step={name}: must return a state of the kind that it was given, got one "
@@ -358,11 +358,11 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     is_known = layout is not None
     if layout is None:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
-        refuse_shapes((state, args), "state and batch")
+        check_no_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
     is_donated = state.global_step.is_deleted() if is_known else trees.is_donated(getattr(state, "global_step", None))
     if is_donated:
-        require_alive(state)  # a call that fails while it runs donates it, too
+        check_alive(state)  # a call that fails while it runs donates it, too
     transfers = meshes.NO_GUARD
     mesh = layout.mesh
     donates = step.donate
@@ -376,7 +376,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if mesh is None and not is_known:
         mesh = meshes.mesh_of(args)
     if mesh is not None:
-        refuse_what_crashes(state, args, is_known=is_known, donates=donates)
+        check_will_not_crash(state, args, is_known=is_known, donates=donates)
     try:
         if mesh is None and transfers is meshes.NO_GUARD:  # entering empty contexts would add 5 % to a small step
             new, metrics, *others = program(state, *args)

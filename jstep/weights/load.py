@@ -83,7 +83,7 @@ def load_weights(
     """
     partial = as_bool(partial, "partial")
     float_dtype: Any = None if dtype is None else floating_dtype(dtype, "dtype")
-    placement.refuse_compile_only(target, "target")
+    placement.check_not_compile_only(target, "target")
     source = open_source(path)
     rules_of_leaves = rules(names, target, "target")
     is_checkpoint = source.is_checkpoint
@@ -110,7 +110,7 @@ def load_weights(
     plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
     for wanted in matched.wanted:
         if wanted.source is None:
-            targets.require_value(wanted)
+            targets.check_value(wanted)
     for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(trees.structure(target), leaves)

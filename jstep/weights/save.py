@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import require_value
+from jstep.checkpoint.leaf_records import check_value
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import share_errors
@@ -202,7 +202,7 @@ def save_weights(
     path = _file(path)
     metadata = _metadata(metadata)
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
-    placement.refuse_shapes(params, "params")
+    placement.check_no_shapes(params, "params")
     items = _items(params, names)
     # Shards are filled in tree order, then sorted so that large elements are aligned.
     groups = in_groups(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
@@ -294,7 +294,7 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
 
 def _as_saved(leaf: object, path: str) -> Any:
     what = f"params: {trees.quote_path(path)}"
-    require_value(leaf, what)
+    check_value(leaf, what)
     if trees.is_python_number(leaf):
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):

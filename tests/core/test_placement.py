@@ -11,15 +11,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jstep.core.placement import (
+    as_memory,
     back,
-    check_memory,
+    check_no_shapes,
+    check_not_compile_only,
     group_by_devices,
     is_on_host,
     local_parts,
     on_devices,
     place,
-    refuse_compile_only,
-    refuse_shapes,
     slices,
 )
 
@@ -96,29 +96,29 @@ def a_mesh(kinds, name="TPU v5"):
 
 def test_the_memory_of_slots_is_one_that_the_devices_have():
     mesh = a_mesh(["device", "pinned_host"])
-    assert [check_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
-    assert check_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
+    assert [as_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
+    assert as_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
     with pytest.raises(ValueError, match="slots_memory") as caught:
-        check_memory("far", a_mesh(["device", "host"]))
+        as_memory("far", a_mesh(["device", "host"]))
     assert str(caught.value) == "slots_memory='far': must be one of 'device', 'host'"
 
 
 def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
     array, shape = jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.float32)
-    refuse_shapes({"a": array, "b": 3}, "state")
+    check_no_shapes({"a": array, "b": 3}, "state")
     with pytest.raises(ValueError, match="state and batch") as caught:
-        refuse_shapes({"a": array, "b": shape}, "state and batch")
+        check_no_shapes({"a": array, "b": shape}, "state and batch")
     assert str(caught.value) == (
         "state and batch: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
         "lower with them"
     )
     sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
     sharded = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
-    refuse_compile_only({"a": sharded, "b": sharding, "c": array, "d": shape}, "state")
+    check_not_compile_only({"a": sharded, "b": sharding, "c": array, "d": shape}, "state")
     monkeypatch.setattr("jstep.core.placement.is_compile_only", lambda device: True)
     for tree in (sharded, sharding):
         with pytest.raises(ValueError, match="only compile") as caught:
-            refuse_compile_only([shape, tree], "state")
+            check_not_compile_only([shape, tree], "state")
         assert str(caught.value) == (
             "state: these 8 'cpu' devices only compile; use jstep.cost or lower with them, and run on devices of this "
             "machine"

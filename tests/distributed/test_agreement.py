@@ -259,10 +259,10 @@ def test_a_stop_is_remembered_and_refuses_another_run(monkeypatch):
     monkeypatch.setattr(processes, "_has_stopped", threading.Event())
     assert not processes.should_stop()
     assert not processes.should_stop()
-    processes.refuse_another_run()
+    processes.check_no_other_run()
     assert processes.should_stop()
     with pytest.raises(RuntimeError, match="a signal stopped an earlier run"):
-        processes.refuse_another_run()
+        processes.check_no_other_run()
 
 
 def test_without_the_service_nothing_stops(monkeypatch):

@@ -11,7 +11,7 @@ from hook_fakes import state_at
 
 import jstep
 from jstep.checkpoint.hook_states import get_states, set_states
-from jstep.hooks.hook import StopWith, check_hook_result, check_returned_state
+from jstep.hooks.hook import StopWith, as_hook_result, as_returned_state
 from jstep.state.train_state import TrainState
 
 
@@ -202,11 +202,11 @@ def test_what_set_state_raises_names_the_hook():
 
 def test_a_hook_may_return_its_state_or_another_of_the_same_step():
     state = state_at(5)
-    assert check_returned_state(state, state, 5, "hook returned") is state
-    assert check_hook_result(None, state, 5, "hook") == (False, state)
-    assert check_hook_result(np.True_, state, 5, "hook") == (True, state)
+    assert as_returned_state(state, state, 5, "hook returned") is state
+    assert as_hook_result(None, state, 5, "hook") == (False, state)
+    assert as_hook_result(np.True_, state, 5, "hook") == (True, state)
     for step in (state.global_step, jnp.copy(state.global_step)):
-        stop, other = check_hook_result(TrainState({"w": jnp.full(3, 7.0)}, state.slots, step), state, 5, "hook")
+        stop, other = as_hook_result(TrainState({"w": jnp.full(3, 7.0)}, state.slots, step), state, 5, "hook")
         assert not stop
         assert int(other.global_step) == 5
         np.testing.assert_array_equal(other.params["w"], np.full(3, 7.0))
@@ -214,11 +214,11 @@ def test_a_hook_may_return_its_state_or_another_of_the_same_step():
 
 def test_callbacks_may_stop_and_replace_the_state_at_once():
     state = state_at(5)
-    stop, found = check_hook_result(StopWith(state_at(5, 7.0)), state, 5, "hook")
+    stop, found = as_hook_result(StopWith(state_at(5, 7.0)), state, 5, "hook")
     assert stop
     assert found.params["w"].tolist() == [7.0] * 3
     with pytest.raises(ValueError, match="hook returned a state at step 6: must be at step 5"):
-        check_hook_result(StopWith(state_at(6)), state, 5, "hook")
+        as_hook_result(StopWith(state_at(6)), state, 5, "hook")
 
 
 def test_a_returned_state_has_no_weak_types():
@@ -226,7 +226,7 @@ def test_a_returned_state_has_no_weak_types():
     state = state_at(5)
     weak = jnp.broadcast_to(jnp.asarray(2.0), (3,))
     assert weak.weak_type
-    found = check_returned_state(state.replace(params={"w": weak}), state, 5, "hook returned")
+    found = as_returned_state(state.replace(params={"w": weak}), state, 5, "hook returned")
     assert (found.params["w"].weak_type, found.params["w"].tolist()) == (False, [2.0] * 3)
     keyed = state.replace(model_state=jax.random.key(0))  # keys have no weak type
-    assert check_returned_state(keyed.replace(model_state=jax.random.key(1)), keyed, 5, "hook returned") != keyed
+    assert as_returned_state(keyed.replace(model_state=jax.random.key(1)), keyed, 5, "hook returned") != keyed

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.slots.matching import match_gradients, require_slots
+from jstep.slots.matching import as_slots, match_gradients
 
 PARAMS = {"n": jnp.int32(3), "w": jnp.ones((2, 3), jnp.bfloat16)}
 SLICES = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
@@ -26,10 +26,10 @@ def test_gradients_of_parameters() -> None:
 
 
 def test_slots_that_a_state_lacks() -> None:
-    assert require_slots(["a"], {"a": 1, "b": 2}) == {"a": 1}
+    assert as_slots(["a"], {"a": 1, "b": 2}) == {"a": 1}
     for held, has in (({"b": 2, "a": 1}, "it has ['a', 'b']"), ({}, "nor any other of this optimizer")):
         with pytest.raises(ValueError, match="no slot 'c'") as caught:
-            require_slots(["c"], held)
+            as_slots(["c"], held)
         assert str(caught.value) == (
             f"the state has no slot 'c', {has}. It was created with another optimizer: use that one, or create new "
             "slots with TrainState.create(params, optimizer, global_step=state.global_step)."

@@ -8,7 +8,7 @@ import pytest
 from source_files import MODULES, nodes_of, text_of
 
 from jstep.stores import tagged_json
-from jstep.stores.files import ForeignFileError, open_regular, refuse_links
+from jstep.stores.files import ForeignFileError, check_no_links, open_regular
 from jstep.stores.untrusted import (
     Extents,
     RecordedRun,
@@ -106,7 +106,7 @@ def test_a_link_below_the_directory_of_a_run(tmp_path, is_linked_above):
     assert link_below(str(tmp_path / "real/mine"), run) is None
     assert link_below(run, run) is None
     with pytest.raises(ForeignFileError, match=r"best: is a link below .* nothing is written through it"):
-        refuse_links(f"{run}/best", run)
+        check_no_links(f"{run}/best", run)
 
 
 # Sizes.
