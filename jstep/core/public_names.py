@@ -120,13 +120,17 @@ def explain_call(
         return "".join(f"{remedy} for {name}" for name, remedy in known.items())
     if known:
         return known[unknown[0]]
-    return _suggest_argument(unknown[0], signature, str(error)) or find_hint(f"{owner}()") or _list_arguments(signature)
+    suggestion = _suggest_argument(unknown[0], signature) or find_hint(f"{owner}()")
+    if suggestion:
+        return suggestion
+    # The function has explained it by itself, such as a schedule that is given TF's global_step.
+    is_explained = "; " in str(error)
+    return "" if is_explained else _list_arguments(signature)
 
 
-def _suggest_argument(name: str, signature: inspect.Signature, message: str) -> str:
+def _suggest_argument(name: str, signature: inspect.Signature) -> str:
     nearest = difflib.get_close_matches(name, signature.parameters, n=1, cutoff=_SPELLING)
-    # Python 3.13 suggests an argument by itself, and is less strict.
-    return f". Did you mean {nearest[0]!r}?" if nearest and "Did you mean" not in message else ""
+    return f". Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 _SPELLING = 0.8

@@ -48,7 +48,9 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
                 if isinstance(error, TypeError):
                     hint = explain_call(fn, args, kwargs, error, typed)
                     if hint and hint not in str(error):  # a decorated function that passes its arguments to another one
-                        raise TypeError(f"{error}{hint}") from None
+                        # Not Python 3.13's own suggestion, which is less strict: `log_steps` for `max_steps`.
+                        message = str(error).split(". Did you mean ")[0]
+                        raise TypeError(f"{message}{hint}") from None
                 original = original_error(error)
                 explain_jax(error)
                 shorten(original)
