@@ -24,7 +24,6 @@ KNOWN = {
     "core.tables.html_table",
     "differentiate.microbatches.accumulate.body",
     "hooks.history.History._repr_html_",
-    "hooks.notebook.Below.html",
     "look.page._facts",
     "look.run_folder.RunFolder._facts_of",
     "look.run_summary._summary",

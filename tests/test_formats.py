@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 import jstep
-from jstep.checkpoint import hook_states, manifest
+from jstep.checkpoint import manifest
 from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
-from jstep.hooks import fingerprints
+from jstep.hooks import fingerprints, hook_states
 from jstep.loop import contents, origin
 from jstep.record import process_files, schema, stall_files, starts
 from jstep.stores import objects, tagged_arrays, tagged_json

@@ -232,7 +232,7 @@ def test_type_hints_of_public_classes_can_be_evaluated() -> None:
 
 
 def test_states_of_hooks_are_stored_by_public_names() -> None:
-    from jstep.checkpoint.hook_states import get_states
+    from jstep.hooks.hook_states import get_states
 
     assert get_states([jstep.EarlyStopping("loss", patience=1)])["states"][0]["class"] == "jstep.EarlyStopping"
 

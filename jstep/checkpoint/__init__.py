@@ -9,7 +9,6 @@
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
 - `engine`: what a `Saver` does, and what only a run may call of it.
-- `hook_states`: the states of hooks and callbacks.
 - `host_copies`: copies of arrays on CPUs, whose memory is kept between saves.
 - `leaf_records`: records of a state's leaves.
 - `listing`: which checkpoints a directory has.

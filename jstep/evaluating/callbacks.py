@@ -10,13 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from jstep.checkpoint.hook_states import StateFormat, hook_key, register_format
 from jstep.core.checks import as_bool, as_choice, as_int, as_number, as_string
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.hooks.hook_states import StateFormat, hook_key, register_format
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter

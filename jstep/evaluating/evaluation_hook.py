@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jstep import summary
-from jstep.checkpoint.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
 from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
@@ -21,6 +20,7 @@ from jstep.evaluating.callbacks import before_run_save, use_evaluation, use_run,
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
+from jstep.hooks.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import Clock, make_cadence
 from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.hook_states import StateFormat, register_format
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, UnsupportedFormatError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
@@ -32,6 +31,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Task, in_background
 from jstep.evaluating.callbacks import MetricReader, is_better
+from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.run_hook import RunInfo
 from jstep.record.differences import changes
 from jstep.state.global_step import state_step

@@ -5,8 +5,8 @@
 - `fingerprints`: fingerprints of the state by step, in logs.
 - `history`: the metrics of a run, as rows and plots.
 - `hook`: the `Hook` protocol.
+- `hook_states`: the states of hooks and callbacks in checkpoints.
 - `nan_loss`: the hook that ends a run at a non-finite loss.
-- `notebook`: the progress bar of a run in a notebook.
 - `reporting`: hooks that report metrics.
 - `run_hook`: the base class of built-in hooks.
 - `saver_hook`: what all hooks that save have in common.

@@ -13,12 +13,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jstep.checkpoint.hook_states import StateFormat, register_format
 from jstep.core import processes, trees
 from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
 from jstep.core.logs import logger
 from jstep.core.tables import html_table
+from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence

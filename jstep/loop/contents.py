@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.data.positions import gather_positions, positions_elsewhere
+from jstep.hooks.hook_states import get_states, set_states
 from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.hook_states import check_stateful, get_states
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
@@ -22,6 +21,7 @@ from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import EvaluationHook, evaluate_first, evaluate_owed
 from jstep.hooks.history import check_paths
+from jstep.hooks.hook_states import check_stateful, get_states
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook, uses_writer_of_run
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.speed import StepCounterHook, count_examples

@@ -2,6 +2,7 @@
 
 - `batch_watch`: whether a restart reads the same batch.
 - `card`: what a program is made of.
+- `notebook`: the progress bar in a notebook.
 - `process_recorder`: the times of a process other than the first.
 - `progress`: a progress bar.
 - `recorder`: the file of a start.

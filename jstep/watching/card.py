@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.jaxprs import (
@@ -35,6 +34,7 @@ from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import T, Tree
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
+from jstep.hooks.hook_states import hook_key
 from jstep.loop.arguments import Options
 from jstep.loop.programs import shapes_of, type_text
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step

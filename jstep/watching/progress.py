@@ -16,7 +16,6 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
 from jstep.evaluating.evaluation_hook import newest_results
 from jstep.hooks.history import History
-from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run_context import Observer, RunContext
@@ -26,6 +25,7 @@ from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
+from jstep.watching.notebook import Below, NotebookBar, ShownLines
 
 
 class Progress(Observer):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.checkpoint import hook_states
 from jstep.checkpoint.saver import engine_of
+from jstep.hooks import hook_states
 from jstep.loop.saving import RunSaverHook
 
 FOLDER = os.path.dirname(jstep.__file__)

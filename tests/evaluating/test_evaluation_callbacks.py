@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.evaluating.callbacks import use_run
+from jstep.hooks.hook_states import get_states, set_states
 from jstep.stores import tagged_json
 
 

@@ -10,8 +10,8 @@ import pytest
 from hook_fakes import state_at
 
 import jstep
-from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.hooks.hook import StopWith, as_hook_result, as_returned_state
+from jstep.hooks.hook_states import get_states, set_states
 from jstep.state.train_state import TrainState
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.notebook import NotebookBar
+from jstep.watching.notebook import NotebookBar
 
 optimizer = jstep.gradient_descent(0.01)
 
