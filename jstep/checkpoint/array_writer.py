@@ -152,7 +152,7 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
                 replica = turns.next_replica(division.replicas, math.prod(part) * array.dtype.itemsize)
             is_in_place = array.sharding in in_place
             for position, index, within in division.by_replica.get(replica, ()):
-                data = on_devices[name].addressable_data(position)
+                data: Any = on_devices[name].addressable_data(position)
                 place = values, len(values)
                 if is_in_place:
                     data = np.asarray(data)[within]

@@ -247,7 +247,7 @@ def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any
     return functools.partial(AxesFallback(name), checked)
 
 
-def _is_scalar(value: object) -> bool:
+def _is_scalar(value: Any) -> bool:
     if isinstance(value, MeanOf):
         return True
     return trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0
