@@ -274,25 +274,30 @@ class Attempt(abc.ABC):
                     del watches[process]
             if not watches:
                 return
-            now = time.monotonic()
-            stuck = [process for process, watch in watches.items() if watch.is_stuck(now)]
+            instant = time.monotonic()
+            stuck = [process for process, watch in watches.items() if watch.is_stuck(instant)]
             if stuck:
-                stuck_secs = max(watches[process].quiet_secs(now) for process in stuck)
+                stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
                 raise CheckpointError(
                     f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, and not finished, as "
                     f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
                 )
-            quiet = [p for p, watch in watches.items() if watch.quiet_secs(now) > PATIENCE_SECS and p not in named]
+            quiet = [p for p, watch in watches.items() if watch.quiet_secs(instant) > PATIENCE_SECS and p not in named]
             if quiet:
                 named.update(quiet)
                 logger.warning(
                     "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write "
                     "hangs",
-                    *(self.storage.path(""), _processes_text(quiet), PATIENCE_SECS, watches[quiet[0]].left_secs(now)),
+                    *(
+                        self.storage.path(""),
+                        _processes_text(quiet),
+                        PATIENCE_SECS,
+                        watches[quiet[0]].left_secs(instant),
+                    ),
                 )
-            if now - gave_sign_at > _SIGN_SECS:
+            if instant - gave_sign_at > _SIGN_SECS:
                 self._give_sign()
-                gave_sign_at = now
+                gave_sign_at = instant
             time.sleep(pause)
 
     def _give_sign(self) -> None:
@@ -313,18 +318,20 @@ class Attempt(abc.ABC):
             outcome = self.storage.read(self.part(0))
             if outcome == _SAVED or (outcome is None and self.is_published()):
                 return
-            now = time.monotonic()
+            instant = time.monotonic()
             if outcome is None and latest is not None:
                 raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
             if outcome and not outcome.startswith(_WAITING):
                 raise CheckpointError(f"process 0: {outcome.decode()}")
             if outcome != latest:
                 latest = outcome
-                latest_at = now
-            if not outcome and watch.is_stuck(now):
+                latest_at = instant
+            if not outcome and watch.is_stuck(instant):
                 # It writes its own part, as this process has done.
-                raise CheckpointError(f"process 0: written nothing for {watch.quiet_secs(now):.0f} s: its write hangs")
-            if outcome and now - latest_at > OUTCOME_SECS:
+                raise CheckpointError(
+                    f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
+                )
+            if outcome and instant - latest_at > OUTCOME_SECS:
                 text = f"process 0 has neither published it nor given a sign in {OUTCOME_SECS:.0f} s"
                 raise CheckpointError(f"{self.storage.path('')}: {text}")
             time.sleep(pause)

@@ -42,27 +42,27 @@ class PartWatch:
         now: The monotonic time.
     """
 
-    def __init__(self, look: Callable[[], object], patience: float, now: float) -> None:
+    def __init__(self, look: Callable[[], object], patience: float, instant: float) -> None:
         self._look = look
         self._patience = patience
         self._seen: object = None
         self._looked_at = float("-inf")
-        self._changed_at = now
+        self._changed_at = instant
 
-    def quiet_secs(self, now: float) -> float:
+    def quiet_secs(self, instant: float) -> float:
         """Return the seconds since the part last changed, which is looked at every few seconds."""
-        if now - self._looked_at >= min(_LOOK_SECS, self._patience / 4):
-            self._looked_at = now
+        if instant - self._looked_at >= min(_LOOK_SECS, self._patience / 4):
+            self._looked_at = instant
             seen = self._look()
             if seen != self._seen:
                 self._seen = seen
-                self._changed_at = now
-        return now - self._changed_at
+                self._changed_at = instant
+        return instant - self._changed_at
 
-    def is_stuck(self, now: float) -> bool:
+    def is_stuck(self, instant: float) -> bool:
         """Return whether the part has not changed for too long."""
-        return self.quiet_secs(now) > self._patience
+        return self.quiet_secs(instant) > self._patience
 
-    def left_secs(self, now: float) -> float:
+    def left_secs(self, instant: float) -> float:
         """Return the seconds until `is_stuck`, if nothing changes."""
-        return self._patience - (now - self._changed_at)
+        return self._patience - (instant - self._changed_at)

@@ -260,11 +260,11 @@ def _metadata_by_handler(ocp: Any, directory: str) -> Any:
 def _restore_by_handler(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
     from etils import epath
 
-    items = [ocp.PLACEHOLDER if one is None else 0 for one in wanted]
+    items = [ocp.PLACEHOLDER if target is None else 0 for target in wanted]
     options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(wanted)
-    for i, one in enumerate(wanted):
-        if one is not None and one.sharding is not None:
-            options[i] = ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=True)
+    for i, target in enumerate(wanted):
+        if target is not None and target.sharding is not None:
+            options[i] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, strict=True)
     arguments = ocp.args.PyTreeRestore(structure.unflatten(items), structure.unflatten(options))
     return jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
 
@@ -275,13 +275,13 @@ def _metadata_by_function(ocp: Any, directory: str) -> Any:
 
 def _restore_by_function(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
     targets_of_leaves: list[Any] = []
-    for one in wanted:
-        if one is None:
+    for target in wanted:
+        if target is None:
             targets_of_leaves.append(ocp.PLACEHOLDER)
-        elif one.sharding is None:  # an array of this shape and dtype that takes no memory
-            targets_of_leaves.append(np.broadcast_to(np.zeros((), one.dtype), one.shape))
+        elif target.sharding is None:  # an array of this shape and dtype that takes no memory
+            targets_of_leaves.append(np.broadcast_to(np.zeros((), target.dtype), target.shape))
         else:
-            targets_of_leaves.append(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding))
+            targets_of_leaves.append(jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding))
     return jax.tree.leaves(ocp.load(directory, structure.unflatten(targets_of_leaves)))
 
 

@@ -14,13 +14,13 @@ from jstep.checkpoint.part_watch import PartWatch, patience_secs
 
 def test_a_part_that_grows_is_never_stuck():
     sizes = iter(range(1000))
-    watch = PartWatch(lambda: next(sizes), 120, now=0)
-    assert not any(watch.is_stuck(now) for now in range(0, 3600, 60))
+    watch = PartWatch(lambda: next(sizes), 120, instant=0)
+    assert not any(watch.is_stuck(instant) for instant in range(0, 3600, 60))
 
 
 def test_a_part_that_stops_is_stuck():
     size = 5
-    watch = PartWatch(lambda: size, 120, now=0)
+    watch = PartWatch(lambda: size, 120, instant=0)
     assert not watch.is_stuck(100)  # it has begun meanwhile
     assert not watch.is_stuck(219)
     assert watch.left_secs(219) == 1
@@ -32,9 +32,9 @@ def test_a_part_that_stops_is_stuck():
 
 def test_parts_are_looked_at_every_ten_seconds():
     looks = []
-    watch = PartWatch(lambda: looks.append(None), 120, now=0)
-    for now in range(100):
-        watch.is_stuck(now)
+    watch = PartWatch(lambda: looks.append(None), 120, instant=0)
+    for instant in range(100):
+        watch.is_stuck(instant)
     assert len(looks) == 10
 
 
