@@ -15,7 +15,7 @@ from jstep.core.checks import array_type
 from jstep.core.placement import is_of_host, on_devices
 from jstep.core.trees import Tree
 from jstep.slots import compact_numbers
-from jstep.slots.roles import COPIES, Role, roles_in
+from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves
 from jstep.state.sharding import MODEL_STATE
 from jstep.state.slots import owners
@@ -117,61 +117,125 @@ def match(
     target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, checkpoint: str
 ) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
-    of_target = StateLeaves(target)
-    roles = roles_in(target)
-    arrays = manifest.by_array
-    records = leaf_records.by_name(manifest.leaves)
-    saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **records}
-    renamed = _renamed(names, of_target.paths, saved.keys(), checkpoint)
-    values = of_target.values
-    has_roles = bool(roles)
-    kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
-    steps = next((kind[0] for keys, kind in zip(of_target.keys, kinds, strict=True) if keys == (GLOBAL_STEP,)), ())
-    leaves: list[WantedLeaf] = []
-    used: set[str] = set()  # includes parameters that an average replaces
-    in_other_format = False
-    for i, (path, name) in enumerate(zip(of_target.paths, leaf_records.unique(of_target.paths), strict=True)):
-        keys = of_target.keys[i]
-        kind = kinds[i]
-        is_named = name in renamed
-        name = renamed.get(name, name)
-        used.add(name)
-        average = find_average(name, records, averages) if averages else None
-        if is_named:
-            average = _named_average(keys, kind[1], records.get(name))
-        if average is not None and average.shape != kind[0]:
-            average = None
-        source = average or saved.get(name)
-        problem = ""
-        role = roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
-        if average is None and source is not None:
-            problem = _difference(path, keys, (kind[0], str(kind[1])), source, steps, role)
-        leaf = WantedLeaf(
-            *(path, values[i], *targets.kind_of_data(values[i], kind), name),
-            source=source if isinstance(source, Leaf) and not problem else None,
-            problem=problem,
-            keys=keys,
-            is_guard=source is None and role in _GUARDS,
-            is_draw=source is None and role is Role.DRAWN,
-            left_out=source if isinstance(source, LeftOutLeaf) and not problem else None,
-            half=None if average is None else arrays.get(average.half or ""),
-        )
-        leaves.append(leaf)
-        if has_roles and name in records:
-            saved_half = arrays.get(records[name].half or "")
-            half = of_target.halves.get(i)
-            half_kind = None if half is None else (kinds[half][0], str(kinds[half][1]))
-            in_other_format |= (None if saved_half is None else (saved_half.shape, saved_half.dtype)) != half_kind
+    leaves_of_target = StateLeaves(target)
+    matcher = _LeafMatcher(leaves_of_target, roles_in(target), manifest, averages or (), names, checkpoint)
+    leaves = [matcher.match_leaf(i) for i in range(len(leaves_of_target.paths))]
     if any(leaf.source is None for leaf in leaves):
-        for i, copy in _copies(of_target, leaves).items():
+        for i, copy in _plan_copies(leaves_of_target, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
-        for age in _ages(of_target):
-            _match_age(age, leaves, renamed)
-    # A parameter that `names` replaces by its average is no more left over than one that `use_averages` replaces.
-    used.update(path for path, name in renamed.items() if path != name)
-    # Averages are restored into any target, for evaluation.
-    unused = [name for name in records if name not in used and not (averages and name.startswith(f"{SLOTS}/"))]
-    return CheckpointMatch(leaves, unused, in_other_format)
+        for age in _ages(leaves_of_target):
+            _match_age(age, leaves, matcher.renamed)
+    return CheckpointMatch(leaves, matcher.unused(), matcher.in_other_format)
+
+
+class _LeafMatcher:
+    """Finds the saved leaf of each leaf of a target, given as indices.
+
+    Attributes:
+        renamed: Path in the target → path in the checkpoint, where `names` has another one.
+        in_other_format: Whether a leaf has been found that only one side stores in halves, or in other blocks.
+    """
+
+    def __init__(
+        self,
+        target: StateLeaves,
+        roles: Roles,
+        manifest: Manifest,
+        averages: Sequence[str],
+        names: Names | None,
+        checkpoint: str,
+    ) -> None:
+        self._target = target
+        self._roles = roles
+        self._has_roles = bool(roles)
+        self._averages = averages
+        self._arrays = manifest.by_array
+        # Leaves whose arrays the checkpoint has, and these with the ones that it leaves out.
+        self._records = leaf_records.by_name(manifest.leaves)
+        self._saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **self._records}
+        self.renamed = _renamed(names, target.paths, self._saved.keys(), checkpoint)
+        self._names = leaf_records.unique(target.paths)
+        self._kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(target.values, target.paths, strict=True)]
+        self._shape_of_steps: Sequence[int] = ()
+        for keys, kind in zip(target.keys, self._kinds, strict=True):
+            if keys == (GLOBAL_STEP,):
+                self._shape_of_steps = kind[0]
+        # The names in the checkpoint that leaves have, whether or not it has them; those of parameters that an
+        # average replaces are among them, as nobody misses these.
+        self._used: set[str] = set()
+        self.in_other_format = False
+
+    def match_leaf(self, i: int) -> WantedLeaf:
+        keys = self._target.keys[i]
+        name = self.renamed.get(self._names[i], self._names[i])
+        self._used.add(name)
+        record = self._records.get(name)
+        if self._has_roles and record is not None and (record.half is not None or i in self._target.halves):
+            # One side stores it in halves, or both do.
+            if self._kind_of_half(i) != self._kind_of_saved_half(record):
+                self.in_other_format = True
+        if self.renamed or self._averages:
+            average = self._find_average(i, name)
+            if average is not None:
+                return self._wanted_leaf(i, name, source=average, half=self._arrays.get(average.half or ""))
+        source = self._saved.get(name)
+        # Of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
+        role = self._roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
+        if source is None:
+            return self._wanted_leaf(i, name, is_guard=role in _GUARDS, is_draw=role is Role.DRAWN)
+        shape, dtype = self._kinds[i]
+        problem = _difference(self._target.paths[i], keys, (shape, str(dtype)), source, self._shape_of_steps, role)
+        if problem:
+            return self._wanted_leaf(i, name, problem=problem)
+        if isinstance(source, LeftOutLeaf):
+            return self._wanted_leaf(i, name, left_out=source)
+        return self._wanted_leaf(i, name, source=source)
+
+    def _wanted_leaf(self, i: int, name: str, source: Leaf | None = None, **fields: Any) -> WantedLeaf:
+        value = self._target.values[i]
+        shape, dtype = targets.kind_of_data(value, self._kinds[i])
+        return WantedLeaf(
+            path=self._target.paths[i],
+            leaf=value,
+            shape=shape,
+            dtype=dtype,
+            name=name,
+            source=source,
+            keys=self._target.keys[i],
+            **fields,
+        )
+
+    def _find_average(self, i: int, name: str) -> Leaf | None:
+        """Return the average that is restored in place of a parameter, if the checkpoint has one that fits."""
+        shape, dtype = self._kinds[i]
+        if self._names[i] in self.renamed:
+            # What `names` says of a leaf is more than what `use_averages` says of all.
+            average = _named_average(self._target.keys[i], dtype, self._records.get(name))
+        else:
+            average = find_average(name, self._records, self._averages)
+        return None if average is None or average.shape != shape else average
+
+    def _kind_of_half(self, i: int) -> _Kind | None:
+        """Return shape and dtype of the other half of a leaf of the target; None if it is not stored in halves."""
+        half = self._target.halves.get(i)
+        if half is None:
+            return None
+        shape, dtype = self._kinds[half]
+        return shape, str(dtype)
+
+    def _kind_of_saved_half(self, record: Leaf) -> _Kind | None:
+        half = self._arrays.get(record.half or "")
+        return None if half is None else (half.shape, half.dtype)
+
+    def unused(self) -> list[str]:
+        """Return the names of saved leaves that no leaf of the target has, after all have been matched."""
+        # A parameter that `names` replaces by its average is no more left over than one that `use_averages` replaces.
+        replaced = {path for path, name in self.renamed.items() if path != name}
+        unused = [name for name in self._records if name not in self._used and name not in replaced]
+        if self._averages:
+            # Averages are restored into any target, for evaluation.
+            return [name for name in unused if not name.startswith(f"{SLOTS}/")]
+        return unused
 
 
 def _named_average(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
@@ -183,20 +247,24 @@ def _named_average(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
     return source if trees.is_floating(jnp.dtype(source.dtype)) else None
 
 
-def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:
+def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:
     """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
     copies: dict[int, LeafCopy] = {}
     halves = target.halves
-    for i, originals in _copied(target).items():
+    for i, originals in _originals_of_copies(target).items():
         restored = [j for j in originals if leaves[j].source is not None]
-        if leaves[i].source is None and restored:
-            parts = [i, halves[i]] if i in halves else [i]
-            for part, index in enumerate(parts):
-                copies[index] = LeafCopy(restored[0], halves.get(restored[0]), part if i in halves else None)
+        if leaves[i].source is not None or not restored:
+            continue
+        original = restored[0]
+        if i not in halves:
+            copies[i] = LeafCopy(original, halves.get(original), None)
+            continue
+        for part, index in enumerate((i, halves[i])):
+            copies[index] = LeafCopy(original, halves.get(original), part)
     return copies
 
 
-def _copied(target: StateLeaves) -> dict[int, list[int]]:
+def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
     """Return the slots that start as copies → their originals in order of preference, as indices.
 
     A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
@@ -205,15 +273,20 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
     for state, indices in target.states:
         params = jax.tree.leaves(indices.params)
         roles = roles_in(state)
-        copies = list[tuple[Role | None, int, int]]()
-        for name in (name for name in roles.of(*COPIES) if name in state.slots):
-            owned = owners(name, state.slots[name], state.params, roles)
-            pairs = zip(owned, jax.tree.leaves(indices.slots[name]), strict=True)
-            copies += [(roles[name], owner, index) for owner, index in pairs if owner is not None]
+        copies: list[tuple[Role | None, int, int]] = []
+        for name in roles.of(*COPIES):
+            if name not in state.slots:
+                continue
+            owners_of_leaves = owners(name, state.slots[name], state.params, roles)
+            for owner, index in zip(owners_of_leaves, jax.tree.leaves(indices.slots[name]), strict=True):
+                if owner is not None:
+                    copies.append((roles[name], owner, index))
         masters = {owner: index for role, owner, index in copies if role is Role.MASTER}
         for role, owner, index in copies:
-            inside = [masters[owner]] if role is Role.MASTER_COPY and owner in masters else []
-            originals[index] = [*inside, params[owner]]
+            if role is Role.MASTER_COPY and owner in masters:
+                originals[index] = [masters[owner], params[owner]]
+            else:
+                originals[index] = [params[owner]]
     return originals
 
 
@@ -264,13 +337,13 @@ def _difference(
         return ""
     # A held hyperparameter is a float64 if and only if 64-bit types are on.
     is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
-    if isinstance(source, Leaf) and (is_held or _converts(keys, saved, wanted, steps)):
+    if isinstance(source, Leaf) and (is_held or _is_converted(keys, saved, wanted, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 
-def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
+def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
     """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
 
     In a population, step counts have the shape `steps`.
