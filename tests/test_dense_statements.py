@@ -21,7 +21,6 @@ KNOWN = {
     "checkpoint.array_writer.take",
     "checkpoint.manifest",
     "checkpoint.match.match",
-    "core.tables.html_table",
     "differentiate.microbatches.accumulate.body",
     "hooks.history.History._repr_html_",
     "look.page._facts",
