@@ -21,8 +21,10 @@ from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ROOT
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
 
-SMALLEST, LARGEST = 2**20, 2**25
-"""The minimum bytes of a part of a replicated array, and the maximum bytes of a chunk, the unit of checksums."""
+SMALLEST = 2**20
+"""The minimum bytes of a part of a replicated array."""
+LARGEST = 2**25
+"""The maximum bytes of a chunk, the unit of checksums."""
 _OBJECT = 2**28
 """The bytes of an object, which is uploaded in one request."""
 Wait = Callable[[Any, int], Any]

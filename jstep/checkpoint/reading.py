@@ -34,8 +34,10 @@ from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
 from jstep.stores.urls import is_url
 
-CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
-"""Verdicts on a checkpoint: its bytes have changed, or they are intact but cannot be restored."""
+CORRUPTED = "is corrupted"
+"""The verdict on a checkpoint whose bytes have changed."""
+UNREADABLE = "cannot be restored"
+"""The verdict on a checkpoint whose bytes are intact."""
 SHOWN = 3
 """The maximum number of problems in a message."""
 VERIFIED = 2**28
@@ -45,8 +47,9 @@ _SHARED_AGES = (
     "and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
-_FAILED, _CORRUPTED = 1, 2
-"""Outcomes of a read, of which the worst counts."""
+# Outcomes of a read on one of several processes, of which the greatest counts; 0 is success.
+_FAILED = 1
+_CORRUPTED = 2
 _MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 
 
@@ -391,24 +394,24 @@ class CheckpointReader:
         return CorruptedCheckpointError(text) if verdict == CORRUPTED else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
-        in_the_way: list[str] = []
+        conflicting: list[str] = []
         left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
             usable, read = (False, 0) if other == path else is_usable(self._store, other, step, left)
             left -= read
             if usable:
                 restore = f"Saver.restore(target, step={step}) verifies and restores it"
-                aside = self._set_aside(in_the_way, step, "resume from it")
+                aside = self._set_aside(conflicting, step, "resume from it")
                 return f"The newest intact checkpoint is step {step} ({other}): {restore}{aside}"
             if usable is not None:
-                in_the_way.append(other)
+                conflicting.append(other)
         none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
-        return none + self._set_aside(in_the_way, -1, "start from scratch")
+        return none + self._set_aside(conflicting, -1, "start from scratch")
 
-    def _set_aside(self, in_the_way: list[str], above: int, purpose: str) -> str:
+    def _set_aside(self, conflicting: list[str], above: int, purpose: str) -> str:
         """Return the command that lets `train` resume. It deletes nothing: this may be the last copy."""
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
-        commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
+        commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*conflicting, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
 
 
