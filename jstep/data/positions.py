@@ -232,7 +232,7 @@ def decode_position(encoded: object, owner: str) -> Any:
     except UnknownPartError as error:
         raise ValueError(
             f"{what} has {error.part}, which this version of jstep does not know. The checkpoint is intact: install "
-            "the version that wrote it, which `python -m jstep inspect` shows, or a later one"
+            "the version that wrote it, which `jstep inspect` shows, or a later one"
         ) from None
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
