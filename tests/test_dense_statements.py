@@ -15,42 +15,6 @@ BODIES = {"body", "orelse", "finalbody", "handlers", "cases", "decorator_list"}
 """The fields of a statement that are statements of their own, or about the whole of a function."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-KNOWN = {
-    "checkpoint.array_reader.ArrayReader.files",
-    "checkpoint.array_reader.boxes_of",
-    "checkpoint.array_writer.take",
-    "checkpoint.manifest",
-    "checkpoint.match.match",
-    "differentiate.microbatches.accumulate.body",
-    "hooks.history.History._repr_html_",
-    "look.page._facts",
-    "look.run_folder.RunFolder._facts_of",
-    "look.run_summary._summary",
-    "loop.start._make_dispatch",
-    "metering.device_sums.choose_columns",
-    "optimizers.averages.with_moving_average",
-    "optimizers.chains.scope.labels",
-    "optimizers.leaf_values.by_path",
-    "optimizers.muon",
-    "optimizers.rules._declared_by",
-    "planning.plan.Plan._words",
-    "planning.plan._functions",
-    "planning.plan.plan",
-    "planning.topologies._sizes_of_tpus",
-    "schedules.arithmetic",
-    "slots.roles.Roles.prefixed",
-    "state.sharding.slot_sharding",
-    "state.train_state",
-    "stores.tagged_json",
-    "training.minimize.SeveralLosses.__call__",
-    "watching.card._state",
-    "watching.card.card",
-    "watching.recorder.Recorder._current_fields",
-    "watching.recorder.Recorder._initial_fields",
-    "watching.stalls.StallWatch._exit",
-}
-"""Functions that still have such a statement. It only shrinks."""
-
 
 def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
     """Yield the nodes of a statement, without those of the statements in its body."""
@@ -94,8 +58,7 @@ def test_a_statement_has_one_thought() -> None:
     found = []
     for module, path in MODULES.items():
         for owner, statement in dense_statements(tree_of(path), module):
-            if owner not in KNOWN:
-                found.append(f"{owner} (line {statement.lineno}): {ast.unparse(statement)[:100]}")
+            found.append(f"{owner} (line {statement.lineno}): {ast.unparse(statement)[:100]}")
     assert not found, "write a loop, early returns, or a value of its own for each thought"
 
 

@@ -328,7 +328,10 @@ class ArrayReader:
     def files(self) -> list[str]:
         """Return the names of the arrays that are files."""
         index = self._index("")
-        return [match[1] for key in (index.values if index else ()) if (match := _FILE_KEY.fullmatch(key))]
+        if not index:
+            return []
+        matches = map(_FILE_KEY.fullmatch, index.values)
+        return [match[1] for match in matches if match is not None]
 
     def _keys(self, directory: str, start: str, stop: str, config: Mapping[str, Any] = CONFIG) -> list[str] | None:
         """Return the keys in [start, stop) of the database in a directory; None if it is corrupted."""
@@ -482,9 +485,17 @@ def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]
 
 def boxes_of(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
     """Return one box if parts fill it, so that no chunk is read once for each part; otherwise the parts."""
-    box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in zip(*parts, strict=True))
-    size, *sizes = (math.prod(b - a for a, b in part) for part in (box, *parts))
-    return [box] if size <= sum(sizes) else parts
+    # The least box that has all parts: on each axis, from the first start to the last stop.
+    bounds = []
+    for ends in zip(*parts, strict=True):
+        starts, stops = zip(*ends, strict=True)
+        bounds.append((min(starts), max(stops)))
+    box = tuple(bounds)
+    return [box] if _box_size(box) <= sum(map(_box_size, parts)) else parts
+
+
+def _box_size(box: ShardBounds) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def _within_boxes(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:

@@ -420,13 +420,29 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     )
 
 
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and is_utf8(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and is_seconds(value)  # not a bool, which is an int
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    "a string": lambda value: isinstance(value, str),
-    "text": lambda value: isinstance(value, str) and is_utf8(value),
+    "a string": _is_string,
+    "text": _is_text,
     "a word": is_word,
-    "true or false": lambda value: isinstance(value, bool),
+    "true or false": _is_bool,
     "a count": is_step,
-    "a time": lambda value: type(value) in (int, float) and is_seconds(value),
+    "a time": _is_time,
 }
 """Kinds of values in a manifest. Text can be a name of a file, and an error shows a word as it is."""
 

@@ -181,7 +181,11 @@ def accumulate(
         result = part_fn(state, batch, i)
         weight = part_weight(weight_fn, batch)
         squared = None if square is None else square(result.gradients)
-        gradients = [jax.tree.map(lambda g: weigh(g, weight) if is_inexact(g) else g, g) for g in result.gradients]
+
+        def weigh_leaf(g: Any) -> Any:
+            return weigh(g, weight) if is_inexact(g) else g
+
+        gradients = [jax.tree.map(weigh_leaf, g) for g in result.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]

@@ -390,10 +390,16 @@ class History(ReportingHook):
         return "".join(parts)
 
     def _repr_html_(self) -> str:
-        rows, names = self.rows, self.names
-        cells = [[str(row["step"]), *(f"{row[name]:.4g}" if name in row else "" for name in names)] for row in rows]
-        title = f"History: {len(rows)} rows" + (f", steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "")
-        return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
+        rows = self.rows
+        names = self.names
+        title = f"History: {len(rows)} rows"
+        if rows:
+            title += f", steps {rows[0]['step']} to {rows[-1]['step']}"
+        cells = []
+        for row in rows[-_SHOWN:]:
+            numbers = [f"{row[name]:.4g}" if name in row else "" for name in names]
+            cells.append([str(row["step"]), *numbers])
+        return html_table(title, cells, ("step", *names)) + self.svg()
 
 
 register_format(

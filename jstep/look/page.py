@@ -95,32 +95,47 @@ def _odd(sweep: Sweep) -> list[str]:
 
 def _facts(row: RunFiles) -> list[str]:
     run = row.run
-    times = {"started": run.started, "ended": run.ended}
-    notes = {name: f"; {note}" for name, note in run.best_notes.items()}
-    numbers = {f"best {name}": (value, f" at step {at}{notes.get(name, '')}") for name, (value, at) in run.best.items()}
-    numbers |= {f"last {name}": (value, "") for name, value in run.metrics.items()}
-    facts = {
+    facts: dict[str, Any] = {
         "status": f"{run.status}: {run.reason}".rstrip(": "),
         "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
-        "examples": run.examples and f"{run.examples:,}",
-        **{name: f"{utc_text(at)} UTC" for name, at in times.items() if at},
-        "wall time": duration_text(run.wall_seconds),
-        "devices": run.devices,
-        "parameters": run.parameters and f"{run.parameters:,}",
-        "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
-        "mfu": run.mfu and f"{run.mfu:.3g}",
-        "goodput": run.goodput is not None and f"{run.goodput:.1%}",
-        "commit": run.commit and (f"{run.commit}, with edits ({run.edits})" if run.edits else run.commit),
-        "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
-        **{name: f"{value:.4g}{at}" for name, (value, at) in numbers.items()},
-        "directory": run.path,
-    }  # fmt: skip
-    titles = {name: f' title="{value!r}"' for name, (value, _) in numbers.items()}
-    items = [
-        f"<div><dt>{html_text(name)}</dt><dd{titles.get(name, '')}>{html_text(value)}</dd></div>"
-        for name, value in facts.items()
-        if value
-    ]
+    }
+    if run.examples:
+        facts["examples"] = f"{run.examples:,}"
+    if run.started:
+        facts["started"] = f"{utc_text(run.started)} UTC"
+    if run.ended:
+        facts["ended"] = f"{utc_text(run.ended)} UTC"
+    facts["wall time"] = duration_text(run.wall_seconds)
+    facts["devices"] = run.devices
+    if run.parameters:
+        facts["parameters"] = f"{run.parameters:,}"
+    if run.peak_bytes:
+        facts["peak memory of a device"] = f"{run.peak_bytes / 2**30:.2f} GiB"
+    if run.mfu:
+        facts["mfu"] = f"{run.mfu:.3g}"
+    if run.goodput is not None:
+        facts["goodput"] = f"{run.goodput:.1%}"
+    if run.commit:
+        facts["commit"] = f"{run.commit}, with edits ({run.edits})" if run.edits else run.commit
+    if run.parent:
+        directory, step = run.parent
+        facts["branch of"] = f"{directory} (step {step})"
+    exact_numbers: dict[str, float] = {}
+    for name, (value, step) in run.best.items():
+        exact_numbers[f"best {name}"] = value
+        facts[f"best {name}"] = f"{value:.4g} at step {step}"
+        if name in run.best_notes:
+            facts[f"best {name}"] += f"; {run.best_notes[name]}"
+    for name, value in run.metrics.items():
+        exact_numbers[f"last {name}"] = value
+        facts[f"last {name}"] = f"{value:.4g}"
+    facts["directory"] = run.path
+
+    items = []
+    for name, text in facts.items():
+        title = f' title="{exact_numbers[name]!r}"' if name in exact_numbers else ""
+        if text:
+            items.append(f"<div><dt>{html_text(name)}</dt><dd{title}>{html_text(text)}</dd></div>")
     return [f"<dl>{''.join(items)}</dl>", _recorded(row)]
 
 

@@ -96,17 +96,21 @@ class RunFolder:
             }
         life = None if self.original or start["end"] else self._life_of(start)
         ending = life or start["end"] or self._ending_of(start)
-        first, last = start["step"] if start["step"] and has_trained(start) else (None, None)
+        first = last = None
+        if start["step"] and has_trained(start):
+            first, last = start["step"]
+        ended = start["now"] if life is None else None
+        saved_steps = [step for step, *_ in start["saved"]]
         return facts | {
             "began": start["began"],
-            "ended": start["now"] if life is None else None,
+            "ended": ended,
             "first": first,
             "last": last,
             "status": ending[0],
             "reason": ending[1],
             "host": start["process"].get("host"),
             "pid": start["process"].get("pid"),
-            "saved": start["saved"][-1][0] if start["saved"] else None,
+            "saved": saved_steps[-1] if saved_steps else None,
             "milliseconds": milliseconds(start),
             **{name: start.get(name) for name in _AS_RECORDED},
         }

@@ -156,25 +156,37 @@ def _summary(folder: RunFolder) -> RunSummary:
     others = [fact for fact in living if fact is not active]
     reasons += [f"start {fact['number']} (process {fact['pid']} on {fact['host']}) {RUNNING}, too" for fact in others]
     best, paths = _best(folder, ending)
-    steps = [start["step"][1] for start in starts if start["step"] is not None]
+    if trained["step"] and has_trained(trained):
+        step = trained["step"][1]
+    else:
+        steps = [start["step"][1] for start in starts if start["step"] is not None]
+        step = steps[-1] if steps else 0
+    ended = None
+    if not living:
+        ended = max(fact["ended"] for fact in facts if fact["ended"] is not None)
+    seconds = [secs for start in starts for secs in start["seconds"].values()]
+    peaks = [start["peak_bytes"] or 0 for start in starts]
+    rates = [start["mfu"] for start in starts if start["mfu"]]
+    former_paths = () if folder.original else _former_paths(folder)
+    refused = _refused(facts, ending["number"]) if has_trained(trained) else None
     return RunSummary(
         path=folder.path,
         prefix=folder.prefix,
         status=shown["status"],
         reason="; ".join(filter(None, reasons)),
-        step=trained["step"][1] if trained["step"] and has_trained(trained) else next(reversed(steps), 0),
+        step=step,
         last_step=trained["last_step"],
         metrics=ending["values"],
         metrics_left_out=ending["values_left_out"] or 0,
         best=best,
         started=starts[0]["began"],
-        ended=None if living else max(fact["ended"] for fact in facts if fact["ended"] is not None),
-        wall_seconds=math.fsum(secs for start in starts for secs in start["seconds"].values()),
+        ended=ended,
+        wall_seconds=math.fsum(seconds),
         devices=trained["devices"] or "",
         parent=_parent(folder, newest),
         parameters=trained["parameters"],
-        peak_bytes=max((start["peak_bytes"] or 0 for start in starts), default=0) or None,
-        mfu=next((start["mfu"] for start in reversed(starts) if start["mfu"]), None),
+        peak_bytes=max(peaks, default=0) or None,
+        mfu=rates[-1] if rates else None,
         goodput=goodput_of_starts(folder.starts).fraction,
         config=trained["config"],
         commit=trained["commit"],
@@ -187,11 +199,11 @@ def _summary(folder: RunFolder) -> RunSummary:
         examples=_examples(starts),
         best_checkpoints=paths,
         best_notes=_best_notes(folder, ending, trained),
-        refused=_refused(facts, ending["number"]) if has_trained(trained) else None,
+        refused=refused,
         starts=facts[-_SHOWN:],
         starts_count=len(folder.starts),
         newest_checkpoint=_newest_checkpoint(folder),
-        former_paths=() if folder.original else _former_paths(folder),
+        former_paths=former_paths,
     )
 
 

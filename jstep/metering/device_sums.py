@@ -237,15 +237,16 @@ def choose_columns(
             names.append(name)
         if has_column or name in losses:
             added.append(value)
-    index = {name: i for i, name in enumerate(names)}
+    index: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+    has_wide = any(map(_is_wide, jax.tree.leaves(added)))
     return Columns(
         names=tuple(names),
         ratios=tuple(ratios),
         losses=tuple(name for name in losses if name in metrics),
-        skip=None if skip is None else index.get(skip),
+        skip=index.get(skip),
         gradient=index.get(GRAD_NORM),
         limit=limit,
-        dtype="float64" if any(map(_is_wide, jax.tree.leaves(added))) else "float32",
+        dtype="float64" if has_wide else "float32",
     )
 
 

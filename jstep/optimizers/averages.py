@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -303,18 +304,34 @@ def with_moving_average(
     role = Role.COPY if initial is None and not ema._starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and (ema._waits or ema.per_step)
+    counted: Callable[[Any], Any] | None = None
+    age_scope = None
+    if waits:
+        counted = functools.partial(_is_due_next, ema)
+        age_scope = f"with_moving_average/{ema.name}"
+    by_step = None
+    if ema.every > 1 and not ema.per_step:
+        by_step = f"{ema.name} (every={ema.every})"
     outer = WrapperSlots(
-        {ema.name: init_averages, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
+        {ema.name: init_averages, **dict.fromkeys(weight_slots, _zero_weight)},
         {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
         hyper,
         aged=ema.zero_debias,
-        counted=(lambda step: ema._is_due(jnp.asarray(step) + 1)) if waits else None,
-        age_scope=f"with_moving_average/{ema.name}" if waits else None,
+        counted=counted,
+        age_scope=age_scope,
         per_step=ema.per_step,
-        by_step=f"{ema.name} (every={ema.every})" if ema.every > 1 and not ema.per_step else None,
+        by_step=by_step,
     )
     return wrap_optimizer(optimizer, "with_moving_average", update, outer)
+
+
+def _is_due_next(ema: ExponentialMovingAverage, step: Any) -> Any:
+    return ema._is_due(jnp.asarray(step) + 1)
+
+
+def _zero_weight(params: Params, step: Any) -> Array:
+    return jnp.zeros((), jnp.float32)
 
 
 class _Weights(NamedTuple):

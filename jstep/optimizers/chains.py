@@ -232,7 +232,9 @@ def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
 
     def labels(params: Params) -> Labels | None:
         inner = init_labels(optimizer, params)
-        return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
+        if inner is None:
+            return None
+        return [None if label is None else f"{name}/{label}" for label in inner]
 
     def init(params: Params, global_step: Step) -> Slots:
         return nested.add_prefix(name, optimizer.init(params, global_step))

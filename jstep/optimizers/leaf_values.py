@@ -61,7 +61,11 @@ def masks_of_all_labels(warned: set[str]) -> Iterator[None]:
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
     """The flag `fn(path, leaf)`, which must be hashable and must not depend on values."""
-    return lambda params: [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
+
+    def flag(params: Params) -> list[Any]:
+        return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
+
+    return flag
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:

@@ -438,10 +438,24 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
 # Muon: orthogonalized momentum, and its orthogonalization as an element of a chain.
 
 Scale = Literal["rms", "original"]
+
+
+def _rms_scale(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _original_scale(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, columns / rows))
+
+
+def _no_scale(rows: int, columns: int) -> float:
+    return 1.0
+
+
 SCALES: dict[str | None, Callable[[int, int], float]] = {
-    "rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "original": lambda rows, columns: math.sqrt(max(1.0, columns / rows)),
-    None: lambda rows, columns: 1.0,
+    "rms": _rms_scale,
+    "original": _original_scale,
+    None: _no_scale,
 }
 
 

@@ -459,11 +459,19 @@ def leafwise(
 
 
 def _declared_by(specs: Mapping[str, Slot]) -> Roles:
-    storable = {name: spec for name, spec in specs.items() if spec.holds is not None}
+    roles: dict[str, Role | None] = {}
+    holds: dict[str, str] = {}
+    formats: set[str] = set()
+    for name, spec in specs.items():
+        roles[name] = Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps]
+        if spec.holds is not None:
+            holds[name] = str(spec.holds)
+            if spec.dtype is not None:
+                formats.add("Slot(dtype=…)")
     return Roles(
-        {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
-        holds={name: str(spec.holds) for name, spec in storable.items()},
-        formats={"Slot(dtype=…)"} if any(spec.dtype is not None for spec in storable.values()) else set(),
+        roles,
+        holds=holds,
+        formats=formats,
         computing={name for name, spec in specs.items() if spec.computes_params},
         in_order={name for name, spec in specs.items() if spec.in_order},
     )

@@ -87,24 +87,32 @@ class Plan(Tabular):
         return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
 
     def _words(self) -> list[tuple[str, list[str]]]:
-        constant = [name for name in self.hyperparameters if name not in self._changing()]
-        weights = [
-            f"{format_count(first)}: {' '.join(f'{name} {weight:.3g}' for name, weight in weights.items())}"
-            for first, weights in self._weights.items()
+        """Return the lines below the table: the name of each, and its words."""
+        changing = self._changing()
+        constant = [
+            f"{name} {_constant(value)}" for name, value in self.hyperparameters.items() if name not in changing
         ]
-        words = {
-            "constant": [f"{name} {_constant(self.hyperparameters[name])}" for name in constant],
-            "stages": [f"{format_count(first)}: {name}" for first, name in self.stages.items()],
-            "batch size": [f"{format_count(first)}: {size}" for first, size in self.batch_size.items()],
-            "rows": [
-                f"{name} {format_count(number)} ({self.passes[name]:.3g} passes)".removeprefix("rows ")
-                for name, number in self.rows.items()
-            ],
-            "weights": weights,
-        }
-        known = [(name, some) for name, some in words.items() if some]
-        names = ((hook if isinstance(hook, str) else hook_name(hook), steps) for hook, steps in self.due.items())
-        return known + [(name, [_due_text(steps)]) for name, steps in names]
+        stages = [f"{format_count(first)}: {name}" for first, name in self.stages.items()]
+        sizes = [f"{format_count(first)}: {size}" for first, size in self.batch_size.items()]
+        rows = []
+        for name, number in self.rows.items():
+            text = f"{name} {format_count(number)} ({self.passes[name]:.3g} passes)"
+            rows.append(text.removeprefix("rows "))  # the name of the only source
+        weights = []
+        for first, weight_of_source in self._weights.items():
+            named = " ".join(f"{name} {weight:.3g}" for name, weight in weight_of_source.items())
+            weights.append(f"{format_count(first)}: {named}")
+        lines = [
+            ("constant", constant),
+            ("stages", stages),
+            ("batch size", sizes),
+            ("rows", rows),
+            ("weights", weights),
+        ]
+        lines = [(name, words) for name, words in lines if words]
+        for hook, steps in self.due.items():
+            lines.append((hook if isinstance(hook, str) else hook_name(hook), [_due_text(steps)]))
+        return lines
 
 
 @shortens_tracebacks
@@ -164,11 +172,15 @@ def plan(
     if last_step > np.iinfo(dtype).max:
         raise ValueError(f"last_step={last_step}: must be at most {np.iinfo(dtype).max}, the last step of {dtype}")
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64))
-    pairs = [(hook, call_steps(hook, start, last_step)) for hook in list_of_hooks(hooks)]
+    due: dict[Any, Any] = {}
+    for hook in list_of_hooks(hooks):
+        steps_of_hook = call_steps(hook, start, last_step)
+        if steps_of_hook is not None:
+            due[hook if isinstance(hook, Hashable) else hook_name(hook)] = steps_of_hook
     return Plan(
         steps=steps,
         hyperparameters=_values(functions, steps, dtype),
-        due={hook if isinstance(hook, Hashable) else hook_name(hook): due for hook, due in pairs if due is not None},
+        due=due,
         last_step=last_step,
         stages={} if train_step is None else _stages(train_step, start, last_step),
         **_data(batches, start, last_step),
@@ -179,14 +191,16 @@ def _functions(optimizer: Any) -> Any:
     if callable(getattr(optimizer, "hyperparameters", None)):
         return optimizer.hyperparameters
     if isinstance(optimizer, Mapping):
-        what = "a schedule or a number"
-        values = {
-            str(name): value
-            if callable(value)
-            else as_number(value, f"optimizer[{name!r}]", expected=what, finite=False)
-            for name, value in optimizer.items()
-        }
-        return lambda step: {name: value(step) if callable(value) else value for name, value in values.items()}
+        values: dict[str, Any] = {}
+        for name, value in optimizer.items():
+            if not callable(value):
+                value = as_number(value, f"optimizer[{name!r}]", expected="a schedule or a number", finite=False)
+            values[str(name)] = value
+
+        def values_at(step: Any) -> dict[str, Any]:
+            return {name: value(step) if callable(value) else value for name, value in values.items()}
+
+        return values_at
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(

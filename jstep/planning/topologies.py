@@ -136,17 +136,23 @@ def parse_topology(name: str, argument: str = "name") -> Name:
     return Name(kind, (1, *sizes) if kind in GPUS and len(sizes) == 1 else sizes, slices)
 
 
+def _fits_hosts(sizes: tuple[int, ...]) -> bool:
+    """Return whether hosts of 2x2 chips fill a slice, or it is a single chip."""
+    if set(sizes) == {1}:
+        return True
+    return 0 not in sizes and sizes[0] % 2 == 0 and sizes[1] % 2 == 0
+
+
 def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
+    """Return what sizes of a kind of TPU must be; "" if they are."""
     largest = TPUS[kind].largest
-    fits = len(sizes) == len(largest) and all(map(operator.le, sorted(sizes, reverse=True), largest))
-    # A host has 2x2 chips, except in a slice of a single chip.
-    if (
-        fits
-        and 1 <= slices <= LARGEST_SLICES
-        and (set(sizes) == {1} or not (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes))
-    ):
-        return ""
-    bounds, single = ("x".join(map(str, some)) for some in (largest, [1] * len(largest)))
+    has_axes = len(sizes) == len(largest)
+    if has_axes and 1 <= slices <= LARGEST_SLICES and _fits_hosts(sizes):
+        is_small_enough = all(map(operator.le, sorted(sizes, reverse=True), largest))
+        if is_small_enough:
+            return ""
+    bounds = "x".join(map(str, largest))
+    single = "x".join(["1"] * len(largest))
     return (
         f"{kind}:{bounds} or smaller, in any order, the first two sizes even (or {kind}:{single}), with up to "
         f"*{LARGEST_SLICES} slices"

@@ -174,11 +174,23 @@ def half_cosine(remaining: Array) -> Array:
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
-SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
-    "linear": lambda passed, left: (left, passed),
-    "cosine": lambda passed, left: (half_cosine(left), half_cosine(passed)),
+def _linear_weights(passed: Array, left: Array) -> tuple[Array, Array]:
+    return left, passed
+
+
+def _cosine_weights(passed: Array, left: Array) -> tuple[Array, Array]:
+    return half_cosine(left), half_cosine(passed)
+
+
+def _sqrt_weights(passed: Array, left: Array) -> tuple[Array, Array]:
     # 1 − √x without the cancellation near x = 1.
-    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
+    return left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)
+
+
+SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "linear": _linear_weights,
+    "cosine": _cosine_weights,
+    "sqrt": _sqrt_weights,
 }
 """Name → weights of the first and the last value of a curve, for `between`."""
 

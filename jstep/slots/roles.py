@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -133,22 +133,27 @@ class Roles(Mapping[str, Role | None]):
     def prefixed(self, prefix: str) -> "Roles":
         """Return the roles of the same slots with a prefix; what does not name slots stays."""
 
-        def add_prefix(name: str) -> str:
-            return f"{prefix}/{name}"
+        def prefix_all(names: Iterable[str]) -> set[str]:
+            return {f"{prefix}/{name}" for name in names}
 
-        counted = {entry._replace(age=add_prefix(entry.age), slot=add_prefix(entry.slot)) for entry in self.counted}
+        def prefix_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {f"{prefix}/{name}": value for name, value in values.items()}
+
+        counted = set()
+        for entry in self.counted:
+            counted.add(entry._replace(age=f"{prefix}/{entry.age}", slot=f"{prefix}/{entry.slot}"))
         return dataclasses.replace(
             self,
-            roles={add_prefix(name): role for name, role in self.items()},
-            holds={add_prefix(name): kind for name, kind in self.holds.items()},
-            halves={add_prefix(name): add_prefix(half) for name, half in self.halves.items()},
-            misplaced=set(map(add_prefix, self.misplaced)),
-            arguments={add_prefix(name): argument for name, argument in self.arguments.items()},
-            computing=set(map(add_prefix, self.computing)),
-            in_order=set(map(add_prefix, self.in_order)),
-            per_step=set(map(add_prefix, self.per_step)),
+            injected=prefix_all(self.injected),
+            roles=prefix_keys(self.roles),
+            holds=prefix_keys(self.holds),
+            halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
+            misplaced=prefix_all(self.misplaced),
+            arguments=prefix_keys(self.arguments),
+            computing=prefix_all(self.computing),
+            in_order=prefix_all(self.in_order),
+            per_step=prefix_all(self.per_step),
             counted=counted,
-            injected=set(map(add_prefix, self.injected)),
         )
 
     def merge(self, other: "Roles") -> "Roles":

@@ -231,21 +231,34 @@ def slot_sharding(
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-    if len(slot_shape) == len(shape) and all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True)):
-        kept_dims = (axis if size == whole else None for axis, size, whole in zip(spec, slot_shape, shape, strict=True))
-        return shard_slot(NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
-    kept = [
-        PartitionSpec(*(spec[dim] for dim in dims))
-        for dims in itertools.combinations(range(len(shape)), len(slot_shape))
-        if tuple(shape[dim] for dim in dims) == slot_shape
-    ]
-    if not kept or not slot_shape:
+    if _has_reduced_axes(slot_shape, shape):
+        axes = []
+        for axis, size, whole in zip(spec, slot_shape, shape, strict=True):
+            axes.append(axis if size == whole else None)
+        return shard_slot(NamedSharding(mesh, PartitionSpec(*axes)), slot_shape, slot_axis)
+    # The slot may lack some dimensions of the parameter, such as those that a sum has reduced.
+    candidates = []
+    for kept in itertools.combinations(range(len(shape)), len(slot_shape)):
+        if tuple(shape[dim] for dim in kept) == slot_shape:
+            candidates.append(PartitionSpec(*(spec[dim] for dim in kept)))
+    if not candidates or not slot_shape:
         return everywhere(mesh)
-    if len(kept) > 1 and role in (Role.ROWS, Role.COLUMNS):
-        chosen = kept[0] if role is Role.ROWS else kept[1]
+    if len(candidates) > 1 and role in (Role.ROWS, Role.COLUMNS):
+        chosen = candidates[0] if role is Role.ROWS else candidates[1]
     else:  # either dimension may be the reduced one: prefer more shards, to save memory
-        chosen = max(kept, key=lambda candidate: sum(axis is not None for axis in candidate))
+        chosen = max(candidates, key=_count_of_split_dims)
     return shard_slot(NamedSharding(mesh, chosen), slot_shape, slot_axis)
+
+
+def _has_reduced_axes(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a slot has the dimensions of its parameter, some of them of size 1."""
+    if len(slot_shape) != len(shape):
+        return False
+    return all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True))
+
+
+def _count_of_split_dims(spec: PartitionSpec) -> int:
+    return sum(axis is not None for axis in spec)
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:

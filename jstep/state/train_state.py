@@ -368,11 +368,23 @@ class TrainState(Generic[P]):
         return html_table(title, rows, ("", "leaves", "size"))
 
 
-_NO_OPTIMIZER = Optimizer(
-    Init(lambda params, step: {}, lambda params: NO_ROLES),
-    lambda updates, slots, params, step: (updates, slots),
-    lambda step: {},
-)
+def _no_slots(params: Params, step: Step) -> Slots:
+    return {}
+
+
+def _no_roles(params: Params) -> Roles:
+    return NO_ROLES
+
+
+def _keep_updates(updates: Tree, slots: Slots, params: Params, step: Step) -> tuple[Tree, Slots]:
+    return updates, slots
+
+
+def _no_hyperparameters(step: Step, /) -> dict[str, Any]:
+    return {}
+
+
+_NO_OPTIMIZER = Optimizer(Init(_no_slots, _no_roles), _keep_updates, _no_hyperparameters)
 """The optimizer of a state without one, whose step changes the parameters itself."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 _REPLACEABLE = (*_FIELDS, MODEL_STATE)

@@ -8,6 +8,7 @@ import collections
 import functools
 import hashlib
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -304,14 +305,44 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _RANDOM = frozenset({np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()})
+
+
+def _scalar_parts(scalar: Any) -> Any:
+    return tagged_arrays.array_parts(np.asarray(scalar))
+
+
+def _decode_scalar(parts: Any) -> Any:
+    return tagged_arrays.decode_array(parts)[()]
+
+
+def _random_state_parts(generator: np.random.RandomState) -> Any:
+    return generator.get_state(legacy=False)
+
+
+def _seed_parts(seed: Any) -> dict[str, Any]:
+    return dict(seed.state)
+
+
+def _dict(pairs: Any) -> dict[Any, Any]:
+    return dict(_pairs(pairs))
+
+
+def _ordered_dict(pairs: Any) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(_pairs(pairs))
+
+
+def _int(text: Any) -> int:
+    return int(text, 16)
+
+
 _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     int: ("$int", hex),
     float: ("$float", repr),
-    np.generic: ("$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x))),
+    np.generic: ("$scalar", _scalar_parts),
     np.ndarray: ("$array", tagged_arrays.array_parts),
-    np.random.Generator: ("$generator", lambda generator: generator.bit_generator),
-    np.random.RandomState: ("$random_state", lambda generator: generator.get_state(legacy=False)),
-    np.random.SeedSequence: ("$seed_sequence", lambda seed: dict(seed.state)),
+    np.random.Generator: ("$generator", operator.attrgetter("bit_generator")),
+    np.random.RandomState: ("$random_state", _random_state_parts),
+    np.random.SeedSequence: ("$seed_sequence", _seed_parts),
     random.Random: ("$random", random.Random.getstate),
     **dict.fromkeys(_BIT_GENERATORS.values(), ("$bit_generator", _bits_parts)),
 }
@@ -319,11 +350,11 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
-    "$dict": lambda pairs: dict(_pairs(pairs)),
-    "$ordered_dict": lambda pairs: collections.OrderedDict(_pairs(pairs)),
-    "$int": lambda text: int(text, 16),
+    "$dict": _dict,
+    "$ordered_dict": _ordered_dict,
+    "$int": _int,
     "$float": float,
-    "$scalar": lambda parts: tagged_arrays.decode_array(parts)[()],
+    "$scalar": _decode_scalar,
     "$array": tagged_arrays.decode_array,
     "$tensor": tagged_arrays.decode_tensor,
     "$jax": tagged_arrays.decode_jax_array,

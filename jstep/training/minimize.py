@@ -368,13 +368,17 @@ class SeveralLosses:
             if all(grads[index] is None for index in chosen[name]):
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
+        losses = [result.loss for result in results.values()]
+        auxes = {name: (result.loss, result.aux) for name, result in results.items()}
+        summaries = [result.summaries for result in results.values() if result.summaries is not None]
+        squares = [result.squares for result in results.values()]
         return LossResult(
-            loss=functools.reduce(operator.add, [result.loss for result in results.values()]),
+            loss=functools.reduce(operator.add, losses),
             model_state=None,
-            aux={name: (result.loss, result.aux) for name, result in results.items()},
+            aux=auxes,
             gradients=treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            summaries=_merged([result.summaries for result in results.values() if result.summaries is not None]),
-            squares=together_squared([result.squares for result in results.values()]),
+            summaries=_merged(summaries),
+            squares=together_squared(squares),
         )
 
 

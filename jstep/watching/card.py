@@ -50,22 +50,37 @@ _MAX_ENTRY = 1000
 
 
 def card(options: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree) -> dict[str, Any]:
-    lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
-    variables = [name for name in sorted(os.environ) if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    """Return what a start is given, by section, as values of JSON; its programs are added as they are compiled."""
+    names: dict[str, str] = {}
+    lanes: dict[str, Any] = {}
+    for stage in stages.stages():
+        names[str(stage.first)] = name_of_step(stage.value)
+        lanes[str(stage.first)] = lanes_of(stage.value)
+    has_one_kind = len(set(lanes.values())) == 1
     return {
         "step": step,
         "versions": _versions(),
-        "environment": {name: as_text(os.environ[name], name) for name in variables},
+        "environment": _environment(),
         "settings": {name: plain(getattr(jax.config, name, None)) for name in SETTINGS},
         "devices": describe_devices(state),
         "state": _state(state),
         "batches": batches_card(batches),
-        "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
-        "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
-        "arguments": {name: _argument(name, value) for name, value in arguments.items() if name != "config"},
+        "stages": names,
+        "lanes": next(iter(lanes.values())) if has_one_kind else lanes,
+        "arguments": _arguments(options),
         "programs": [],
     }
+
+
+def _environment() -> dict[str, Any]:
+    variables = [name for name in sorted(os.environ) if name == "XLA_FLAGS" or name.startswith("JAX_")]
+    return {name: as_text(os.environ[name], name) for name in variables}
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    """Return the arguments of a run, without `config`, which has a section of its own."""
+    names = [field.name for field in dataclasses.fields(options) if field.name != "config"]
+    return {name: _argument(name, getattr(options, name)) for name in names}
 
 
 def _argument(name: str, value: Any) -> Any:
@@ -91,17 +106,24 @@ def _versions() -> dict[str, str]:
 
 def _state(state: Tree) -> dict[str, Any]:
     leaves = trees.leaves_with_paths(shapes_of(state))
-    where = [
-        f"{path} {'anywhere' if leaf.sharding is None else sharding_text(leaf.sharding)}"
-        for path, leaf in leaves
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
+    kinds: list[str] = []
+    shardings: list[str] = []
+    dtypes = collections.Counter[str]()
+    num_params = 0
+    for path, leaf in leaves:
+        kinds.append(f"{path} {leaf.dtype}{list(leaf.shape)}")
+        dtypes[str(leaf.dtype)] += 1
+        if path.split("/")[0] == "params":
+            num_params += math.prod(leaf.shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            place = "anywhere" if leaf.sharding is None else sharding_text(leaf.sharding)
+            shardings.append(f"{path} {place}")
     return {
-        "hash": hash_strings(*(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves)),
-        "sharding": hash_strings(*where),
-        "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
+        "hash": hash_strings(*kinds),
+        "sharding": hash_strings(*shardings),
+        "params": num_params,
         "leaves": len(leaves),
-        "dtypes": dict(sorted(collections.Counter(str(leaf.dtype) for _, leaf in leaves).items())),
+        "dtypes": dict(sorted(dtypes.items())),
         "slots": sorted(state.slots or ()),
     }
 

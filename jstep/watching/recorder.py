@@ -107,8 +107,11 @@ class Recorder(Observer):
         options = self.run.options
         state = self.run.state
         lineage = self.run.plan.lineage
-        leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        self._devices = list(arrays[0].sharding.addressable_devices) if arrays else []
+        parent_run = lineage.parent_run
+        if parent_run is None and newest is not None:
+            parent_run = newest[PARENT_RUN]
         about: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # the state may be shapes, or donated
             devices = describe_devices(state)
@@ -127,7 +130,7 @@ class Recorder(Observer):
             "commit": None,
             "edits": None,
             PARENT: lineage.parent,
-            PARENT_RUN: newest[PARENT_RUN] if lineage.parent_run is None and newest is not None else lineage.parent_run,
+            PARENT_RUN: parent_run,
             "copied": lineage.is_copy,
             "saved": [],
             "stalls": [],
@@ -200,6 +203,11 @@ class Recorder(Observer):
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         hooks, busy = self._samples
+        kept: dict[str, Any] = {}
+        for hook in run.evaluations:
+            for name, callback in watched_metrics(hook):
+                if isinstance(callback, KeepBest):
+                    kept[name] = {"mode": callback.mode, "data": data_hash(callback)}
         return {
             "now": stopwatch.CLOCKS.wall(),
             **times,
@@ -209,12 +217,7 @@ class Recorder(Observer):
             "state_changes": run.course.state_changes.as_record(),
             **_bounded(self._numbers["values"]),
             "best": dict(self._numbers["best"]),
-            "kept": {
-                name: {"mode": callback.mode, "data": data_hash(callback)}
-                for hook in run.evaluations
-                for name, callback in watched_metrics(hook)
-                if isinstance(callback, KeepBest)
-            },
+            "kept": kept,
             "peak_bytes": max(peaks) or None,
             "mfu": None if counter is None else counter.mfu,
         }

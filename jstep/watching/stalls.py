@@ -350,12 +350,17 @@ class StallWatch(Observer):
         threads.done_in_time(lambda: self._record(wait), 5.0, name="jstep-stall")
         self._files.finish(lambda: {**self._fields(wait), "exit_code": STALL_EXIT_CODE})
         usual = self._usual(Wait("save", "", SAVING))
+        if self._count == 1:
+            grace_secs = 0.0
+        else:
+            grace_secs = max(1.5, min(5.0, self._warn))
+            if self._index == 0:
+                grace_secs *= 2  # without process 0, JAX aborts the others, so that waits longest
         exit_after_stall(
             run,
             may_save=wait.kind == _BATCH and self._count == 1,
             save_secs=10 * self._warn if usual is None else max(self._warn, 3 * usual),
-            # Without process 0, JAX aborts the others, so that waits longest.
-            grace_secs=0.0 if self._count == 1 else max(1.5, min(5.0, self._warn)) * (1 if self._index else 2),
+            grace_secs=grace_secs,
         )
 
 
