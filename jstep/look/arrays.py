@@ -89,19 +89,27 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
     """Return the difference of two arrays of one dtype; None if they are bitwise identical."""
     if a.shape != b.shape:
         return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
-    bits_a, bits_b = _bits(a), _bits(b)
-    other = np.any(bits_a != bits_b, axis=1)
-    number = int(other.sum())
+    # By their bits: NaN differs from itself, and 0.0 equals -0.0.
+    is_other = np.any(_bits(a) != _bits(b), axis=1)
+    number = int(is_other.sum())
     if not number:
         return None
-    of_a, of_b = a.reshape(-1)[other], b.reshape(-1)[other]
-    max_abs, ulps = _by_how_much(of_a, of_b)
+    others_a = a.reshape(-1)[is_other]
+    others_b = b.reshape(-1)[is_other]
+    max_abs, ulps = _by_how_much(others_a, others_b)
     words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
-    words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
-    words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
-    if is_inexact(a.dtype) and (bad := int(np.sum(~(np.isfinite(of_a) & np.isfinite(of_b))))):
-        words.append(f"with {bad} not finite")
-    norms = (norm(a), norm(b)) if a.size > 1 and is_inexact(a.dtype) else None
+    if max_abs is not None:
+        words.append(f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}")
+    if ulps is not None:
+        words.append(f"({ulps} ULP{'s' if ulps != 1 else ''})")
+    norms: tuple[float, float] | None = None
+    if is_inexact(a.dtype):
+        is_finite = np.isfinite(others_a) & np.isfinite(others_b)
+        bad = int(np.sum(~is_finite))
+        if bad:
+            words.append(f"with {bad} not finite")
+        if a.size > 1:
+            norms = (norm(a), norm(b))
     if norms is not None:
         words[-1] += f", norm {norms[0]:.6g} in A, {norms[1]:.6g} in B"
     return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps, norms)

@@ -120,9 +120,11 @@ def position_differences(a: Positions | None, b: Positions | None) -> list[tuple
 
 
 def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterator[tuple[str, str]]:
-    of_a, of_b = ({entry.name: entry for entry in entries} for entries in (a, b))
-    for name in of_a | of_b:
-        first, second = of_a.get(name), of_b.get(name)
+    values_a = {entry.name: entry for entry in a}
+    values_b = {entry.name: entry for entry in b}
+    for name in values_a | values_b:
+        first = values_a.get(name)
+        second = values_b.get(name)
         if first is None or second is None:
             yield name, f"only in {'B' if first is None else 'A'}"
         elif first.bits != second.bits and first.text == second.text:

@@ -56,14 +56,15 @@ def _group(name: str, stalls: list[Fields], at: float) -> dict[str, Any]:
 def _lines(groups: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
     rows = list[dict[str, Any]]()
     for group in groups:
-        stalls, missing = group["stalls"], group["silent"]
-        odd = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
-        told = [
-            {**stall, "for": f"{group['at'] - stall['since']:.0f} s", "": "*" if stall in odd else ""}
-            for stall in stalls
-        ]
-        told += [{"process": some, "what": "no sign of life", "": "*"} for some in in_ranges(missing)]
-        rows += [{"run": group["run"], **row} for row in told]
+        stalls = group["stalls"]
+        missing = group["silent"]
+        # The others wait for those with a star; of a single process there is nobody else.
+        waited_for = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
+        for stall in stalls:
+            seconds = f"{group['at'] - stall['since']:.0f} s"
+            rows.append({"run": group["run"], **stall, "for": seconds, "": "*" if stall in waited_for else ""})
+        for processes in in_ranges(missing):
+            rows.append({"run": group["run"], "process": processes, "what": "no sign of life", "": "*"})
     names = ["", *(["run"] if are_named else []), "process", "host", "pid", "for", "what", "line"]
     keys = dict(zip(names, names, strict=True))
     return table(keys, rows, left=len(names)) if rows else ["no process hangs now"]

@@ -133,3 +133,14 @@ def test_a_link_in_place_of_a_file_that_only_orbax_reads_is_not_followed(saved, 
     os.symlink(tmp_path / "elsewhere", path)
     assert main(["inspect", checkpoint, "--verify"]) == 2
     assert f"{name}: cannot be read: is a link, not a regular file" in capsys.readouterr().err
+
+
+def test_a_link_in_place_of_a_manifest_is_not_followed(saved, tmp_path, capsys):
+    saver, checkpoint = saved
+    path = os.path.join(checkpoint, "manifest.json")
+    shutil.move(path, tmp_path / "elsewhere")  # the same bytes, so that only the link is wrong
+    os.symlink(tmp_path / "elsewhere", path)
+    with pytest.raises((CheckpointError, OSError), match="is a link, not a regular file"):
+        saver.restore(state_at(0), step=2)
+    assert main(["inspect", checkpoint]) == 2
+    assert "is a link, not a regular file" in capsys.readouterr().err

@@ -84,6 +84,30 @@ def test_pieces_of_a_long_interval_are_merged():
     assert interval.means(["loss", "skipped"]) == {"loss": (99 * 50 - 77) / 99, "skipped": 1 / 100}
 
 
+def test_a_program_with_other_metrics_is_planned_anew():
+    """The plan of the step before is used only for the next step of the same program."""
+    sums = MetricSums()
+    number = sums.subscribe()
+    first = Constants({}, None)
+    second = Constants({}, None)
+    sums.add(0, {"loss": jnp.float32(1.0)}, None, first)
+    sums.add(1, {"loss": jnp.float32(3.0)}, None, first)
+    sums.add(2, {"loss": jnp.float32(5.0), "accuracy": jnp.float32(0.5)}, None, second)
+    assert sums.take(number).means(["loss", "accuracy"]) == {"loss": 3.0, "accuracy": 0.5}
+
+
+def test_steps_after_a_cut_are_a_piece_of_their_own():
+    """Also those of the same program: its first step comes not after the last one of the piece before."""
+    sums = MetricSums()
+    number = sums.subscribe()
+    constants = Constants({}, None)
+    for step in (0, 1, 7, 8, 9):
+        sums.add(step, {"loss": jnp.float32(step)}, None, constants)
+    interval = sums.take(number)
+    assert interval.means(["loss"]) == {"loss": 5.0}
+    assert interval.totals.last == 10
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])
 def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, value):
