@@ -166,7 +166,9 @@ class StopSignals:
         self.received = signal.Signals(number)
         self.received_at = time.time()
         if not self.is_single_process:
-            self.stop_all()
+            if not self.stop_all():
+                # Nobody can be told: this process ends as without a handler, instead of ignoring the signal.
+                processes.request_stop()
         elif (error := self.interrupts()) is not None:
             raise error
 
