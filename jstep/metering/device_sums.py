@@ -129,9 +129,9 @@ class Columns(NamedTuple):
         numbers = rows[:, :-1]
         loss = rows[:, -1]
         blocks = self.split(sums.array)
-        in_no_row = jnp.zeros(len(rows), bool)
+        no_flags = jnp.zeros(len(rows), bool)
         is_step = jnp.arange(len(rows), dtype=np.int32) < count
-        skipped = in_no_row if self.skip is None else numbers[:, self.skip] == 1
+        skipped = no_flags if self.skip is None else numbers[:, self.skip] == 1
 
         finite = jnp.isfinite(numbers)
         for count_column, total_column in enumerate(self.ratios, start=len(self.names)):
@@ -144,11 +144,11 @@ class Columns(NamedTuple):
         total, lost = _two_sum(blocks.totals, row_total)
 
         bad = is_bad(jnp.isfinite(loss), skipped) & is_step
-        bad_gradient = in_no_row
+        bad_gradient = no_flags
         if self.gradient is not None:
             bad_gradient = is_bad(jnp.isfinite(numbers[:, self.gradient]), skipped) & is_step
         skips_in_a_row = _count_in_a_row(skipped, sums.skips)
-        over_limit = in_no_row
+        over_limit = no_flags
         if self.limit is not None:
             over_limit = (skips_in_a_row >= self.limit) & is_step
 
@@ -310,7 +310,8 @@ class DeviceAccumulator:
                 self._zeros[key] = DeviceSums(array, _put(np.int32(0), sharding))
         return self._zeros[key]
 
-    def on_devices_of(self, like: Tree, columns: Columns) -> DeviceSums:
+    def sums_like(self, like: Tree, columns: Columns) -> DeviceSums:
+        """Return the sums, which are on the devices of `like`, or move there if the run has."""
         if self._sums is not None:
             return self._sums
         sums = self.zeros(columns, like)
@@ -333,7 +334,7 @@ class DeviceAccumulator:
         self.calls = []
         # A committed array decides on which devices the program runs, and the sums must be on the same ones.
         committed = (x for x in jax.tree.leaves(calls[0]) if getattr(x, "committed", False))
-        sums = self.on_devices_of(next(committed, None), plan.columns)
+        sums = self.sums_like(next(committed, None), plan.columns)
         count = np.int32(len(calls))
         # The last call is repeated as padding, so that one program serves any number of calls.
         calls += calls[-1:] * (plan.max_calls - len(calls))

@@ -14,7 +14,10 @@ from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.training.metrics import LOSS
 
-_SECONDS, _MIN_CALLS = 1.0, 2
+_SECONDS = 1.0
+"""The limit of the work in flight, in seconds."""
+_MIN_CALLS = 2
+"""One call that runs, and one that is ready to follow it, however long they take."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_DROPPED = 8
@@ -38,12 +41,14 @@ class InFlight:
         # An array that is ready with a call, and the steps before and after it.
         self._calls: deque[tuple[Any, int, int]] = deque()
         self._clock = clock
-        self._seen = 0, 0.0  # the latest step that another thread saw finished, and when
+        # The latest step that another thread saw finished, and when. One tuple, so that it is replaced at once.
+        self._seen = 0, 0.0
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
         self.is_full = False  # whether `make_room` may have to wait
-        self._are_donated = False  # whether metrics are donated to later calls
+        # Whether later calls donate the metrics of earlier ones, which shows only when such an array is deleted.
+        self._are_donated = False
 
     def add(self, first: int, step: int, state: trees.Tree, metrics: Any) -> None:
         if not self._calls:
@@ -57,6 +62,7 @@ class InFlight:
     def drop_finished(self) -> None:
         done = 0
         steps = 0
+        # The device finishes calls in their order.
         while self._calls:
             result, first, step = self._calls[0]
             if result.is_deleted():  # for example a metric that is an array of the state: no information
@@ -68,18 +74,26 @@ class InFlight:
             else:
                 break
             self._calls.popleft()
-        if not done:
-            return
-        step, at = self._seen
-        finished_at = self._clock() if step < self.finished else max(at, self._busy_since)
+        if done:
+            self._measure(done, steps)
+            self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+
+    def _measure(self, calls: int, steps: int) -> None:
+        """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""
+        seen_step, seen_at = self._seen
+        # Another thread may have seen them finished before this one came to look.
+        finished_at = self._clock() if seen_step < self.finished else max(seen_at, self._busy_since)
         seconds = finished_at - self._busy_since
-        new = seconds / done
-        self.per_step.append(seconds / steps)
-        average = self._call_secs
-        self._call_secs = average = new if average is None else average + _SHARE * (new - average)
-        self.max_calls = _MIN_CALLS if not average else max(_MIN_CALLS, math.ceil(_SECONDS / average))
         self._busy_since = finished_at
-        self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+        self.per_step.append(seconds / steps)
+        newest = seconds / calls
+        if self._call_secs is None:
+            self._call_secs = newest
+        else:
+            self._call_secs += _SHARE * (newest - self._call_secs)
+        self.max_calls = _MIN_CALLS
+        if self._call_secs:
+            self.max_calls = max(_MIN_CALLS, math.ceil(_SECONDS / self._call_secs))
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""

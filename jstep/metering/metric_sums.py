@@ -6,7 +6,7 @@ background. Hooks with different intervals share the pieces, so that a second ho
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,14 @@ class HostAccumulator:
 
     Metrics that are constants of the program, such as a learning rate, are the same at each step: their steps are only
     counted, and `sums` multiplies.
+
+    Attributes:
+        constant_steps: The steps of these constants that are not yet in the sums. `MetricSums.add` counts them, without
+            another call in each step.
     """
 
     def __init__(self) -> None:
-        self.constant_steps = 0  # not yet in `_sums`
+        self.constant_steps = 0
         self._constants = NO_CONSTANTS
         self._sums: SumsAndCounts = {}
 
@@ -44,13 +48,13 @@ class HostAccumulator:
         for name, number in numbers.items():
             add_pair(self._sums, name, number, 1)
 
-    def extend(self, steps: int, constants: Constants) -> None:
+    def add_constants(self, steps: int, constants: Constants) -> None:
         if constants is not self._constants:
-            self._add_constants()
+            self._multiply_constants()
             self._constants = constants
         self.constant_steps += steps
 
-    def _add_constants(self) -> None:
+    def _multiply_constants(self) -> None:
         steps = self.constant_steps
         self.constant_steps = 0
         if not steps:
@@ -61,11 +65,24 @@ class HostAccumulator:
 
     @property
     def sums(self) -> SumsAndCounts:
-        self._add_constants()
+        self._multiply_constants()
         return self._sums
 
     def clear(self) -> None:
         self._sums = {}
+
+
+class SplitMetrics(NamedTuple):
+    """The metrics of a call of one step, by where they are added, and how.
+
+    Attributes:
+        on_device: The metrics that the device adds, as the plan says.
+        on_host: The numbers that the host adds.
+    """
+
+    plan: AddPlan
+    on_device: dict[str, Any]
+    on_host: dict[str, float]
 
 
 class PlanTable:
@@ -81,14 +98,13 @@ class PlanTable:
         self.has_means = False
         self._plans: dict[tuple[Any, ...], AddPlan] = {}
 
-    def sort(
-        self, metrics: Metrics, skip: str | None, *, is_known: bool
-    ) -> tuple[AddPlan, dict[str, Any], dict[str, float]]:
-        """Return a plan, the metrics to add on the device, and those to add on the host.
+    def split(self, metrics: Metrics, skip: str | None, *, may_reuse: bool) -> SplitMetrics:
+        """Split metrics into those that are added on the device and on the host.
 
         Args:
-            is_known: Whether the dtypes follow from the names, as in a step that is not compiled, which comes here at
-                each call. A compiled one comes here only when it takes over from another, and then has a new plan.
+            may_reuse: Whether an earlier plan for metrics of these names is right. It is for a step that is not
+                compiled, which comes here at each call. A compiled one comes here when it takes over from another,
+                whose metrics of the same names may have had other dtypes.
         """
         losses = losses_in(metrics)
         if not self.has_means:
@@ -113,11 +129,12 @@ class PlanTable:
                 on_device[name] = [_canonical(part) for part in real_parts([value])]
         # A metric may be a number at one step and a `mean_of` at the next, so the kind of each belongs to the key.
         ratios = (name for name, value in on_device.items() if isinstance(value, MeanOf))
-        key = skip, tuple(losses), *on_device, *ratios
-        plan = self._plans.get(key) if is_known else None
+        key = skip, tuple(losses), tuple(on_device), tuple(ratios)
+        plan = self._plans.get(key) if may_reuse else None
         if plan is None:
-            plan = self._plans[key] = self._make(on_device, losses, skip)
-        return plan, on_device, on_host
+            plan = self._make(on_device, losses, skip)
+            self._plans[key] = plan
+        return SplitMetrics(plan, on_device, on_host)
 
     def _make(self, metrics: Metrics, losses: Metrics, skip: str | None) -> AddPlan:
         columns = choose_columns(metrics, losses, skip, self.limit)
@@ -212,7 +229,7 @@ class MetricSums:
         if self._plan is None or self._plan.columns != columns:
             self._switch_plan(AddPlan(columns))
         self._planned_for = None
-        return self._device.on_devices_of(like, columns)
+        return self._device.sums_like(like, columns)
 
     def zeros(self, columns: Columns, like: Tree) -> DeviceSums:
         return self._device.zeros(columns, like)
@@ -246,7 +263,7 @@ class MetricSums:
 
     def _plan_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
         is_compiled = constants is not NO_CONSTANTS
-        plan, on_device, on_host = self._plans.sort(metrics, skip, is_known=not is_compiled)
+        plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_compiled)
         if plan.columns.ratios:
             self.has_ratios = True
         if plan != self._plan:
@@ -304,4 +321,4 @@ class MetricSums:
             self.cut()
             self._first = first
         self._last = first + steps
-        self._host.extend(steps, constants)
+        self._host.add_constants(steps, constants)

@@ -28,12 +28,18 @@ def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]
 
 
 def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str]:
-    """Sort metrics: `loss`, learning rates, then the others by name, without those left out."""
-
-    def rank(name: str) -> tuple[int, str]:
-        return (0 if name == LOSS else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
-
-    return sorted([name for name in names if name not in leave_out or rank(name)[0] < 2], key=rank)
+    """Sort metrics: `loss` and learning rates, always, then the others by name, without those left out."""
+    losses: list[str] = []
+    rates: list[str] = []
+    others: list[str] = []
+    for name in names:
+        if name == LOSS:
+            losses.append(name)
+        elif name.rsplit("/", 1)[-1] == "learning_rate":
+            rates.append(name)
+        elif name not in leave_out:
+            others.append(name)
+    return [*losses, *sorted(rates), *sorted(others)]
 
 
 def as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +131,20 @@ def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
     deliver(step, numbers)
 
 
+class _Delivery(NamedTuple):
+    """A transfer, and the hook that its numbers are for.
+
+    Attributes:
+        step: The step whose numbers these are.
+        owner: The hook, which an error of `deliver` names.
+    """
+
+    step: int
+    pending: PendingTransfer
+    deliver: Deliver
+    owner: Any
+
+
 class TransferQueue:
     """A queue of transfers to the host; `call(owner, deliver, step, numbers)` delivers to a hook."""
 
@@ -133,18 +153,19 @@ class TransferQueue:
         waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         call: Callable[[Any, Deliver, int, Any], None] = _call,
     ) -> None:
-        self._queue: deque[tuple[int, PendingTransfer, Deliver, Any]] = deque()
-        self._waiting, self._call = waiting, call
+        self._queue: deque[_Delivery] = deque()
+        self._waiting = waiting
+        self._call = call
 
     def add(self, step: int, pending: PendingTransfer, deliver: Deliver, owner: object) -> None:
-        self._queue.append((step, pending, deliver, owner))
+        self._queue.append(_Delivery(step, pending, deliver, owner))
 
     def deliver_ready(self) -> None:
-        while self._queue and self._queue[0][1].is_ready():
+        while self._queue and self._queue[0].pending.is_ready():
             self._next()
 
     def deliver_all(self, before: float = math.inf) -> None:
-        while self._queue and self._queue[0][0] < before:
+        while self._queue and self._queue[0].step < before:
             self._next()
 
     def _next(self) -> None:
