@@ -319,6 +319,13 @@ def batches_until(end: float) -> Any:
     return batch
 
 
+def on_all_processes(state: Any) -> Any:
+    if jax.process_count() == 1:
+        return state
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    return jstep.shard_state(state, mesh, jax.sharding.PartitionSpec())
+
+
 def inner_result(directory: str, step: int) -> float:
     """Train a few steps in the body of a step, in a directory of its own; return a number that depends on all of it."""
     optimizer, step_fn, _ = compiled()
@@ -342,12 +349,12 @@ def inner_result(directory: str, step: int) -> float:
         def set_state(self, value: Any) -> None:
             seen[:] = value
 
-    state = jstep.TrainState.create({"w": jnp.full(3, 1.0 / step)}, optimizer)
+    state = on_all_processes(jstep.TrainState.create({"w": jnp.full(3, 1.0 / step)}, optimizer))
     state = jstep.train(
         step_fn, state, lambda step: np.full(3, step, np.float32), 3, hooks=[Inner()], log_steps=None, progress=False,
         checkpoint_dir=os.path.join(directory, "inner", str(step)), save_checkpoint_steps=1,
     )  # fmt: skip
-    return float(state.params["w"][0]) + len(seen)
+    return float(state.params["w"].addressable_data(0)[0]) + len(seen)
 
 
 @functools.cache
@@ -362,9 +369,7 @@ def compiled() -> tuple[Any, Any, Any]:
 def run_program(program: Program, directory: str) -> dict[str, Any]:
     optimizer, step_fn, evaluate = compiled()
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-    if program.processes > 1:
-        mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        state = jstep.shard_state(state, mesh, jax.sharding.PartitionSpec())
+    state = on_all_processes(state)
     memory, change, callback, body = Memory(), Change(), Callback(), Body()
     history = jstep.History(every_n_steps=3, mean=program.has_means)
     best = jstep.KeepBest(os.path.join(directory, "best"), "value", mode="max", max_to_keep=program.best_to_keep)
