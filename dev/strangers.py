@@ -110,7 +110,10 @@ class Audit:
     def check(self, event, path):
         self.is_on = False
         try:
-            real = os.path.realpath(path)
+            if event in ("os.remove", "os.rename"):  # of a link itself, not of what it leads to
+                real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            else:
+                real = os.path.realpath(path)
         finally:
             self.is_on = True
         is_unnamed = real == tempfile.gettempdir()  # a file without a name, for the output of git
