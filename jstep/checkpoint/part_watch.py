@@ -39,7 +39,7 @@ class PartWatch:
     Args:
         look: Returns what changes while the part is written, such as its bytes.
         patience: Seconds without a change after which it hangs.
-        now: The monotonic time.
+        instant: The monotonic time at which watching begins.
     """
 
     def __init__(self, look: Callable[[], object], patience: float, instant: float) -> None:
