@@ -126,10 +126,12 @@ class History(ReportingHook):
 
     def begin(self, state: TrainState) -> bool | None:
         super().begin(state)
-        step, self._pulled = self._run.step, {}
+        step = self._run.step
+        self._pulled = {}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
         if not self._rows:
-            self._first, self._counts = step, {}
+            self._first = step
+            self._counts = {}
         if self._path is not None:
             processes.share_errors(self._open, "the file of a History cannot be opened", ValueError)
             if self._file is None:
@@ -303,11 +305,13 @@ class History(ReportingHook):
         return self._run.constant_metrics().keys() or self._saved_constants
 
     def _means(self, leave_out: Collection[str]) -> PendingTransfer:
-        interval, step, before = self._run.sums.take(self._number), self._last_row, self._sums
+        interval = self._run.sums.take(self._number)
+        step = self._last_row
+        earlier_sums = self._sums
         self._sums = {}
 
         def means() -> Row:
-            sums = _plus(before, interval)
+            sums = _plus(earlier_sums, interval)
             if self._path is None:
                 self._counts[step] = {_key(name): count for name, (_, count) in sums.items()}
             return {name: _mean(*sums[name]) for name in sort_metrics(sums, leave_out)}

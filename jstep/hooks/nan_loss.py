@@ -87,9 +87,10 @@ class NanLossHook(RunHook):
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
-        before, self._held = self._held, self._run.sums.take(self._number)
+        interval = self._held
+        self._held = self._run.sums.take(self._number)
         try:
-            self._check_interval(before)
+            self._check_interval(interval)
         except NanLossDuringTrainingError as error:
             if not error.may_save:
                 raise

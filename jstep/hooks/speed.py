@@ -92,7 +92,8 @@ class StepCounterHook(RunHook):
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         self._cadence = make_cadence(steps=steps, secs=secs, clock=clock)
-        self._given_writer, self._clock = as_writer(summary_writer), clock
+        self._given_writer = as_writer(summary_writer)
+        self._clock = clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
         self._examples = _check_examples(examples)
@@ -177,15 +178,23 @@ class StepCounterHook(RunHook):
         if last.step <= since.step:
             return  # the first interval begins with this count
         seconds = max(measured_at - since.since, 1e-9)
-        self.steps_per_sec = rate = (last.step - since.step) / seconds
+        rate = (last.step - since.step) / seconds
+        self.steps_per_sec = rate
         counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
         self.examples_per_sec = counted / seconds if counted and not unknown else None
-        self._utilization, values = None, {TAG: rate}
+        values = {TAG: rate}
+        self._utilization = None
         if since.dispatched is not None and last.dispatched is not None:
-            self._utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
-            values |= {} if share is None else {share.name: share.value}
-        for count in finished if self._writer is not None else ():
-            for tag, value in values.items() if count.step > since.step else ():
+            share = self._meter.between(since.dispatched, last.dispatched, seconds)
+            self._utilization = share
+            if share is not None:
+                values[share.name] = share.value
+        if self._writer is None:
+            return
+        for count in finished:
+            if count.step <= since.step:
+                continue
+            for tag, value in values.items():
                 self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
 
 
