@@ -59,7 +59,7 @@ def loss_fn(params, x):
 
 
 def optax_step(mesh, num_microbatches):
-    """Return a training step as written with Optax, which `compiled_like` compiles with a donated state."""
+    """Return a train step as written with Optax, which `compiled_like` compiles with a donated state."""
     optimizer = optax.adam(0.001)
     rows = NamedSharding(mesh, P(None, "data"))
     explicit = rows if AxisType.Explicit in mesh.axis_types else None

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_stages.py
 
-There are two stage changes: another training step of the same size, and batches of twice the size. Both programs are
+There are two stage changes: another train step of the same size, and batches of twice the size. Both programs are
 compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.
 
 On XLA's CPU backend the first run of a program takes 30 to 300 ms longer than later ones, also in plain JAX and however
@@ -73,7 +73,7 @@ def main():
             compiled.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
-    edges = {"another training step": (STEP_EDGE, SIZE_EDGE), "batches of twice the size": (SIZE_EDGE, LAST)}
+    edges = {"another train step": (STEP_EDGE, SIZE_EDGE), "batches of twice the size": (SIZE_EDGE, LAST)}
     times = {name: {"median step": [], "step at the edge": [], "compilation": []} for name in edges}
     for number in range(ROUNDS):
         seconds, programs = one_round(number, compiled)

@@ -1,4 +1,4 @@
-"""A training step called by hand, of three networks.
+"""A train step called by hand, of three networks.
 
     python benchmarks/bench_step.py
     python benchmarks/bench_step.py transformer

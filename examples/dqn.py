@@ -129,7 +129,7 @@ def main(steps=8000, seed=0, directory=None):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8000, help="training steps of the run (default 8000)")
+    parser.add_argument("--steps", type=int, default=8000, help="train steps of the run (default 8000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, environments and actions (default 0)")
     parser.add_argument("--dir", dest="directory", help="save checkpoints here (default: save none)")
     try:

@@ -13,7 +13,7 @@ reference, in four phases of equal length:
     4       64       16      mostly prose       decay to zero
 
 Each of these is a function of the global step, so checkpoints need not store them: a run that is killed in any
-phase (try --kill-at) and started again ends with the same fingerprint as an uninterrupted one. The training step
+phase (try --kill-at) and started again ends with the same fingerprint as an uninterrupted one. The train step
 and the batch shape of the next phase are compiled while the current one runs.
 """
 
@@ -51,7 +51,7 @@ def long(params, windows):
 
 
 def make_score(steps, code, prose, seed):
-    """Training steps, batches and optimizer, which all change with the global step."""
+    """Train steps, batches and optimizer, which all change with the global step."""
     phase = steps // 4
     rate = jstep.warmup_stable_decay(5e-3, phase // 2, 3 * phase - phase // 2, steps - 3 * phase)
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(rate))

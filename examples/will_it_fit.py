@@ -96,7 +96,7 @@ def placement(layout, params, mesh):
 
 
 def parts(model, compact=False):
-    """Return the function that creates the parameters, the optimizer and the training step of a model."""
+    """Return the function that creates the parameters, the optimizer and the train step of a model."""
     width, layers, heads, _ = MODELS[model]
     optimizer = jstep.adamw(3e-4, weight_decay=0.1)
     optimizer = jstep.compact(optimizer) if compact else optimizer

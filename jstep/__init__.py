@@ -7,7 +7,7 @@
     state, metrics = train_step(state, x, y)                    # or, with checkpoints and logs, a whole run:
     state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
 
-The state of a run is one immutable pytree, (params, slots, global_step). Optimizers and training steps are pure
+The state of a run is one immutable pytree, (params, slots, global_step). Optimizers and train steps are pure
 functions under jit, vmap and scan. The global step counts the steps completed; schedules, bias corrections, batches,
 random keys, checkpoints, logs and the stop condition are functions of it, so that the loop resumes bit for bit.
 
@@ -22,7 +22,7 @@ Training state
     state.train_state: TrainState
     state.slots: get_slot get_slot_names
     state.global_step: create_global_step get_global_step get_or_create_global_step global_step increment_global_step
-Training steps
+Train steps
     training.minimize: minimize
     training.step: TrainStep
     training.looped: scan_steps

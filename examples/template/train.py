@@ -42,7 +42,7 @@ def make_optimizer(cfg, steps_per_epoch, last_step):
 
 
 def make_step(model, optimizer, cfg, steps_per_epoch):
-    """The training step; with frozen parameters, two of them, by the step at which they begin."""
+    """The train step; with frozen parameters, two of them, by the step at which they begin."""
 
     def step(freeze=()):
         def is_trained(path, leaf):

@@ -123,7 +123,7 @@ _WAYS_OUT = (
     (
         (RuntimeError, ValueError),
         re.compile("(?:Array|Buffer) has been deleted"),
-        "If it was an array of a state, the next training step took its memory (donation): read it before, keep a copy "
+        "If it was an array of a state, the next train step took its memory (donation): read it before, keep a copy "
         "(jax.tree.map(jnp.copy, state.params)), or make the step with donate=False.",
     ),
 )

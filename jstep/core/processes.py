@@ -38,7 +38,7 @@ _has_stopped = threading.Event()
 def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All must ask after each call of the training step. It queries JAX's preemption service, without device work.
+    All must ask after each call of the train step. It queries JAX's preemption service, without device work.
     """
     try:
         with doing(AGREEING):

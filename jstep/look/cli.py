@@ -198,7 +198,7 @@ class _PrintableFormatter(logging.Formatter):
 def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jstep",
-        description="Inspect the files of a run, and estimate the cost of a training step.",
+        description="Inspect the files of a run, and estimate the cost of a train step.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

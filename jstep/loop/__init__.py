@@ -17,7 +17,7 @@
 - `run_context`: what the loop, its hooks and its observers share; the interface of observers.
 - `saving`: when the checkpoint of a run is saved, and what prevents it.
 - `signals`: signals, a time limit, and stops of several processes.
-- `stages`: the training steps of a run, and where each begins.
+- `stages`: the train steps of a run, and where each begins.
 - `start`: how a run is opened, with its hooks, the user's and the built-in ones.
 - `start_times`: what a start does, in seconds, and how many programs each thread compiles.
 - `stopping`: how a run ends in each phase.

@@ -305,6 +305,6 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
         raise ValueError(text + ("" if is_edge else _HINT)) from error
     if different := describe_difference(new, state):
         raise ValueError(
-            f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
+            f"{name}: all train steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
         )

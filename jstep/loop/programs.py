@@ -75,7 +75,7 @@ def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
 
 
 class Program:
-    """The training step of a stage, or a loop over 1 to `max_steps` of its steps.
+    """The train step of a stage, or a loop over 1 to `max_steps` of its steps.
 
     Attributes:
         step_args: For a loop, the shapes of the arguments of one step.

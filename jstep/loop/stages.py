@@ -1,4 +1,4 @@
-"""The stages of a run: its training steps, and the steps at which each of them begins and stops."""
+"""The stages of a run: its train steps, and the steps at which each of them begins and stops."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def lanes_of(step: object) -> int | None:
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """A training step of a run, from `first` to before `stop`. `single` runs one step.
+    """A train step of a run, from `first` to before `stop`. `single` runs one step.
 
     Attributes:
         is_ahead: Whether its first program was compiled before it was due.

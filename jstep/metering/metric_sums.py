@@ -21,7 +21,7 @@ from jstep.metrics.totals import MeanOf
 from jstep.training.metrics import GRAD_NORM, SKIPPED, Constants, Metrics, losses_in
 
 NO_CONSTANTS = Constants({})
-# Adding the metrics of a call is a dispatch, which costs as much as a small training step: those of several calls are
+# Adding the metrics of a call is a dispatch, which costs as much as a small train step: those of several calls are
 # added in one. 25 divides the usual intervals, so that few dispatches are padded. Each value is an argument of the
 # program, hence the second bound.
 _MAX_CALLS = 25

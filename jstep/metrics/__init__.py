@@ -1,7 +1,7 @@
 """How good are predictions? Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
 
 - `classification`: metrics of classification.
-- `totals`: totals as arrays, exact for counts, and their ratios for training steps.
+- `totals`: totals as arrays, exact for counts, and their ratios for train steps.
 """
 
 from jstep.core.public_names import set_public_module as _set_public_module

@@ -63,7 +63,7 @@ class MeanOf:
 
 
 def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
-    """A metric of a training step, shown as the sum of totals over the sum of counts since the last row.
+    """A metric of a train step, shown as the sum of totals over the sum of counts since the last row.
 
     Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the steps since their
     last row, with and without `mean=True`, and omit it if Σ count is 0. The bar of a notebook and the record of a run

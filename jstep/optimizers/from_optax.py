@@ -23,7 +23,7 @@ def from_optax(
     name the slots. The state becomes slots. The transformation works in at least float32 and sees trainable leaves
     only; a leaf whose gradient is None is a constant for it. `IndexedSlices` become dense arrays.
 
-    A training step of `minimize` passes the extra arguments `value`, `grad` and `value_fn` (the loss on the batch of
+    A train step of `minimize` passes the extra arguments `value`, `grad` and `value_fn` (the loss on the batch of
     the step), as for `optax.lbfgs()`. With `apply_gradients` they come from `context=jstep.Context(...)`.
 
     Optax's schedules see its own count of updates. jstep's see the step: `chain(from_optax(optax.scale_by_adam()),

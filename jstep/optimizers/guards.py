@@ -50,7 +50,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the global
-        step after the last finite update. A training step's metrics show `skipped`, 1 or 0. While a run is in a custom
+        step after the last finite update. A train step's metrics show `skipped`, 1 or 0. While a run is in a custom
         step, the slot holds a mark instead, which is negative: by it the run finds out whether the step skips its
         update. Read it before or after the step.
 
@@ -178,7 +178,7 @@ def dynamic_loss_scale(
 
     Returns:
         An `Optimizer` with two more scalar slots: `loss_scale`, and `scale_since`, the step of its last change. A
-        training step's metrics show `loss_scale`, and `skipped`, 1 or 0.
+        train step's metrics show `loss_scale`, and `skipped`, 1 or 0.
 
     Raises:
         ValueError: The optimizer already has one of these slots.
@@ -300,7 +300,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
         which corrects the bias of the averages. A step that does not request `noise_scale`, or that a guard skipped,
         changes no slot.
 
-        A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
+        A train step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
         or in the unit of `weight_fn`; NaN until they are known.
 
     Raises:

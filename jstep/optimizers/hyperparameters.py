@@ -106,7 +106,7 @@ def get_hyperparameter(state: Tree, name: str) -> Any:
 
     Returns:
         A float. For states stacked by `jax.vmap`, a NumPy array with one value per state. In a function that JAX
-        traces, such as a training step, a scalar array, from which the next value may be computed.
+        traces, such as a train step, a scalar array, from which the next value may be computed.
 
     Raises:
         KeyError: The state holds no such hyperparameter; the error lists the names of the others.

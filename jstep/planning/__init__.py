@@ -1,4 +1,4 @@
-"""What will happen before anything runs? Functions of a training step and its arguments.
+"""What will happen before anything runs? Functions of a train step and its arguments.
 
 - `plan`: what happens at which step.
 - `cost`: operations and memory of a step, by the compiler.

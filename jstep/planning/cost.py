@@ -1,4 +1,4 @@
-"""The cost of a training step before it runs, by XLA's own analyses: operations, memory, and whether it fits."""
+"""The cost of a train step before it runs, by XLA's own analyses: operations, memory, and whether it fits."""
 
 import dataclasses
 import math

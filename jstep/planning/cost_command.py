@@ -1,4 +1,4 @@
-"""`cost` of the command line: an estimate of the cost of a training step, without running it."""
+"""`cost` of the command line: an estimate of the cost of a train step, without running it."""
 
 import argparse
 import importlib

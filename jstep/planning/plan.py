@@ -36,7 +36,7 @@ class Plan(Tabular):
         hyperparameters: Name → values at these steps, `[points]`.
         due: Hook, or the name of its class if it has no hash → the steps after which it is called.
         last_step: The step at which the run ends.
-        stages: First step of each stage → the name of its training step; empty if `train_step` was not given.
+        stages: First step of each stage → the name of its train step; empty if `train_step` was not given.
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
         rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if unknown.
         passes: Source → number of passes over it by the last step.

@@ -333,13 +333,13 @@ def coord_check(
     activations: Callable[..., Mapping[str, Array]],
     steps: int = 5,
 ) -> CoordCheck:
-    """Measure how much activations change in a few training steps on one batch, at several widths.
+    """Measure how much activations change in a few train steps on one batch, at several widths.
 
     With rates and initial values that transfer (`mup`), the change of each activation is about the same at all widths:
     a growth within ±0.1 or so.
 
     Args:
-        make: `make(width) -> (train_step, state, batch)`: a training step, a new state, and the same batch at each
+        make: `make(width) -> (train_step, state, batch)`: a train step, a new state, and the same batch at each
             width: a tuple is passed as several arguments.
         widths: Two widths or more, such as (64, 128, 256, 512).
         activations: `activations(params, *batch) -> {name: array}`, of any shapes; the same names at each width.

@@ -131,7 +131,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
 
 
 IN_STEP: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_step", default=False)
-"""Whether a training step is being traced or run."""
+"""Whether a train step is being traced or run."""
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
 """The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (

@@ -141,7 +141,7 @@ class TrainState(Generic[P]):
     `state == other` is a bool: whether both have the same structure and bitwise identical arrays.
     """
 
-    # A training step sets it on the states that it returns. Without a default, looking for it at each step would call
+    # A train step sets it on the states that it returns. Without a default, looking for it at each step would call
     # `__getattr__`.
     _layout: ClassVar[Any] = None
     _children: ClassVar[tuple[Any, ...]]

@@ -1,4 +1,4 @@
-"""Explanations of errors of a training step, and of states that cannot be donated."""
+"""Explanations of errors of a train step, and of states that cannot be donated."""
 
 import re
 from collections.abc import Callable, Sequence

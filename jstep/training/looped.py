@@ -1,4 +1,4 @@
-"""Several training steps in one call, compiled as a loop."""
+"""Several train steps in one call, compiled as a loop."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The metrics of a training step: constant, computed and requested."""
+"""The metrics of a train step: constant, computed and requested."""
 
 import dataclasses
 import functools

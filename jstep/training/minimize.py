@@ -1,4 +1,4 @@
-"""`minimize`: training steps from a loss function, or several, and an optimizer."""
+"""`minimize`: train steps from a loss function, or several, and an optimizer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def minimize(
     jit: bool = True,
     donate: bool = True,
 ) -> TrainStep:
-    """Return a compiled training step `train_step(state, *args) -> (state, metrics)` that donates the state.
+    """Return a compiled train step `train_step(state, *args) -> (state, metrics)` that donates the state.
 
     Args:
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`; with
@@ -217,7 +217,7 @@ def _title_of(loss_fn: object) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateStep:
-    """The body of a training step of `minimize`: the gradients of one or more losses, and one update.
+    """The body of a train step of `minimize`: the gradients of one or more losses, and one update.
 
     `schedule` is that of the radius of sharpness-aware minimization, or None.
     """
@@ -339,7 +339,7 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
 
 
-# Several losses in one training step, each with its own parameters.
+# Several losses in one train step, each with its own parameters.
 
 
 @dataclasses.dataclass(frozen=True)

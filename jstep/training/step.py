@@ -1,4 +1,4 @@
-"""The compiled training step, the kind of state that it returns, and the layout that it is compiled for."""
+"""The compiled train step, the kind of state that it returns, and the layout that it is compiled for."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ Body = Callable[[Any, tuple[Any, ...], Any], Any]
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PureStep:
-    """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
+    """A train step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
 
     Attributes:
         body: As it was given; it also checks the kind of the new state.
@@ -248,7 +248,7 @@ def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
 
 @explains_attributes
 class TrainStep:
-    """A compiled training step: `state, metrics = train_step(state, *args)`.
+    """A compiled train step: `state, metrics = train_step(state, *args)`.
 
     The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf keeps its sharding,
     and the step is traced under the mesh of the state. The methods of `jax.jit` functions are available.

@@ -1,4 +1,4 @@
-"""The updates that a training step makes, seen while it is traced, and warnings of those that mean something else.
+"""The updates that a train step makes, seen while it is traced, and warnings of those that mean something else.
 
 A wrong number is never an error here: each of these programs is sometimes meant.
 """
@@ -36,7 +36,7 @@ class StepUpdates:
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
         optimizers: Those that made an update, with the structure of the state.
         repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
-        step: The global step of the state that the training step was given.
+        step: The global step of the state that the train step was given.
         counts: What is due at some steps only, and the global step of an update → the number of such updates. The
             global step is kept, so that its id stays unique.
     """
