@@ -152,7 +152,7 @@ class RunFolder:
                 continue
             if before:
                 step = start["other_batch"]
-                other_batch = [] if step is None else [f"batch {step} is not the one that was read before"]
+                other_batch = [] if step is None else [f"batch {step} does not match the one read before the restart"]
                 found[-1]["changes"] = [*changes(before, carded).lines, *other_batch]
             programs = carded["card"].get("programs") or (before or carded)["card"].get(
                 "programs"
@@ -266,7 +266,7 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if start["problem"]:
             yield f"{begin}its start {start['number']} {start['problem']}"
             continue
-        what = "changed since the start before:" if lines else "nothing has changed"
+        what = "changed since the previous start:" if lines else "nothing has changed"
         what = "the first start" if lines is None else what
         where = "without a step" if start["first"] is None else f"from step {start['first']}"
         yield f"{begin}{local_text(start['began'])}, {where}: {what}"

@@ -27,7 +27,10 @@ from jstep.watching.card import batches_card
 
 _KEPT, _END_SECS = 20, 5.0
 """The hashes that are kept, the seconds to wait for the last hash."""
-_OTHER = "batch %d is not the one that was read before%s: the loader's state lacks something, or its data changed"
+_OTHER = (
+    "batch %d does not match the one read before the restart%s: "
+    "the loader's state is incomplete, or the dataset changed"
+)
 
 
 class BatchWatch(Observer):

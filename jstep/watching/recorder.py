@@ -359,13 +359,13 @@ class Recorder(Observer):
             bits = [*found.bits, *self._rate_change(before, step, found.bits)]
             place = found.place
         elif earlier:
-            logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
+            logger.info("%s: the start that wrote it has no record, so only lanes and batches are compared", name)
         if step and saved_past.get("lanes") != past["lanes"]:
             bits.append(f"lanes: {saved_past.get('lanes')} before, {past['lanes']} now")
         if "rows" in saved_past and "rows" in past and saved_past["rows"] != past["rows"]:
             older, newer = ({"card": {"batches": entry["batches"]}} for entry in (saved_past, past))
             lines = [line.removeprefix("batches: ") for line in changes(older, newer).lines]
-            why = "; ".join(lines) or "their definition is the same, but not the rows it takes"
+            why = "; ".join(lines) or "their definition is the same, but the rows are not"
             bits.append(
                 f"batches: those before step {step} are not the ones that {name} was trained on: {why}. The run "
                 f"continues with batch {step} of the new definition, so rows may be repeated or left out."
@@ -376,9 +376,10 @@ class Recorder(Observer):
             if is_idle:
                 ending.append(_UNTRAINED)
             text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending))
-            logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
+            message = "%s: the configuration changed since this checkpoint was written:%s"
+            logger.warning(message, name, text, extra=BELOW_BAR)
         elif place:
-            logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
+            logger.info("%s: since this checkpoint was written, %s", name, "; ".join(map(printable, place)))
 
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
         """Describe how the learning rate of the last step before the checkpoint has changed."""
@@ -394,7 +395,7 @@ class Recorder(Observer):
         return []
 
 
-_UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
+_UNTRAINED = "none of this has an effect, as the run takes no step: pass another checkpoint_dir, or a larger last_step"
 
 
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:

@@ -124,4 +124,4 @@ def test_each_process_compares_its_own_rows(tmp_path):
     wait_for(killed)
     first, second = run(TRAIN, 2, tmp_path, "lacking", -1)
     assert printed(first, "log") is None
-    assert printed(second, "log").startswith("batch 8 is not the one that was read before by process 1: ")
+    assert printed(second, "log").startswith("batch 8 does not match the one read before the restart by process 1: ")

@@ -27,7 +27,7 @@ SECTIONS = [Section(*part.split("\n", 1)) for part in re.split(r"^### ", TEXT, f
 IDS = ["-".join(re.findall(r"[A-Za-z0-9]+", section.title)[:8]) for section in SECTIONS]
 EXPENSIVE = (
     *("Array-has-been-deleted", "A-generator-has", "The-parameters-are-not"),
-    *("The-checkpoint-was", "This-run-has-changed", "Slots-that", "A-checkpoint-is-corrupted", "A-directory-is"),
+    *("The-checkpoint-was", "The-configuration-changed", "Slots-that", "A-checkpoint-is-corrupted", "A-directory-is"),
     "RESOURCE-EXHAUSTED",
 )
 """The beginnings of ids of programs that train or save, as quick tests of the same messages do."""

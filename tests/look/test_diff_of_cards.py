@@ -60,10 +60,10 @@ def test_the_starts_of_one_run_are_compared(run, tmp_path, cli):
     found = [re.sub(r"^[\d-]+ [\d:]+, ", "", line) for line in cli("diff", a).out.splitlines()]
     assert found == [
         "from step 0: the first start",
-        "from step 10: changed since the start before:",
+        "from step 10: changed since the previous start:",
         "  learning_rate: 0.1 before, 0.2 now",
         "from step 20: nothing has changed",
-        "from step 30: changed since the start before:",
+        "from step 30: changed since the previous start:",
         "  jax: 0.10 before, 0.11 now",
         "its start 5 has step=5, which is not valid",
         "its start 6 has no card: what it was given is not known",

@@ -1,4 +1,4 @@
-"""A restart says what has changed since the start that made its checkpoint: each change once, and nothing else."""
+"""A restart says what has changed since its checkpoint was written: each change once, and nothing else."""
 
 import functools
 import itertools
@@ -72,7 +72,8 @@ def reported(caplog):
     lines = [TRACED if line.startswith(f"{TRACED} (") else line for line in lines]
     lines = [line for line in lines if not line.startswith("learning_rate at step ")]
     assert all(
-        one.startswith("model-") and ": this run has changed since the start that made it:\n" in one for one in warnings
+        one.startswith("model-") and ": the configuration changed since this checkpoint was written:\n" in one
+        for one in warnings
     )
     return lines, infos
 
@@ -169,7 +170,7 @@ def test_devices_and_layout_are_one_line(name, tmp_path, caplog):
     lines, infos = reported(caplog)
     assert lines == []
     assert len(infos) == 1
-    assert infos[0].startswith(f"model-2: since the start that made it, {expected}")
+    assert infos[0].startswith(f"model-2: since this checkpoint was written, {expected}")
     run(tmp_path, 6, **after)
     assert reported(caplog) == ([], [])
 
@@ -288,7 +289,7 @@ def test_of_many_differences_forty_are_shown_and_are_printable(tmp_path, caplog)
 
 # A start that has nothing to do says what has changed, and that none of it was trained.
 
-UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
+UNTRAINED = "none of this has an effect, as the run takes no step: pass another checkpoint_dir, or a larger last_step"
 X = np.ones((8, 4), np.float32)
 SOURCES = {
     "function": lambda: lambda step: X,

@@ -60,8 +60,8 @@ def said(caplog):
 
 
 def warning(step):
-    what = "the loader's state lacks something, or its data changed"
-    return [("WARNING", f"batch {step} is not the one that was read before: {what}")]
+    what = "the loader's state is incomplete, or the dataset changed"
+    return [("WARNING", f"batch {step} does not match the one read before the restart: {what}")]
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,8 @@ def test_the_state_of_a_loader_lacks_its_generator(is_whole, steps_per_call, tmp
     assert said(caplog) == ([] if is_whole else warning(4))
     for command in (["diff", str(tmp_path)], ["runs", str(tmp_path), "--starts"]):
         assert main(command) == 0
-        assert ("batch 4 is not the one that was read before" in capsys.readouterr().out) != is_whole
-    assert ("batch 4 is not the one that was read before" in jstep.report(tmp_path).html) != is_whole
+        assert ("batch 4 does not match the one read before the restart" in capsys.readouterr().out) != is_whole
+    assert ("batch 4 does not match the one read before the restart" in jstep.report(tmp_path).html) != is_whole
 
 
 def test_the_newest_twenty_are_kept(tmp_path, monkeypatch):
