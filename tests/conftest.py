@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import logging
 import os
 import pathlib
 import signal
@@ -64,7 +65,12 @@ hypothesis.settings.load_profile("jstep")
 
 
 def _settings():
-    return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+    logger = logging.getLogger("jstep")
+    logs = sys.modules.get("jstep.core.logs")
+    # A run that was left open shows its own lines, and knows what it has warned of: later tests would see no warnings.
+    of_run = None if logs is None else logs.WARNED.get()
+    logging_setup = logger.level, logger.propagate, list(logger.handlers), of_run
+    return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64, logging_setup
 
 
 _known_settings = []
@@ -72,11 +78,11 @@ _known_settings = []
 
 @pytest.fixture(autouse=True)
 def jax_settings_are_unchanged():
-    """Check that a test leaves no mesh or option set, which would affect the tests that happen to run after it."""
+    """Check that a test leaves no mesh, option or run open, which would affect the tests that happen to run after it."""
     before = _known_settings.pop() if _known_settings else _settings()
     yield
     _known_settings.append(_settings())
-    assert _known_settings[0] == before, "the test, or the first one's imports, changed the settings of JAX"
+    assert _known_settings[0] == before, "the test, or the first one's imports, changed settings of JAX or of logging"
 
 
 @functools.cache

@@ -287,6 +287,8 @@ def test_orbax_with_its_functions_at_the_top_level_is_read_too(tmp_path, monkeyp
     sharded = jstep.load_weights(path, target)["dense"]["kernel"]
     assert sharded.sharding == sharding
     np.testing.assert_array_equal(sharded, PARAMS["dense"]["kernel"])
-    (path / "manifest.ocdbt").unlink()
+    # Not arrays that are missing: Orbax raises for the first of them and closes its event loop, and the reads of the
+    # others, which end later, call it: an error of no test, and so of the one that happens to run.
+    (path / "_METADATA").write_text("{")
     with pytest.raises(ValueError, match=r"not readable by Orbax 1\.0"):
         jstep.load_weights(path, SHAPES)
