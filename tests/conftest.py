@@ -68,7 +68,7 @@ def _settings():
     logger = logging.getLogger("jstep")
     logs = sys.modules.get("jstep.core.logs")
     # A run that was left open shows its own lines, and knows what it has warned of: later tests would see no warnings.
-    of_run = None if logs is None else logs.WARNED.get()
+    of_run = None if logs is None else logs.warned_in_run()
     logging_setup = logger.level, logger.propagate, list(logger.handlers), of_run
     return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64, logging_setup
 
@@ -78,7 +78,7 @@ _known_settings = []
 
 @pytest.fixture(autouse=True)
 def jax_settings_are_unchanged():
-    """Check that a test leaves no mesh, option or run open, which would affect the tests that happen to run after it."""
+    """Check that a test leaves no mesh, option or run: it would affect the tests that happen to run after it."""
     before = _known_settings.pop() if _known_settings else _settings()
     yield
     _known_settings.append(_settings())

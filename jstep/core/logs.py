@@ -46,12 +46,35 @@ def is_below_bar(record: logging.LogRecord) -> bool:
 
 # Warnings that are logged once per run, and rate-limited logging.
 
-WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The texts of the warnings that this run has logged; None outside of a run."""
+_WARNED: contextvars.ContextVar[tuple[set[str], ...]] = contextvars.ContextVar("jstep_warned", default=())
+"""The texts of the warnings that each open run has logged, the innermost run last."""
+
+
+@contextlib.contextmanager
+def warning_once() -> Iterator[None]:
+    """Log each warning of `log_once` once within the block, which is a run.
+
+    Runs that generators hold may end in another order than they began in. So a run takes out its own texts and does not
+    set back what it found: that would leave those of a run that has ended, which later warnings would be missing from.
+    """
+    texts = set[str]()
+    _WARNED.set((*_WARNED.get(), texts))
+    try:
+        yield
+    finally:
+        _WARNED.set(tuple(other for other in _WARNED.get() if other is not texts))
+
+
+def warned_in_run() -> set[str] | None:
+    """Return the texts that this run has logged, to which new ones are added; None outside of a run."""
+    of_runs = _WARNED.get()
+    return of_runs[-1] if of_runs else None
 
 
 def log_once(level: int, text: str) -> None:
-    warned = set[str]() if (of_run := WARNED.get()) is None else of_run
+    warned = warned_in_run()
+    if warned is None:
+        warned = set()
     if text not in warned:
         warned.add(text)
         logger.log(level, "%s", text, stacklevel=2)

@@ -32,8 +32,7 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, processes, trees
 from jstep.core.checks import as_int, as_string, describe_type
-from jstep.core.exceptions import setting
-from jstep.core.logs import WARNED, log_to_stderr
+from jstep.core.logs import log_to_stderr, warning_once
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.public_names import explains_attributes
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
@@ -523,7 +522,7 @@ class Run(Generic[P]):
         if progress is not False and jax.process_index() == 0:
             stack.enter_context(log_to_stderr(least))
         stack.enter_context(persistent_cache(self._cached_in))
-        stack.enter_context(setting(WARNED, set()))
+        stack.enter_context(warning_once())
 
     def _rescue(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         """After an error, save the state if a restart may resume from it, and attach it to the error."""

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import array_type
-from jstep.core.logs import WARNED, logger
+from jstep.core.logs import logger, warned_in_run
 from jstep.core.trees import Params, Slots, Tree
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
@@ -107,7 +107,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
     treedef = trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
-    of_run = WARNED.get()
+    of_run = warned_in_run()
     has_warned = _WARNED.get(id(roles)) is roles if of_run is None else _OLD_VALUES in of_run
     if not names or has_warned or trees.structure(params) != treedef:
         return
