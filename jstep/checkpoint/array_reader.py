@@ -33,7 +33,7 @@ from jstep.checkpoint.chunk_files import ChunkFiles
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest
 from jstep.core.placement import ShardBounds, lengths, local_parts, place, slices
-from jstep.stores.objects import LostError, in_flight, redact
+from jstep.stores.objects import LostError, pipelined, redact
 from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files
 
 _IN_FLIGHT_FROM_FILES, _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**25, 2**28, 2**30
@@ -114,7 +114,7 @@ class ArrayReader:
 
     def __init__(self, base: Mapping[str, Any], manifest: Manifest, wait: Wait) -> None:
         self._base = base
-        self._by_array = manifest.by_array
+        self._leaves_by_array = manifest.leaves_by_array
         self._parts = manifest.parts
         self._processes = manifest.processes
         self._wait = wait
@@ -135,7 +135,7 @@ class ArrayReader:
 
         There are regular files alone, each value of the database has bytes of its own, and the arrays need no more.
         """
-        needed = sum([kind.nbytes for name in self._by_array if (kind := self.kind(name)) is not None])
+        needed = sum([kind.nbytes for name in self._leaves_by_array if (kind := self.kind(name)) is not None])
         if self._base["driver"] == "file":
             directory = self._base["path"]
             if self._is_beside_manifest and os.path.islink(directory.rstrip("/")):
@@ -151,7 +151,7 @@ class ArrayReader:
             stored = self._chunk_bytes
         except UntrustedError as error:
             return f"the index of its arrays is not what jstep writes: {error}"
-        for name in self._by_array:
+        for name in self._leaves_by_array:
             kind = self.kind(name)
             if kind is not None and name in stored and stored[name] < kind.nbytes:
                 return (
@@ -186,7 +186,7 @@ class ArrayReader:
     def kind(self, name: str) -> ArrayKind | None:
         """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
         try:
-            shape, dtype = shape_and_dtype(self._by_array[name])
+            shape, dtype = shape_and_dtype(self._leaves_by_array[name])
             part = self._parts.get(name, shape)
             if len(part) == len(shape) and all(0 < length <= size for length, size in zip(part, shape, strict=True)):
                 return ArrayKind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
@@ -346,14 +346,14 @@ class ArrayReader:
         if problem := self.unlike_written():
             return [problem]
         try:
-            kinds = self.kinds([*self._by_array, *self.files()])
+            kinds = self.kinds([*self._leaves_by_array, *self.files()])
         except CorruptedCheckpointError as error:
             return error.problems
         opened = self._open(kinds)
         chunks = ((name, stored[box]) for name, stored in opened.items() for box in kinds[name].chunks())
         corrupted: set[str] = set()
         others = (chunk for chunk in chunks if chunk[0] not in corrupted)
-        for (name, _), future in in_flight(lambda chunk: chunk[1].read(), others, _MAX_CONCURRENT):
+        for (name, _), future in pipelined(lambda chunk: chunk[1].read(), others, _MAX_CONCURRENT):
             if self._result(name, future, LARGEST) is None:
                 corrupted.add(name)
         if self._processes > 1:
@@ -415,7 +415,11 @@ class ArrayReader:
     def _described(self, name: str) -> str:
         if name.startswith(FILES):
             return f"the file {name.removeprefix(FILES)!r}"
-        return f"the array of {self._by_array[name].path!r}" if name in self._by_array else "the index of its arrays"
+        return (
+            f"the array of {self._leaves_by_array[name].path!r}"
+            if name in self._leaves_by_array
+            else "the index of its arrays"
+        )
 
     def _result(self, name: str, future: Any, nbytes: int) -> Any:
         """Return the result of a future for an array; None, and a problem, if it is corrupted."""

@@ -148,7 +148,7 @@ class SaveJob:
         count: The number of processes.
         nbytes: The bytes of all arrays.
         arrays: The `OwnParts` to write.
-        files: Name → `LargeBytes`.
+        files: Name → `ExternalBytes`.
         end: `end(files, publish)` publishes the checkpoint, on the first process: `Retention.finish`.
         release: Gives back the memory of the arrays, once they are written.
     """
@@ -382,7 +382,7 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
 
 # The threads of saves.
 
-IN_FLIGHT: "dict[str, BackgroundWrite]" = {}
+UNFINISHED_WRITES: "dict[str, BackgroundWrite]" = {}
 """Path of a temporary directory, or name of an attempt → its write."""
 
 
@@ -400,13 +400,13 @@ class BackgroundWrite:
             self.detach()
 
         self._name, self._pid = name, os.getpid()
-        IN_FLIGHT[name] = self
+        UNFINISHED_WRITES[name] = self
         _finish_at_exit()
         self._done = in_background(write, name=thread, daemon=True)
 
     def detach(self) -> None:
         """Let the interpreter exit without waiting for the write."""
-        IN_FLIGHT.pop(self._name, None)
+        UNFINISHED_WRITES.pop(self._name, None)
 
     def has_ended(self) -> bool:
         return self._done.done()
@@ -433,7 +433,7 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    for name, write in list(IN_FLIGHT.items()):
+    for name, write in list(UNFINISHED_WRITES.items()):
         try:
             write.wait()
         except Exception:

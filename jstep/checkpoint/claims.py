@@ -24,15 +24,20 @@ from jstep.stores.untrusted import MAX_CLAIM_BYTES
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
-    # Names are those of a file that anybody may have written.
-    pid, host = (repr(str(owner.get(name, "unknown")))[1:-1] for name in ("pid", "host"))
-    is_here = owner.get("pid") == os.getpid() and is_alive(owner)
-    who = truncate(f"process {pid} on {host}", 200) + (", which is this one" if is_here else "")
-    way_out = "close the other Saver first" if is_here else "wait for that process or end it"
+    who = truncate(f"process {_escaped(owner, 'pid')} on {_escaped(owner, 'host')}", 200)
+    way_out = "wait for that process or end it"
+    if owner.get("pid") == os.getpid() and is_alive(owner):
+        who += ", which is this one"
+        way_out = "close the other Saver first"
     return CheckpointError(
         f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
         f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
     )
+
+
+def _escaped(owner: Mapping[str, Any], name: str) -> str:
+    """Return a field of an owner without line breaks and control characters: anybody may have written the file."""
+    return repr(str(owner.get(name, "unknown")))[1:-1]
 
 
 # Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
@@ -45,10 +50,10 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
 
 _FILE_SILENT_SECS = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
-_file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
-
-
 _BEGINNING = b'{"host": "'
+"""The first bytes of a locked file, by which it is told from a file of somebody else."""
+
+_file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
 class FileClaim:
@@ -72,8 +77,11 @@ class FileClaim:
 
     def is_moved(self) -> bool:
         """Return whether the locked file is elsewhere: somebody has renamed the directory."""
-        handle = self.file.fileno() if self.finalizer.alive else None
-        return handle is not None and not _same_file(handle, self.path) and os.fstat(handle).st_nlink > 0
+        if not self.finalizer.alive:
+            return False
+        handle = self.file.fileno()
+        # A file that was removed has no name left, whoever has made another one at the path.
+        return not _same_file(handle, self.path) and os.fstat(handle).st_nlink > 0
 
     def release(self, wait: bool = True) -> None:
         """Release the claim; `wait` is for claims of object stores, and this one never waits."""
@@ -108,6 +116,7 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
 
 
 def _lock(handle: int) -> bool:
+    """Lock a file; return False if another process has it, or without locks, if its owner may be alive."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -116,9 +125,11 @@ def _lock(handle: int) -> bool:
             return False
         if error.errno not in _NO_LOCKS:
             raise
-    who = owner_in(_content(handle))
-    alive = is_alive(who) if who else False
-    return not (time.time() - os.fstat(handle).st_mtime < _FILE_SILENT_SECS if alive is None else alive)
+    owner = owner_in(_content(handle))
+    alive = is_alive(owner) if owner else False
+    if alive is None:
+        return time.time() - os.fstat(handle).st_mtime >= _FILE_SILENT_SECS
+    return not alive
 
 
 def _same_file(handle: int, path: str) -> bool:
@@ -176,10 +187,12 @@ class ObjectClaim:
         self._objects = objects
         self._prefix = prefix
         self.id = uuid.uuid4().hex
-        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._beats = 0
         self._lost = False
+        # Held while the object is checked, renewed or deleted. `_stamp` is that of the version which this claim has
+        # written last, or found to be its own.
+        self._lock = threading.Lock()
+        self._beats = 0
         self._stamp = self._take()
         _object_claims[self.id] = self
         self._pid = os.getpid()
@@ -191,28 +204,33 @@ class ObjectClaim:
         weakref.finalize(self, self._ended.set)
 
     def _take(self) -> bytes:
+        """Write the claim as soon as its owner counts as dead, and return the stamp of the object.
+
+        An owner that cannot be looked up is watched, and is alive if it renews its claim meanwhile.
+        """
         key = claim_key(self._prefix)
-        until = math.inf
-        first = seen = self._objects.read(key)
+        first = self._objects.read(key)
+        current = first
+        deadline = math.inf  # of the watch, which has not begun
         while True:
-            who = owner_in(seen.data)
-            alive = is_alive(who) if who else False
-            if alive and who.get("pid") == os.getpid():
-                alive = str(who.get("id")) in _object_claims
-            if alive or (alive is None and seen.stamp != first.stamp):
-                raise refusal(self._objects.url, self._prefix, who)
-            if alive is False or time.monotonic() > until:
-                if (stamp := self._objects.write_if(key, self._as_json(), seen.stamp)) is not None:
+            owner = owner_in(current.data)
+            alive = _is_owner_alive(owner)
+            if alive or (alive is None and current.stamp != first.stamp):
+                raise refusal(self._objects.url, self._prefix, owner)
+            if alive is False or time.monotonic() > deadline:
+                stamp = self._objects.write_if(key, self._as_json(), current.stamp)
+                if stamp is not None:
                     return stamp
-            elif until == math.inf:
+                # Another writer was faster: its claim is judged like that of any owner.
+            elif deadline == math.inf:
                 logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
-                    *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, OBJECT_SILENT_SECS),
+                    *(self._objects.url, owner.get("pid"), owner.get("host"), self._prefix, OBJECT_SILENT_SECS),
                 )
-                until = time.monotonic() + OBJECT_SILENT_SECS
+                deadline = time.monotonic() + OBJECT_SILENT_SECS
             else:
-                self._ended.wait(min(OBJECT_SILENT_SECS / 10, max(0.01, until - time.monotonic())))
-            seen = self._objects.read(key)
+                self._ended.wait(min(OBJECT_SILENT_SECS / 10, max(0.01, deadline - time.monotonic())))
+            current = self._objects.read(key)
 
     def _as_json(self) -> bytes:
         return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
@@ -222,21 +240,22 @@ class ObjectClaim:
         return not self._lost and not self._ended.is_set() and self._pid == os.getpid()
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another writer has taken the claim; called before every commit."""
+        """Raise a `CheckpointError` if another writer has taken the claim; called before every commit."""
         key = claim_key(self._prefix)
         with self._lock:
             current = self._objects.read(key)
             if current.data is None:  # deleted by hand, or by a rule of the bucket
                 self._objects.write_if(key, self._as_json(), ABSENT)
                 current = self._objects.read(key)
-            who = owner_in(current.data)
-            if who.get("id") == self.id:
+            owner = owner_in(current.data)
+            if owner.get("id") == self.id:
                 self._stamp = current.stamp
                 return
             self._lost = True
-        raise refusal(self._objects.url, self._prefix, who)
+        raise refusal(self._objects.url, self._prefix, owner)
 
     def renew(self) -> None:
+        """Write another beat, which shows those who watch the claim that this process is alive."""
         with self._lock:
             if not self.is_held():
                 return
@@ -253,16 +272,28 @@ class ObjectClaim:
         if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):
             return
         try:
-            with contextlib.suppress(OSError), self._objects.within(seconds):
+            with contextlib.suppress(OSError), self._objects.time_limit(seconds):
                 self._objects.delete(claim_key(self._prefix), self._stamp)
         finally:
             self._lock.release()
 
 
+def _is_owner_alive(owner: Mapping[str, Any]) -> bool | None:
+    """Return whether the owner of a claim is alive; None if that cannot be looked up here."""
+    if not owner:
+        return False
+    alive = is_alive(owner)
+    if alive and owner.get("pid") == os.getpid():
+        return str(owner.get("id")) in _object_claims
+    return alive
+
+
 def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
     while not ended.wait(RENEWAL_SECS):
-        if (current := claim()) is None:
+        current = claim()
+        if current is None:
             return
         with contextlib.suppress(OSError):  # the commit raises it if it persists
             current.renew()
+        # Not held while this thread waits: a claim that nobody else refers to ends.
         del current

@@ -49,15 +49,15 @@ class DirectoryStore(Store):
         steps = (step for step, _, _ in listing.possible_checkpoints(self.directory, self._prefix))
         return {step: self.path(listing.format_name(self._prefix, step)) for step in steps}
 
-    def at(self, prefix: str, step: int) -> str | None:
+    def find_path(self, prefix: str, step: int) -> str | None:
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
-    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """See `Store.broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
+    def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
+        """See `Store.find_broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
         problems = []
         for step, is_final, entry in listing.possible_checkpoints(self.directory, prefix):
             path = self.path(entry)
-            if step <= above or not is_final:
+            if step <= newer_than or not is_final:
                 continue
             complete, lacks = listing.find_complete_or_missing(path)
             is_ours = lacks != MANIFEST_FILE or listing.has_data(path)
@@ -181,7 +181,7 @@ class DirectoryStore(Store):
                     _require_remains(final)
                     self.evict(final)
                 os.rename(path, final)
-            elif suffix and path not in attempts.IN_FLIGHT and path != self._failed:
+            elif suffix and path not in attempts.UNFINISHED_WRITES and path != self._failed:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)

@@ -55,7 +55,7 @@ class SaverEngine:
         self.leave_out = leave_out
         self._is_async = is_async
         self._store = naming.open_store(directory, prefix)
-        self._retention = Retention(self._store, prefix, max_to_keep, keep_every_n_hours, since=time.time())
+        self._retention = Retention(self._store, prefix, max_to_keep, keep_every_n_hours, interval_start=time.time())
         self.reader = CheckpointReader(self._store, prefix)
         self._flushes: list[Callable[[], None]] = []
         self._listener: Listener | None = None
@@ -85,8 +85,8 @@ class SaverEngine:
         return self._lock
 
     @contextlib.contextmanager
-    def between_saves(self) -> Iterator[CheckpointReader]:
-        """Hold the lock while no save is in progress, after raising the error of the last one."""
+    def locked_reader(self) -> Iterator[CheckpointReader]:
+        """Give the reader between two saves: hold the lock, after the save in progress, whose error is raised."""
         with self.exclusive():
             self.wait()
             yield self.reader
@@ -99,22 +99,22 @@ class SaverEngine:
 
     def all_steps(self) -> list[int]:
         """See `Saver.all_steps`."""
-        with self.between_saves():
+        with self.locked_reader():
             return self._store.all_steps(self.prefix)
 
     def evictable(self) -> list[str]:
         """Return the checkpoints that `max_to_keep` counts, the oldest first."""
-        with self.between_saves():
+        with self.locked_reader():
             return self._retention.evictable()
 
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
         """Return the evaluations for which checkpoints were kept, None for those that are not of a `KeepBest`."""
-        with self.between_saves() as reader:
+        with self.locked_reader() as reader:
             return reader.best_records(steps)
 
     def best(self, step: int) -> BestRecord | None:
         """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
-        with self.between_saves() as reader:
+        with self.locked_reader() as reader:
             return reader.best(step)
 
     def check_run(self, state: Tree, step: int) -> None:
@@ -129,12 +129,12 @@ class SaverEngine:
             FileNotFoundError: There is no checkpoint of that step.
             ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
         """
-        with self.between_saves() as reader:
+        with self.locked_reader() as reader:
             reader.check_run(state, step)
 
     def newest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, without a look at the others."""
-        with self.between_saves():
+        with self.locked_reader():
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 
     # Saves.
@@ -147,41 +147,47 @@ class SaverEngine:
             if state is not None and self.leave_out is not None:
                 StateLeaves(state).left_out(self.leave_out)
             problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
-            claim = self._store.claim if jax.process_index() == 0 else lambda: None
             # If the first process fails, all raise: a process that continued would wait forever.
-            processes.share_errors(claim, problem, CheckpointError)
+            processes.share_errors(self._claim_on_first, problem, CheckpointError)
+
+    def _claim_on_first(self) -> None:
+        if jax.process_index() == 0:
+            self._store.claim()
 
     def save(self, state: Tree, extra: CheckpointExtra) -> str:
         """Begin to save a state; return the path that its checkpoint will have."""
-        number, microseconds = self._begin()
+        number, microseconds = self._agree_on_save()
         with meshes.internal_transfers():
             path = self._save(state, extra, number, microseconds / 1e6)
         if not self._is_async:
             self.wait()
         return path
 
-    def _begin(self) -> list[int]:
-        """Return a number for this save, and its time in microseconds; all processes start it, or none of them."""
+    def _agree_on_save(self) -> list[int]:
+        """Return a random number for this save, and its time in microseconds: those of the first process.
 
-        def begin() -> tuple[int, int]:
+        All processes start the save, or all raise.
+        """
+
+        def propose() -> tuple[int, int]:
+            # Not before this function: only the process whose write failed knows it, and all must raise.
             self.wait()
-            if jax.process_index() == 0:
-                self._store.claim()
+            self._claim_on_first()
             return secrets.randbits(31), max(0, int(time.time() * 1e6))
 
         problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
-        return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
+        return processes.first_ints_on_all(propose, 2, problem, CheckpointError)
 
     def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
         leaves = StateLeaves(state)
-        saved = SavedState.of(leaves, self.leave_out)
+        saved = SavedState.collect(leaves, self.leave_out)
         step = _step_of(state)
         finite = extra.finite
         if finite is None:
             finite = StateContents(leaves, params_only=True).are_finite()
         path = self._store.path(format_name(self.prefix, step))
         self._saving = path
-        self._retention.begin()
+        self._retention.reset_write_secs()
         try:
             if self._block is None:
                 self._block = shared_block()
@@ -253,15 +259,15 @@ class SaverEngine:
     def wait(self) -> None:
         """See `Saver.wait`."""
         with self.exclusive():
-            self.settle()
+            self.wait_until_finished()
             failure = self._failure
             self._failure = None
             if failure is not None:
                 self._give_up(failure)
             self._saving = None
 
-    def settle(self) -> None:
-        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
+    def wait_until_finished(self) -> None:
+        """Wait until the save in progress has ended; unlike `wait`, leave its error to the next call."""
         with self.exclusive():
             try:
                 self._store.wait()
@@ -288,7 +294,7 @@ class SaverEngine:
         """See `Saver.delete`."""
         with self.exclusive():
             self.claim()
-            path = self._store.at(self.prefix, step)
+            path = self._store.find_path(self.prefix, step)
             if processes.any_process(path is None):
                 raise FileNotFoundError(
                     f"step={step}: there is no checkpoint {format_name(self.prefix, step)} in {self.directory}"
@@ -296,17 +302,21 @@ class SaverEngine:
             assert path is not None
             if self._listener is not None:
                 self._listener.wait(path)
-            delete = functools.partial(self._retention.delete, step, path)
-            problem = f"{path} was not deleted; see the error of process 0"
+
+            def delete_on_first() -> None:
+                if jax.process_index() == 0:
+                    self._retention.delete(step, path)
+
             # The other processes return when it is deleted.
-            processes.share_errors(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
+            problem = f"{path} was not deleted; see the error of process 0"
+            processes.share_errors(delete_on_first, problem, CheckpointError)
 
     def delete_alone(self, step: int) -> None:
         """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""
         with self.exclusive():
             self.check_open()
-            self.settle()
-            path = self._store.at(self.prefix, step)
+            self.wait_until_finished()
+            path = self._store.find_path(self.prefix, step)
             if path is not None:
                 self._retention.delete(step, path)
 

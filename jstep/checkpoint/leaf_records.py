@@ -28,7 +28,7 @@ class SavedState(NamedTuple):
     left_out: list[tuple[Leaf, Any]]
 
     @classmethod
-    def of(cls, found: StateLeaves, leave_out: selection.VarList) -> "SavedState":
+    def collect(cls, found: StateLeaves, leave_out: selection.VarList) -> "SavedState":
         saved = cls([], {}, [])
         absent = found.left_out(leave_out)
         halves = found.halves
@@ -125,7 +125,7 @@ def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
         raise CheckpointError(f"the manifest is not what jstep writes: {record.path!r:.50}: {error!s:.100}") from None
 
 
-def by_name(saved: Sequence[_Record]) -> dict[str, _Record]:
+def named_records(saved: Sequence[_Record]) -> dict[str, _Record]:
     return dict(zip(unique(leaf.path for leaf in saved), saved, strict=True))
 
 

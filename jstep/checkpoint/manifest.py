@@ -66,7 +66,7 @@ class CheckpointExtra(NamedTuple):
     Attributes:
         values: JSON, which refers to the files by their names. A value of the dict may be a function that returns it,
             and that the first process calls in the background (`known_values`).
-        files: Name → `LargeBytes`: the files that this process writes. Names differ between processes.
+        files: Name → `ExternalBytes`: the files that this process writes. Names differ between processes.
         finite: Whether the checkpoint records its parameters as finite, if the caller has checked them. In a run, those
             that were not finite when it began count as finite.
         temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is temporary:
@@ -80,18 +80,19 @@ class CheckpointExtra(NamedTuple):
     temporary_secs: float | None = None
     best: BestRecord | None = None
 
-    @classmethod
-    def of(cls, extra: object) -> "CheckpointExtra":
-        """Return the `extra` of a user as one.
-
-        Raises:
-            TypeError: It is not JSON.
-        """
-        return extra if isinstance(extra, cls) else cls(json_copy(extra, "extra"), {})
-
     def is_same(self, other: "CheckpointExtra") -> bool:
-        text, other_text = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
+        text = json.dumps(self.values, sort_keys=True)
+        other_text = json.dumps(other.values, sort_keys=True)
         return text == other_text and self.files == other.files
+
+
+def as_checkpoint_extra(extra: object) -> CheckpointExtra:
+    """Return the `extra` that a user saves with a state as a `CheckpointExtra`; one of these is returned as it is.
+
+    Raises:
+        TypeError: It is not JSON.
+    """
+    return extra if isinstance(extra, CheckpointExtra) else CheckpointExtra(json_copy(extra, "extra"), {})
 
 
 def known_values(values: Any) -> Any:
@@ -214,12 +215,12 @@ class RetainedSteps:
     """The retention state, which is written into every manifest.
 
     Attributes:
-        since: The first save more than `keep_checkpoint_every_n_hours` after this time is kept permanently.
+        interval_start: The first save more than `keep_checkpoint_every_n_hours` after this time is kept permanently.
         temporary: The steps of checkpoints that the next save replaces.
     """
 
     steps: frozenset[int]
-    since: float
+    interval_start: float
     temporary: frozenset[int] = frozenset()
 
 
@@ -255,13 +256,13 @@ class Manifest:
     best: BestRecord | None = None
 
     @property
-    def by_array(self) -> dict[str, Leaf]:
+    def leaves_by_array(self) -> dict[str, Leaf]:
         return {leaf.array: leaf for leaf in self.leaves if leaf.array is not None}
 
 
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it."""
-    retention: dict[str, Any] = {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since}
+    retention: dict[str, Any] = {"kept": sorted(manifest.retention.steps), "since": manifest.retention.interval_start}
     if manifest.retention.temporary:
         retention["temporary"] = sorted(manifest.retention.temporary)
     head: dict[str, Any] = {
@@ -405,7 +406,7 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
         extra=loaded["extra"],
         retention=RetainedSteps(
             steps=frozenset(_counts(retention["kept"])),
-            since=_checked(retention["since"], "a time"),
+            interval_start=_checked(retention["since"], "a time"),
             temporary=frozenset(_counts(retention.get("temporary", ()))),
         ),
         files=files,

@@ -149,10 +149,10 @@ class _LeafMatcher:
         self._roles = roles
         self._has_roles = bool(roles)
         self._averages = averages
-        self._arrays = manifest.by_array
+        self._arrays = manifest.leaves_by_array
         # Leaves whose arrays the checkpoint has, and these with the ones that it leaves out.
-        self._records = leaf_records.by_name(manifest.leaves)
-        self._saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **self._records}
+        self._records = leaf_records.named_records(manifest.leaves)
+        self._saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
         self.renamed = _renamed(names, target.paths, self._saved.keys(), checkpoint)
         self._names = leaf_records.unique(target.paths)
         self._kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(target.values, target.paths, strict=True)]
@@ -458,13 +458,15 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], checkpoint: s
 
 def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
-    records = leaf_records.by_name(leaves)
-    by_array = {leaf.array: leaf for leaf in leaves}
+    records = leaf_records.named_records(leaves)
+    stored = {leaf.array: leaf for leaf in leaves}
     nested: dict[str, Any] = {}
     for name, record in records.items():
         value = leaf_records.leaf_value(record, None, arrays)
-        if averages and (average := find_average(name, records, averages)) is not None:
-            value = leaf_records.leaf_value(average, by_array.get(average.half or ""), arrays).astype(value.dtype)
+        average = find_average(name, records, averages) if averages else None
+        if average is not None:
+            half = stored.get(average.half or "")
+            value = leaf_records.leaf_value(average, half, arrays).astype(value.dtype)
         group = nested
         for key in record.keys[:-1]:
             group = group.setdefault(key, {})

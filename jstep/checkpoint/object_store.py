@@ -24,7 +24,7 @@ from jstep.stores.objects import (
     PendingOperation,
     ReadResult,
     UnknownMarkError,
-    in_flight,
+    pipelined,
     spec,
 )
 from jstep.stores.urls import parts_of_url
@@ -164,7 +164,7 @@ class ObjectStore(Store):
     def own_paths(self) -> dict[int, str]:
         return dict(self._own)
 
-    def at(self, prefix: str, step: int) -> str | None:
+    def find_path(self, prefix: str, step: int) -> str | None:
         name = listing.format_name(prefix, step)
         return None if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
 
@@ -195,7 +195,7 @@ class ObjectStore(Store):
 
     def lock(self) -> claims.ObjectClaim:
         """Take the claim, and check within `START_TIMEOUT_SECS` that the store can be read, listed and written."""
-        with self.objects.within(START_TIMEOUT_SECS), _known_marks():
+        with self.objects.time_limit(START_TIMEOUT_SECS), _known_marks():
             claim = claims.ObjectClaim(self.objects, self._prefix)
             try:
                 if self.objects.index() is None:
@@ -228,7 +228,7 @@ class ObjectStore(Store):
             self._claim.check()
         stamp = self.objects.write_if(attempt.manifest_key, data, before.stamp)
         if stamp is None:
-            url = self.objects.at(attempt.manifest_key)
+            url = self.objects.url_of(attempt.manifest_key)
             raise CheckpointError(f"{url} was written by another writer meanwhile; stop one of the two runs")
         try:
             # This process may have been suspended since the first check, while another one took the claim and deleted
@@ -306,7 +306,7 @@ class ObjectStore(Store):
         try:
             for key in remains:
                 keys = self.objects.list(key, f"{key[:-1]}0") if key.endswith("/") else [key]  # 0 follows the slash
-                for _, operation in in_flight(self.objects.start_delete, keys):
+                for _, operation in pipelined(self.objects.start_delete, keys):
                     operation.result()
                 if key.endswith("/"):
                     self.objects.delete(f"{INDEX}{key[:-1]}")
@@ -392,7 +392,7 @@ class ObjectStorage(attempts.Storage):
         return f"{self._attempt}/{key}" if key else self._attempt
 
     def path(self, key: str) -> str:
-        return self._objects.at(self._key(key))
+        return self._objects.url_of(self._key(key))
 
     def spec(self) -> dict[str, Any]:
         return spec(self.path(""))

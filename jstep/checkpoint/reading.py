@@ -118,7 +118,7 @@ class CheckpointReader:
         if found is not None and found[0] == step:
             with contextlib.suppress(CheckpointError, OSError):  # it is gone, or that is found again below
                 return self._store.reader(*found[1:]).read_file(name)
-        path = self._store.at(self._prefix, step)
+        path = self._store.find_path(self._prefix, step)
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
@@ -142,7 +142,7 @@ class CheckpointReader:
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
-                arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array))
+                arrays = self.read(path, manifest, dict.fromkeys(manifest.leaves_by_array))
                 return match.nest_values(manifest.leaves, arrays, averages)
             matched = match.match(target, manifest, averages, names, path)
             if of_params:
@@ -187,7 +187,7 @@ class CheckpointReader:
             name = format_name(self._prefix, step)
             if requested is None:
                 raise _gone(self._store.path(name))
-            lacks = dict(self._store.broken(self._prefix, step - 1)).get(self._store.path(name))
+            lacks = dict(self._store.find_broken(self._prefix, step - 1)).get(self._store.path(name))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, "
@@ -225,7 +225,7 @@ class CheckpointReader:
     def _newest(self) -> int:
         """Return the highest step; older checkpoints are never restored silently if it is incomplete."""
         step = next((step for step, _ in self._store.newest_first(self._prefix)), -1)
-        for path, lacks in self._store.broken(self._prefix, step)[:1]:
+        for path, lacks in self._store.find_broken(self._prefix, step)[:1]:
             raise self.unusable(path, [lacks], CORRUPTED)
         if step < 0:
             others = next((path for _, path in self._store.newest_first(None)), None)
@@ -410,7 +410,7 @@ class CheckpointReader:
 
     def _set_aside(self, conflicting: list[str], above: int, purpose: str) -> str:
         """Return the command that lets `train` resume. It deletes nothing: this may be the last copy."""
-        broken = [path for path, _ in self._store.broken(self._prefix, above)]
+        broken = [path for path, _ in self._store.find_broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*conflicting, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
 

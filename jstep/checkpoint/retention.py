@@ -1,4 +1,9 @@
-"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete leftovers of saves."""
+"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete leftovers of saves.
+
+A checkpoint is *evictable* unless it is permanent. The evictable ones beyond `max_to_keep` are *candidates*. Some of
+these become permanent, since one every N hours stays; the others are *evicted*. The *temporary* ones are not counted:
+a later save *replaces* them.
+"""
 
 import dataclasses
 import math
@@ -14,27 +19,27 @@ from jstep.checkpoint.store import Store
 
 ALWAYS = math.inf
 """The `temporary_secs` of a checkpoint that is temporary whatever precedes it."""
-
-
 _MAX_CONCURRENT = 16
 """Manifests to read at once."""
 
 
-def in_question(
+def eviction_candidates(
     steps: Iterable[int], new: int, permanent: Iterable[int], max_to_keep: int | None, newest_finite: int | None
 ) -> list[int]:
-    """Return the checkpoints beyond `max_to_keep`, lowest step first, of which one may have to be kept permanently.
+    """Return the evictable checkpoints beyond `max_to_keep`, lowest step first.
 
     The new step, the highest one, and the highest finite one are never among them.
     """
+    if max_to_keep is None:
+        return []
     steps = {*steps, new}
     evictable = sorted(steps - ({*permanent} - {new}))
-    excess = 0 if max_to_keep is None else max(0, len(evictable) - max_to_keep)
+    excess = max(0, len(evictable) - max_to_keep)
     spared = {new, max(steps), newest_finite}
     return [step for step in evictable if step not in spared][:excess]
 
 
-def evictions(
+def plan_evictions(
     saved_at: Mapping[int, float],
     new: int,
     retained: RetainedSteps,
@@ -42,26 +47,28 @@ def evictions(
     every_n_hours: float | None,
     newest_finite: int | None = None,
 ) -> tuple[list[int], RetainedSteps]:
-    """Return the checkpoints to delete after `new` was saved, and the new retention state.
+    """Return the checkpoints to evict after `new` was saved, and the new retention state.
 
     As in TF, a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
     have passed since the previous permanent one. A long pause counts once.
 
     Args:
-        saved_at: Step → when it was saved; of those that are not `in_question`, the time is not used.
+        saved_at: Step → when it was saved; of those that are no candidates, the time is not used.
     """
     permanent = (retained.steps & saved_at.keys()) - {new}
-    since = retained.since
-    victims: list[int] = []
-    for step in in_question(saved_at, new, permanent, max_to_keep, newest_finite):
-        since = min(since, saved_at[step])  # the clock of a host may have been ahead when it was set
-        hours = (saved_at[step] - since) / 3600
-        if every_n_hours is not None and hours > every_n_hours:
-            permanent |= {step}
-            since += 3600 * every_n_hours * int(hours / every_n_hours)
-        else:
-            victims.append(step)
-    return victims, RetainedSteps(frozenset(permanent), since)
+    interval_start = retained.interval_start
+    evicted: list[int] = []
+    for step in eviction_candidates(saved_at, new, permanent, max_to_keep, newest_finite):
+        # The interval starts after this save if the clock of an earlier host was ahead. Left there, it would let none
+        # become permanent until this clock has reached it.
+        interval_start = min(interval_start, saved_at[step])
+        hours = (saved_at[step] - interval_start) / 3600
+        if every_n_hours is None or not hours > every_n_hours:  # NaN if the manifest cannot be read
+            evicted.append(step)
+            continue
+        permanent |= {step}
+        interval_start += 3600 * every_n_hours * int(hours / every_n_hours)
+    return evicted, RetainedSteps(frozenset(permanent), interval_start)
 
 
 class Listener(Protocol):
@@ -106,23 +113,50 @@ class Published(NamedTuple):
     number: int
 
 
+class _Decision(NamedTuple):
+    """What a save decides before its checkpoint appears.
+
+    Attributes:
+        superseded: The paths of the checkpoints to delete: temporary ones that are replaced, and evicted ones.
+        retained: The retention state for the manifest.
+        is_temporary: Whether the new checkpoint is temporary.
+    """
+
+    superseded: list[str]
+    retained: RetainedSteps
+    is_temporary: bool
+
+
 class Retention:
     """What each save records of the checkpoints that are kept, and which ones it deletes.
 
     The retention state is in the newest manifest. Others are read only if their checkpoints may have to be deleted.
+
+    Args:
+        interval_start: When the first interval of `every_n_hours` starts, if no checkpoint says it.
     """
 
     def __init__(
-        self, store: Store, prefix: str, max_to_keep: int | None, every_n_hours: float | None, since: float
+        self,
+        store: Store,
+        prefix: str,
+        max_to_keep: int | None,
+        every_n_hours: float | None,
+        *,
+        interval_start: float,
     ) -> None:
-        self._store, self._prefix = store, prefix
-        self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
-        self._since = since
+        self._store = store
+        self._prefix = prefix
+        self._max_to_keep = max_to_keep
+        self._every_n_hours = every_n_hours
+        self._interval_start = interval_start
         self._retained: RetainedSteps | None = None
+        # By step, what `_read_head` has read.
         self._heads: dict[int, Manifest] = {}
-        """By step, see `_read_head`."""
+        # The steps for which it has found no complete checkpoint. They count only while one save decides, since a later
+        # one may save them.
         self._absent: set[int] = set()
-        """Steps that have no complete checkpoint, as long as one save decides."""
+        # None from the beginning of a save until its deletions have ended, or in a bucket, have begun.
         self._published_secs: float | None = None
         self.published: Published | None = None
 
@@ -133,7 +167,8 @@ class Retention:
             return None
         return self._published_secs + self._store.erase_secs
 
-    def begin(self) -> None:
+    def reset_write_secs(self) -> None:
+        """Note that a save begins, so that `write_secs` is not that of the one before."""
         self._published_secs = None
 
     def finish(self, end: EndOfSave, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
@@ -141,93 +176,113 @@ class Retention:
         for flush in end.flushes:
             flush()
         manifest = end.manifest
-        victims, retained, is_temporary = self._decide(manifest, end.temporary_secs)
+        decision = self._decide(manifest, end.temporary_secs)
         sealed = dataclasses.replace(
             manifest,
             extra=known_values(manifest.extra),
-            retention=retained,
+            retention=decision.retained,
             files=files,
             left_out=end.left_out(),
-            temporary=is_temporary,
+            temporary=decision.is_temporary,
         )
         remains = publish(sealed)
         self.published = Published(manifest.step, end.number)
         self._store.erase(remains)
-        self._retained = retained
+        self._retained = decision.retained
         self._heads[manifest.step] = _head_of(sealed)
         seconds = time.monotonic() - end.began
-        if end.listener is not None and not is_temporary:
+        if end.listener is not None and not decision.is_temporary:
             end.listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
-        for path in victims:
+        for path in decision.superseded:
             if end.listener is not None:
                 end.listener.wait(path)
             self._store.evict(path)
         self._published_secs = seconds
 
-    def _decide(self, new: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
-        """Return the paths to delete, the retention state, and whether this checkpoint is temporary.
+    def _decide(self, new: Manifest, temporary_secs: float | None) -> _Decision:
+        """Decide what a new checkpoint is, and what it supersedes.
 
         It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
-        checkpoints that may have to be deleted, however many are kept.
+        candidates, however many checkpoints are kept.
         """
         paths = self._store.own_paths()
         self._absent.clear()
-        retained = self._load(paths)
+        retained = self._load_retained(paths)
         if self._max_to_keep is None and temporary_secs is None and not retained.temporary:
-            return [], retained, False
+            return _Decision([], retained, is_temporary=False)
         self._heads = {step: head for step, head in self._heads.items() if step in paths}
         others = sorted(paths.keys() - {new.step}, reverse=True)
-        is_temporary = False
-        # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
-        # this step by itself.
-        if temporary_secs is not None and not (new.step in paths and self._is_permanent(new.step)):
-            newest = self._first(others, lambda head: not head.temporary)
-            previous = -math.inf if newest is None else self._heads[newest].saved_at
-            is_temporary = temporary_secs == ALWAYS or 0 <= new.saved_at - previous < temporary_secs
+        is_temporary = self._is_temporary(new, temporary_secs, paths, others)
         finite = self._newest_finite(others, new)
+        # Not all that are marked as temporary are it still: a user may have saved such a step again.
         marked = [step for step in others if step in retained.temporary]
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
         replaced = temporary - {finite}
-        marks = temporary - replaced | ({new.step} if is_temporary else set())
-        victims: list[int] = []
+        marks = temporary - replaced
+        if is_temporary:
+            marks.add(new.step)
+        evicted: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
-            times = self._times({*others} - replaced, new, retained, finite)
-            victims, retained = evictions(times, new.step, retained, self._max_to_keep, self._every_n_hours, finite)
+            saved_at = self._save_times({*others} - replaced, new, retained, finite)
+            evicted, retained = plan_evictions(
+                saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, finite
+            )
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
-        return [paths[step] for step in [*sorted(replaced), *victims]], retained, is_temporary
+        return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
+
+    def _is_temporary(
+        self, new: Manifest, temporary_secs: float | None, paths: Mapping[int, str], others: Sequence[int]
+    ) -> bool:
+        if temporary_secs is None:
+            return False
+        if new.step in paths and self._is_permanent(new.step):
+            # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
+            # this step by itself.
+            return False
+        if temporary_secs == ALWAYS:
+            return True
+        newest = self._find_step(others, lambda head: not head.temporary)
+        if newest is None:
+            return False
+        return 0 <= new.saved_at - self._heads[newest].saved_at < temporary_secs
 
     def _newest_finite(self, others: Sequence[int], new: Manifest) -> int | None:
         """Return the highest step whose parameters are finite."""
-        above = [step for step in others if step > new.step]
-        found = self._first(above, lambda head: head.finite)
-        if found is not None or new.finite:
-            return new.step if found is None else found
-        return self._first([step for step in others if step < new.step], lambda head: head.finite)
+        higher = [step for step in others if step > new.step]
+        found = self._find_step(higher, lambda head: head.finite)
+        if found is not None:
+            return found
+        if new.finite:
+            return new.step
+        return self._find_step([step for step in others if step < new.step], lambda head: head.finite)
 
-    def _times(self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None) -> dict[int, float]:
-        """Return the steps of complete checkpoints, with the times of those that may have to be deleted."""
+    def _save_times(
+        self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None
+    ) -> dict[int, float]:
+        """Return the steps of complete checkpoints, with the times of the candidates; others have the time 0."""
         while True:
-            wanted = in_question(steps, new.step, retained.steps & steps, self._max_to_keep, finite)
-            self._read_heads(wanted)
-            incomplete = self._absent & {*wanted}
+            candidates = eviction_candidates(steps, new.step, retained.steps & steps, self._max_to_keep, finite)
+            self._read_heads(candidates)
+            incomplete = self._absent & {*candidates}
             if not incomplete:
                 break
             # They count as no checkpoints, so that others may have to be kept in their place.
             steps = steps - incomplete
-        times = dict.fromkeys(steps, 0.0)
-        for step in wanted:
-            times[step] = self._heads[step].saved_at
-        return times | {new.step: new.saved_at}
+        saved_at = dict.fromkeys(steps, 0.0)
+        for step in candidates:
+            saved_at[step] = self._heads[step].saved_at
+        saved_at[new.step] = new.saved_at
+        return saved_at
 
-    def _first(self, steps: Sequence[int], has: Callable[[Manifest], bool]) -> int | None:
-        """Return the first of some steps whose head has a property. More and more are read at a time."""
+    def _find_step(self, steps: Sequence[int], is_wanted: Callable[[Manifest], bool]) -> int | None:
+        """Return the first of some steps whose head is wanted. More and more heads are read at a time."""
         count = 1
         for i, step in enumerate(steps):
             if step not in self._heads and step not in self._absent:
                 self._read_heads(steps[i : i + count])
                 count = min(4 * count, _MAX_CONCURRENT)
-            if step in self._heads and has(self._heads[step]):
+            if step in self._heads and is_wanted(self._heads[step]):
                 return step
         return None
 
@@ -269,15 +324,17 @@ class Retention:
     def evictable(self) -> list[str]:
         """Return the checkpoints that are not permanent, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
-        permanent = self._load(paths).steps
+        permanent = self._load_retained(paths).steps
         return [paths[step] for step in sorted(paths) if step not in permanent]
 
-    def _load(self, paths: Mapping[int, str]) -> RetainedSteps:
+    def _load_retained(self, paths: Mapping[int, str]) -> RetainedSteps:
+        """Return the retention state, which is that of the newest manifest that can be read until a save changes it."""
         if self._retained is None:
-            newest = self._first(sorted(paths, reverse=True), lambda head: not math.isnan(head.saved_at))
-            self._retained = (
-                RetainedSteps(frozenset(), self._since) if newest is None else self._heads[newest].retention
-            )
+            newest = self._find_step(sorted(paths, reverse=True), lambda head: not math.isnan(head.saved_at))
+            if newest is None:
+                self._retained = RetainedSteps(frozenset(), self._interval_start)
+            else:
+                self._retained = self._heads[newest].retention
         return self._retained
 
 

@@ -9,7 +9,7 @@ from jstep.checkpoint import names as naming
 from jstep.checkpoint.best_record import best_step
 from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
+from jstep.checkpoint.manifest import CheckpointError, as_checkpoint_extra
 from jstep.checkpoint.match import Names
 from jstep.core import exceptions, placement
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
@@ -147,7 +147,7 @@ class Saver:
             engine.check_open()
             _check_tree(state, "state", "save(state, extra=None), whose global_step names the checkpoint")
             placement.check_not_compile_only(state, "state")
-            return engine.save(state, CheckpointExtra.of(extra))
+            return engine.save(state, as_checkpoint_extra(extra))
 
     @overload
     def restore(
@@ -222,7 +222,7 @@ class Saver:
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
-        with self._engine.between_saves() as reader:
+        with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target, "target")
             return reader.restore(target, step, partial, averages, names)
 
@@ -268,7 +268,7 @@ class Saver:
                 "or shapes from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
-        with self._engine.between_saves() as reader:
+        with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
             return reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
@@ -282,7 +282,7 @@ class Saver:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
         """
-        with self._engine.between_saves() as reader:
+        with self._engine.locked_reader() as reader:
             return reader.extra(_step_or_none(step))
 
     def read_file(self, name: str, step: int) -> bytes:

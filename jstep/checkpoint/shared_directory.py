@@ -80,7 +80,7 @@ def _announce(path: str) -> str:
 def _write_object(url: str) -> str:
     name = f"{_OBJECTS}{new_token()}"
     objects = Objects(url)
-    with objects.within(START_TIMEOUT_SECS):
+    with objects.time_limit(START_TIMEOUT_SECS):
         objects.write(name, b"")
     return name
 

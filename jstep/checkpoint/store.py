@@ -36,7 +36,8 @@ class Store(abc.ABC):
     _write: BackgroundWrite | None = None
 
     def __init__(self, directory: str, prefix: str | None) -> None:
-        self.directory, self._prefix = directory, prefix or ""
+        self.directory = directory
+        self._prefix = prefix or ""
 
     def path(self, name: str) -> str:
         """Return the path or URL of a checkpoint, as shown to users."""
@@ -57,15 +58,15 @@ class Store(abc.ABC):
         """Return step → path of what has the name of a checkpoint of this writer, complete or not."""
 
     @abc.abstractmethod
-    def at(self, prefix: str, step: int) -> str | None:
+    def find_path(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
     def path_to_read(self, prefix: str, step: int) -> str | None:
         """Return the path of a step whose manifest is read next; None only if there is no complete checkpoint."""
-        return self.at(prefix, step)
+        return self.find_path(prefix, step)
 
-    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """Return path and problem of incomplete checkpoints above a step, highest step first.
+    def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
+        """Return path and problem of the incomplete checkpoints of higher steps, highest step first.
 
         No crash leaves them: their files were removed. Object stores report none.
         """
@@ -77,7 +78,7 @@ class Store(abc.ABC):
 
     def complete_manifest(self, prefix: str, step: int) -> Manifest | None:
         """Return the manifest of the complete checkpoint of a step, or None."""
-        path = self.at(prefix, step)
+        path = self.find_path(prefix, step)
         try:
             return None if path is None else self.manifest(path)
         except FileNotFoundError:
@@ -105,7 +106,9 @@ class Store(abc.ABC):
 
     def describe_files(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
         """Describe the files that are missing or differ, as `find_corruption` does, without reading the arrays."""
-        wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
+        wrong = dict(self.find_wrong_sizes(path, manifest))
+        if every:
+            wrong |= self._unused_corruption(path, manifest)
         return [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
@@ -117,16 +120,22 @@ class Store(abc.ABC):
 
     def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""
-        storage, found = self.storage(path, manifest), dict[str, str]()
-        for name, data in array_writer().orbax_files(manifest.by_array, manifest.saved_at).items():
+        storage = self.storage(path, manifest)
+        corrupted: dict[str, str] = {}
+        for name, written in array_writer().orbax_files(manifest.leaves_by_array, manifest.saved_at).items():
             try:
-                if (read := storage.read(name)) != data:
-                    found[name] = "missing" if read is None else "its content differs from what was written"
+                data = storage.read(name)
             except OSError as error:
-                found[name] = f"cannot be read: {error.strerror or error}"
+                corrupted[name] = f"cannot be read: {error.strerror or error}"
+                continue
             except ValueError:  # it is too large
-                found[name] = "its content differs from what was written"
-        return found
+                corrupted[name] = "its content differs from what was written"
+                continue
+            if data is None:
+                corrupted[name] = "missing"
+            elif data != written:
+                corrupted[name] = "its content differs from what was written"
+        return corrupted
 
     def is_gone(self, path: str, manifest: Manifest) -> bool:
         """Return whether a checkpoint was deleted or replaced since its manifest was read."""
@@ -150,7 +159,9 @@ class Store(abc.ABC):
         with contextlib.suppress(CheckpointError):
             self._claim = self.lock()
             return
-        gc.collect()  # an unreferenced Saver releases its claim
+        # The owner may be a Saver of this process to which nothing refers any more: it releases its claim when it is
+        # collected.
+        gc.collect()
         self._claim = self.lock()
 
     @abc.abstractmethod
@@ -162,10 +173,14 @@ class Store(abc.ABC):
         """Start to write what a job holds. All processes call it together; the first one ends it."""
 
     def wait(self) -> None:
-        if self._write is not None:
-            self._write.join()  # Ctrl-C leaves the write in progress, and the next call waits for it
-            write, self._write = self._write, None
-            write.wait()
+        """Wait for the write in progress, and raise its error."""
+        write = self._write
+        if write is None:
+            return
+        # Forgotten only when it has ended: Ctrl-C may interrupt this, and the next call then waits for it.
+        write.join()
+        self._write = None
+        write.wait()
 
     def is_writing(self) -> bool:
         write = self._write

@@ -13,7 +13,7 @@ from jstep.core import processes
 from jstep.core.checks import describe_type, format_list
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnknownPartError
-from jstep.stores.tagged_json import AttachedFiles, LargeBytes
+from jstep.stores.tagged_json import AttachedFiles, ExternalBytes
 from jstep.stores.untrusted import decode_json
 
 POSITION = "batches"
@@ -94,7 +94,7 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     return None if position is None else SavedPosition(position)
 
 
-Files = dict[str, LargeBytes]
+Files = dict[str, ExternalBytes]
 """The files of a checkpoint that this process writes, by their names."""
 
 
@@ -131,7 +131,7 @@ def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dic
     if are_equal:
         positions = {_PROCESSES: count, _LIST: [encoded]}
         return {POSITION: encoded, POSITIONS: positions}, attached if index == 0 else {}
-    file = LargeBytes(text.encode())
+    file = ExternalBytes(text.encode())
     return {POSITIONS: {_PROCESSES: count, _LIST: _file_names(count)}}, {_file_name(index): file, **attached}
 
 
@@ -193,7 +193,7 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
     """Return the positions in another checkpoint's `extra`, and the files of them that this process writes.
 
     Args:
-        extra: As `load_own_position` and `with_files` return it.
+        extra: As `load_own_position` and `resolve_files` return it.
     """
     copied: dict[str, Any] = {}
     first_files = AttachedFiles(_file_stem(0))
@@ -213,7 +213,7 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
             continue
         attached = AttachedFiles(_file_stem(process))
         text = json.dumps(tagged_json.as_json(position, attached))
-        files |= {_file_name(process): LargeBytes(text.encode()), **attached}
+        files |= {_file_name(process): ExternalBytes(text.encode()), **attached}
     copied[POSITIONS] = {**entry, _LIST: _file_names(len(positions))}
     return copied, files
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, UnsupportedFormatError
+from jstep.checkpoint.manifest import CheckpointError, UnsupportedFormatError, as_checkpoint_extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver, engine_of
@@ -376,7 +376,7 @@ class KeepBest(MetricReader):
         self._saving_step = step
         self._of_others.discard(step)
         with internal_transfers():
-            saver.save(state, extra=CheckpointExtra.of(extra)._replace(finite=is_finite, best=record))
+            saver.save(state, extra=as_checkpoint_extra(extra)._replace(finite=is_finite, best=record))
         data = self._data_hash()
         if data is not None:
             self._measured_on[step] = data

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.checkpoint.manifest import as_checkpoint_extra
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.shared_directory import check_shared
 from jstep.core.checks import as_function, as_functions
@@ -73,7 +73,7 @@ class CheckpointSaverHook(SaverHook):
                 self.saver = Saver(self._directory)
                 self._is_closed = False
             is_finite = self._run.require_finite(step, self.saver)
-            extra = CheckpointExtra.of(self._extra() if self._extra else None)
+            extra = as_checkpoint_extra(self._extra() if self._extra else None)
             write(self._run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
             self._saved = LatestSave.of(step, state)
         if wait and not self._is_closed:

@@ -61,10 +61,10 @@ class Checkpoint:
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
-        from jstep.weights.tensors import in_groups  # it imports JAX
+        from jstep.weights.tensors import group_by_bytes  # it imports JAX
 
         chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
-        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
+        for group in group_by_bytes(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
             yield from self._read(group)
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
@@ -103,9 +103,9 @@ def checkpoint_at(path: str) -> Checkpoint | None:
     if step is None:
         return None
     store = open_store(above)
-    stored = store.at(match[1], step)
+    stored = store.find_path(match[1], step)
     if stored is None:
-        problem = dict(store.broken(match[1], step - 1)).get(path)
+        problem = dict(store.find_broken(match[1], step - 1)).get(path)
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
@@ -129,7 +129,7 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
         names += names_in(directory)
     for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
         paths += [path for _, path in store.newest_first(prefix)]
-        problems |= {path: f"{path}: {problem}" for path, problem in store.broken(prefix, -1)}
+        problems |= {path: f"{path}: {problem}" for path, problem in store.find_broken(prefix, -1)}
     checkpoints = []
     for path in paths:
         try:

@@ -189,7 +189,7 @@ def _plain(saved: Any) -> Any:
 def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
     from jstep.stores import tagged_json  # it imports JAX
 
-    whole = tagged_json.with_files(saved, files)
+    whole = tagged_json.resolve_files(saved, files)
     hashed = json.dumps(whole, sort_keys=True, default=lambda large: large.hash.hex())
     bits = hashlib.blake2b(hashed.encode()).hexdigest()
     tag, inner = _tag(saved)

@@ -172,7 +172,7 @@ class RunFolder:
         for place in dict.fromkeys([self.path, *self._logdirs(problems)]):
             for path in event_files(place) if is_directory(place) else ():
                 name = split_path(path)[1]
-                if Writer.of(name).run in ids:
+                if Writer.parse(name).run in ids:
                     files[name] = path
                 else:
                     others.append(name)

@@ -168,7 +168,7 @@ def _loaded(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
     def read(name: str) -> bytes:
         return saver.read_file(name, step)
 
-    loaded: dict[str, Any] = tagged_json.with_files(load_own_position(extra, read), tagged_json.FilesOnce(read))
+    loaded: dict[str, Any] = tagged_json.resolve_files(load_own_position(extra, read), tagged_json.FilesOnce(read))
     return loaded
 
 
@@ -392,7 +392,7 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], 
         extra = {}
         if isinstance(saved, dict):
             saved_here = load_own_position(saved, read)
-            extra = tagged_json.with_files(saved_here, lambda name: tagged_json.LargeBytes(read(name)))
+            extra = tagged_json.resolve_files(saved_here, lambda name: tagged_json.ExternalBytes(read(name)))
         is_replaced = saver.extra(step) != saved
     except FileNotFoundError:
         return None
@@ -405,7 +405,7 @@ def _checkpoint_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
     if match := _NAME.fullmatch(name):
         store = open_store(above)
         step = int(match[2])
-        if store.at(match[1], step) is not None:
+        if store.find_path(match[1], step) is not None:
             return Saver(above, prefix=match[1]), step, True
         _refuse_damaged(store, match[1], step - 1, only=step)
     if is_directory(path):
@@ -435,7 +435,7 @@ def _run_of(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
-    for broken, problem in store.broken(prefix, above):
+    for broken, problem in store.find_broken(prefix, above):
         if only is None or split_path(broken)[1] == checkpoint_name(prefix, only):
             raise CheckpointError(f"start_from: {broken} is corrupted: {problem}; give another checkpoint")
 

@@ -236,7 +236,7 @@ def where_resumed(run: RunContext) -> str:
     newest = "the newest checkpoint, if there is one"
     if processes.is_single_process() and not run.signals.received_twice:  # otherwise this could wait forever
         with contextlib.suppress(Exception):  # the save has failed, or the store cannot be reached
-            engine_of(saver).settle()
+            engine_of(saver).wait_until_finished()
             store = open_store(saver.directory)
             found = next(iter(store.newest_first(saver.prefix)), None)
             if found is None:

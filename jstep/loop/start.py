@@ -206,7 +206,7 @@ def _open_on_first(run: RunContext) -> tuple[int]:
     if jax.process_index() == 0:
         if run.saver is None and options.where is not None and is_url(options.where):
             objects = Objects(options.where)  # asked now, as the record and the event files would each wait for it
-            with objects.within(START_TIMEOUT_SECS):
+            with objects.time_limit(START_TIMEOUT_SECS):
                 objects.list(FOLDER, f"{FOLDER}~")
         paths = {os.fspath(path) for path in (options.where, options.logdir) if path is not None}
         if options.logdir is not None and options.where is not None:

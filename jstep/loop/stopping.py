@@ -236,7 +236,7 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
         if not _done_in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
-        _done_in_time(engine_of(run.saver).settle, save_secs)  # the boundary before the `end`s
+        _done_in_time(engine_of(run.saver).wait_until_finished, save_secs)  # the boundary before the `end`s
     _done_in_time(lambda: print(end="", flush=True))
     _done_in_time(logging.shutdown)
     time.sleep(grace_secs)

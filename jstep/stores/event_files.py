@@ -156,7 +156,7 @@ class Writer(NamedTuple):
     directory: str | None
 
     @classmethod
-    def of(cls, name: str) -> "Writer":
+    def parse(cls, name: str) -> "Writer":
         run = _OF_RUN.search(name)
         return cls(None, None) if run is None else cls(run["run"], run["directory"])
 

@@ -73,7 +73,7 @@ class ObjectAppender:
         self._key = next_key()
         self._data = bytearray(kept or header)
         self._uploaded = -1  # the bytes of `_data` that the store has
-        self.path = objects.at(self._key)
+        self.path = objects.url_of(self._key)
         """The URL of the first object."""
         self._put()
 
@@ -100,7 +100,9 @@ class ObjectAppender:
     def sync(self) -> bool:
         """Upload new data and return whether that succeeded; a failure is logged once."""
         try:
-            with self._objects.within(5 if self._failing else math.inf):  # a store that is down must not delay callers
+            with self._objects.time_limit(
+                5 if self._failing else math.inf
+            ):  # a store that is down must not delay callers
                 self._put()
         except OSError as error:
             if not self._failing:
@@ -112,7 +114,7 @@ class ObjectAppender:
 
     def close(self) -> None:
         """Upload new data; unlike `sync`, raise an error."""
-        with self._objects.within(8 if self._failing else math.inf):
+        with self._objects.time_limit(8 if self._failing else math.inf):
             self._put()
 
     def _put(self) -> None:
@@ -345,7 +347,7 @@ class LineObject(ObjectAppender):
     def __init__(self, url: str, is_line: Callable[[bytes], bool]) -> None:
         above, name = split_path(url)
         objects = Objects(above)
-        with objects.within(START_TIMEOUT_SECS):
+        with objects.time_limit(START_TIMEOUT_SECS):
             data = objects.read(name).data or b""
             _check_first(url, data, is_line)
             first = _next_number(_names_of_parts(objects, name), name)

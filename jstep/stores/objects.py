@@ -69,14 +69,14 @@ class PendingOperation:
         self._objects = objects
         self._future = future
         self._verb = verb
-        self.url = objects.at(key)
+        self.url = objects.url_of(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
-        self._until = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
+        self._deadline = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
 
     def result(self) -> Any:
         """Return the result; raise an OSError if the operation fails or takes too long."""
-        left = self._until - time.monotonic()
+        left = self._deadline - time.monotonic()
         # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:
             self._wait(left)
@@ -114,14 +114,14 @@ class PendingList(PendingOperation):
 
     def _wait(self, secs: float) -> bool:
         """Wait as long as the store responds, and as what it sends may be a list."""
-        before: _ListTraffic | None = None
-        until = time.monotonic() + secs
+        earliest: _ListTraffic | None = None
+        deadline = time.monotonic() + secs
         patience = 20
-        while not super()._wait(min(_SECONDS_PER_LOOK, until - time.monotonic())):
+        while not super()._wait(min(_SECONDS_PER_LOOK, deadline - time.monotonic())):
             # Not before the loop: most lists have ended by now, and reading the metrics takes 0.3 ms.
             traffic = _ListTraffic.now()
-            before = before or traffic
-            received = traffic.since(before)
+            earliest = earliest or traffic
+            received = traffic - earliest
             if received.is_endless():
                 self._future.cancel()
                 raise EndlessListError(
@@ -129,11 +129,11 @@ class PendingList(PendingOperation):
                     f"{received.nbytes / 1e6:.1f} MB. Pass a URL further below in the bucket, or check the address: "
                     f"{self._endpoint()}"
                 )
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 if patience == 0 or not self._responds():
                     return False
                 patience -= 1
-                until = time.monotonic() + SECONDS
+                deadline = time.monotonic() + SECONDS
         return True
 
     def _responds(self) -> bool:
@@ -188,8 +188,8 @@ class _ListTraffic(NamedTuple):
                 nbytes -= received["value"]
         return cls(pages, nbytes)
 
-    def since(self, before: "_ListTraffic") -> "_ListTraffic":
-        return _ListTraffic(self.pages - before.pages, self.nbytes - before.nbytes)
+    def __sub__(self, earlier: "_ListTraffic") -> "_ListTraffic":
+        return _ListTraffic(self.pages - earlier.pages, self.nbytes - earlier.nbytes)
 
     def is_endless(self) -> bool:
         if self.nbytes > _MAX_LIST_BYTES:
@@ -205,18 +205,18 @@ def _metric(name: str, ts: Any) -> Iterable[dict[str, Any]]:
 
 _Item = TypeVar("_Item")
 _Pending = TypeVar("_Pending")
-_AT_ONCE = 64
+_MAX_CONCURRENT = 64
 """Small operations in flight."""
 
 
-def in_flight(
-    begin: Callable[[_Item], _Pending], items: Iterable[_Item], at_once: int = _AT_ONCE
+def pipelined(
+    begin: Callable[[_Item], _Pending], items: Iterable[_Item], max_concurrent: int = _MAX_CONCURRENT
 ) -> Iterator[tuple[_Item, _Pending]]:
     """Begin an operation for each item, several at once, and yield the items with the operations, in order."""
     running: deque[tuple[_Item, _Pending]] = deque()
     for item in items:
         running.append((item, begin(item)))
-        if len(running) >= at_once:
+        if len(running) >= max_concurrent:
             yield running.popleft()
     yield from running
 
@@ -228,7 +228,7 @@ class Objects:
         self.url = url
         self._deadline = threading.local()
 
-    def at(self, key: str) -> str:
+    def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
     # Operations.
@@ -258,12 +258,12 @@ class Objects:
             if current.data is not None or stamp != ABSENT:
                 return None
         # Missing, and yet not `ABSENT`: S3 reports this if there is no bucket.
-        raise no_bucket(self.at(key), "write")
+        raise no_bucket(self.url_of(key), "write")
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys of objects that exist, in order."""
         one_byte, found = slice(0, 1), []
-        begun = in_flight(lambda key: self._begin("read", key, lambda kv: kv.read(key, byte_range=one_byte)), keys)
+        begun = pipelined(lambda key: self._begin("read", key, lambda kv: kv.read(key, byte_range=one_byte)), keys)
         for key, operation in begun:
             try:
                 found += [key] if operation.result().state == "value" else []
@@ -289,7 +289,7 @@ class Objects:
     # Time.
 
     @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def time_limit(self, seconds: float) -> Iterator[None]:
         """Limit the total time of this thread's operations inside the context."""
         before = self.deadline()
         self._deadline.at = min(before, time.monotonic() + seconds)
@@ -309,7 +309,7 @@ class Objects:
         try:
             return pending(self, ask(store), verb, key, nbytes)
         except _ERRORS as error:
-            problem = translate_error(error, verb, self.at(key))
+            problem = translate_error(error, verb, self.url_of(key))
         raise problem
 
     @functools.cached_property
@@ -378,7 +378,7 @@ class Bucket(Objects):
             if match is not None and int(match["number"]) > INDEX_FORMAT:
                 by = (self.read(key).data or b"").decode(errors="replace")
                 raise UnknownMarkError(
-                    f"{self.at(key)}: the index of this bucket has format {match['number']}, which this version of "
+                    f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which this version of "
                     f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
                     f"written by jstep {by:.50}: install that or a later one"
                 )
@@ -386,7 +386,7 @@ class Bucket(Objects):
     def _truncated(self) -> PermissionError:
         return PermissionError(
             f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
-            f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
+            f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.url_of(MARK)}"
         )
 
 

@@ -159,11 +159,11 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         impl, data = str(jax.random.key_impl(array)), jax.random.key_data(array)
     with internal_transfers():
-        copied = data.copy() if data.nbytes <= LARGE else on_host(data)
+        copied = data.copy() if data.nbytes <= LARGE else host_parts(data)
     return {"$jax": {"data": copied, "impl": impl, "weak": weak}}
 
 
-def on_host(array: jax.Array) -> dict[str, Any]:
+def host_parts(array: jax.Array) -> dict[str, Any]:
     with internal_transfers():
         parts = array_parts(np.asarray(array))
     return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}

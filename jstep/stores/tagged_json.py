@@ -29,7 +29,7 @@ _FILE = "$file"
 """The key of a reference to a file, instead of large bytes."""
 
 
-class LargeBytes:
+class ExternalBytes:
     """Bytes that are a file of a checkpoint, in memory or loaded when needed; equal if the bytes are."""
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
@@ -53,21 +53,21 @@ class LargeBytes:
         self._data = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LargeBytes) and (self is other or self.hash == other.hash)
+        return isinstance(other, ExternalBytes) and (self is other or self.hash == other.hash)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class AttachedFiles(dict[str, LargeBytes]):
+class AttachedFiles(dict[str, ExternalBytes]):
     """The large bytes of values that become JSON, by the names of their files."""
 
     def __init__(self, stem: str) -> None:
         super().__init__()
         self._stem = stem
 
-    def add(self, data: bytes | LargeBytes) -> dict[str, str]:
+    def add(self, data: bytes | ExternalBytes) -> dict[str, str]:
         name = f"{self._stem}{len(self)}"
-        self[name] = data if isinstance(data, LargeBytes) else LargeBytes(data)
+        self[name] = data if isinstance(data, ExternalBytes) else ExternalBytes(data)
         return {_FILE: name}
 
 
@@ -78,26 +78,26 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
         return {key: as_json(item, files) for key, item in copy.items()}
     if kind is list:
         return list(copy) if _are_plain(copy) else [as_json(item, files) for item in copy]
-    if kind is LargeBytes:
+    if kind is ExternalBytes:
         return as_json(copy.read()) if files is None else files.add(copy)
     if kind is bytes:
         return base64.b64encode(copy).decode() if files is None or len(copy) <= LARGE else files.add(copy)
-    return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
+    return as_json(tagged_arrays.host_parts(copy), files) if isinstance(copy, jax.Array) else copy
 
 
-def with_files(encoded: object, load: Callable[[str], LargeBytes]) -> Any:
+def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
     """Return JSON from `as_json` with references to files replaced, as if the value had just been copied."""
     if type(encoded) is list:
-        return encoded if _are_plain(encoded) else [with_files(item, load) for item in encoded]
+        return encoded if _are_plain(encoded) else [resolve_files(item, load) for item in encoded]
     if type(encoded) is not dict:
         return encoded
     if encoded.keys() == {_FILE} and type(encoded[_FILE]) is str:
         return load(encoded[_FILE])
-    return {key: with_files(item, load) for key, item in encoded.items()}
+    return {key: resolve_files(item, load) for key, item in encoded.items()}
 
 
 class FilesOnce:
-    """A `load` for `with_files` that loads each file once: if 4,000 arrays named one, each would be a copy of it.
+    """A `load` for `resolve_files` that loads each file once: if 4,000 arrays named one, each would be a copy of it.
 
     `AttachedFiles` gives each file a name of its own.
     """
@@ -106,11 +106,11 @@ class FilesOnce:
         self._read = read
         self._loaded = set[str]()
 
-    def __call__(self, name: str) -> LargeBytes:
+    def __call__(self, name: str) -> ExternalBytes:
         if name in self._loaded:
             raise UntrustedError(f"the file {name!r:.80} is named more than once")
         self._loaded.add(name)
-        return LargeBytes(load=lambda: self._read(name))
+        return ExternalBytes(load=lambda: self._read(name))
 
 
 def encoded_size(copy: Any) -> int:
@@ -119,7 +119,7 @@ def encoded_size(copy: Any) -> int:
     if kind is dict or kind is list:
         is_plain = kind is list and _are_plain(copy)
         return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if kind is dict else copy))
-    if kind is LargeBytes:
+    if kind is ExternalBytes:
         return LARGE + 1
     return len(copy) if kind is bytes or kind is str else int(getattr(copy, "nbytes", 8))
 
@@ -197,7 +197,7 @@ def decode(value: object) -> Any:
     """Decode a value from `as_json` or `copy_encodable`, which is not trusted."""
     if isinstance(value, list):
         return list(map(decode, value))
-    if isinstance(value, LargeBytes):
+    if isinstance(value, ExternalBytes):
         return value.read()
     if not isinstance(value, dict):
         return value

@@ -71,7 +71,7 @@ _counter = itertools.count()
 def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
     if is_url(logdir):
         objects = Objects(logdir)
-        with objects.within(START_TIMEOUT_SECS):
+        with objects.time_limit(START_TIMEOUT_SECS):
             names = _file_names(_names_there(objects), suffix)
             # Each object begins with the first record of an event file; the first one is written here.
             return ObjectAppender(objects, names.__next__, _first_record(), flush_secs)
@@ -138,8 +138,8 @@ def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> S
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
-    writers = {name: Writer.of(name) for name in names if name != new}
-    own_writer = Writer.of(new)
+    writers = {name: Writer.parse(name) for name in names if name != new}
+    own_writer = Writer.parse(new)
     own_names = [
         name
         for name, writer in writers.items()
@@ -177,5 +177,5 @@ def remove_event_file(path: str) -> None:
         return
     logdir, name = split_path(path)
     objects = Objects(logdir)
-    with objects.within(_REMOVAL_SECS):
+    with objects.time_limit(_REMOVAL_SECS):
         objects.delete(name)

@@ -25,7 +25,7 @@ from jstep.core.trees import T
 from jstep.state.leaves import PARAMS
 from jstep.weights.matching_tensors import Names, WantedTensor, call_transform, match_tensors, rules
 from jstep.weights.search import arrays_directory, local_path, read_tensors, weights_file
-from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
+from jstep.weights.tensors import Read, Tensor, group_by_bytes, read_parts
 
 _MAX_GROUP_BYTES = 2**30
 
@@ -130,7 +130,7 @@ class TensorSource:
 
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
-        for group in in_groups(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
+        for group in group_by_bytes(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
             for name, leaf in group.items():
                 yield targets.place_leaf(leaf, arrays.pop(name))
@@ -165,11 +165,17 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     store = open_store(parent)
     reader = CheckpointReader(store, name.rpartition("-")[0] or name)
     manifest = store.manifest(path)
-    by_array = manifest.by_array
+    leaves_by_array = manifest.leaves_by_array
     slots = [leaf for leaf in manifest.leaves if leaf.keys[0] != PARAMS]
-    halves = {leaf.array: by_array[leaf.half] for leaf in slots if leaf.half is not None and leaf.half in by_array}
+    halves = {
+        leaf.array: leaves_by_array[leaf.half]
+        for leaf in slots
+        if leaf.half is not None and leaf.half in leaves_by_array
+    }
     seconds = {half.array for half in halves.values()}
-    saved = {name: leaf for name, leaf in leaf_records.by_name(manifest.leaves).items() if leaf.array not in seconds}
+    saved = {
+        name: leaf for name, leaf in leaf_records.named_records(manifest.leaves).items() if leaf.array not in seconds
+    }
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         leaves = [(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]

@@ -24,7 +24,7 @@ from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.untrusted import is_utf8
 from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
 from jstep.weights.search import INDEX, local_path
-from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, in_groups, package
+from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, group_by_bytes, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -205,7 +205,7 @@ def save_weights(
     placement.check_no_shapes(params, "params")
     items = _items(params, names)
     # Shards are filled in tree order, then sorted so that large elements are aligned.
-    groups = in_groups(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
+    groups = group_by_bytes(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
     shards = [sorted(group.values(), key=lambda item: -item.tensor.itemsize) for group in groups]
     files = NewFiles(os.path.realpath(path) if len(shards) == 1 and os.path.islink(path) else path, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.

@@ -124,7 +124,7 @@ def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds
     return arrays
 
 
-def in_groups(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterator[dict[str, _Item]]:
+def group_by_bytes(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterator[dict[str, _Item]]:
     """Divide (name, bytes, item) into groups of at most `max_bytes` bytes, with unique names."""
     group: dict[str, _Item] = {}
     left = max_bytes

@@ -117,4 +117,4 @@ class TestManifest:
         plain = Manifest(7, 1.5, leaves[:1], jstep="1.0")
         assert decode(encode(plain)) == plain
         assert not {b'"temporary"', b'"data"', b'"left_out"', b'"parts"'} & set(encode(plain).split())
-        assert list(whole.by_array) == ["params/a", "params.1"]
+        assert list(whole.leaves_by_array) == ["params/a", "params.1"]

@@ -15,7 +15,7 @@ import jstep
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.saver import Saver
-from jstep.stores.tagged_json import LargeBytes
+from jstep.stores.tagged_json import ExternalBytes
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
 
 def test_files_of_an_extra_are_in_the_database(tmp_path, monkeypatch):
     def save_with_file(step):
-        file = LargeBytes(b"a" * 100_000)
+        file = ExternalBytes(b"a" * 100_000)
         saver.save(
             state_at(step),
             extra=CheckpointExtra({"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file}),

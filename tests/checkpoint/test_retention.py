@@ -117,7 +117,7 @@ class TestRetention:
         for step in range(1, 97):
             now += 900
             existing[step] = now + days * 86_400 * (8 <= step < 12)
-            victims, kept = retention.evictions(existing, step, kept, 2, 1.0)
+            victims, kept = retention.plan_evictions(existing, step, kept, 2, 1.0)
             for victim in victims:
                 del existing[victim]
         assert 24 <= len(existing) <= 25
@@ -144,7 +144,7 @@ class TestRetention:
                     next_time += hours * 3600
                     kept_by_tf.append(old[0])
             existing[step] = now
-            victims, kept = retention.evictions(existing, step, kept, max_to_keep, hours)
+            victims, kept = retention.plan_evictions(existing, step, kept, max_to_keep, hours)
             for victim in victims:
                 del existing[victim]
             assert sorted(kept.steps) == kept_by_tf

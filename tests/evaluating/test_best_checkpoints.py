@@ -145,7 +145,7 @@ def test_what_is_superseded_stays_until_a_checkpoint_of_the_run_has_seen_it(tmp_
 
     class Settle(jstep.Hook):
         def before_step(self, step, state):
-            engine_of(saver).settle()  # what is seen below is no luck
+            engine_of(saver).wait_until_finished()  # what is seen below is no luck
 
     best = keep(tmp_path)
 

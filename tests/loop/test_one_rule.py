@@ -208,7 +208,7 @@ def test_the_boundary_before_the_ends_is_temporary(mode, tmp_path):
             told.append(step)
 
         def end(self, step, state):
-            engine_of(saver).settle()
+            engine_of(saver).wait_until_finished()
             seen.append([(at, read_manifest(str(tmp_path / f"model-{at}")).temporary) for at in steps_in(tmp_path)])
             return doubled(state)
 

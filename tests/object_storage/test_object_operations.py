@@ -115,7 +115,7 @@ def test_a_store_that_does_not_respond_times_out(store):
     directory = Objects(store.run)
     directory.write("a", b"1")
     store.fail = [("GET", "", -1, 1)]
-    with directory.within(0.2), pytest.raises(ConnectionError, match="no response"):
+    with directory.time_limit(0.2), pytest.raises(ConnectionError, match="no response"):
         directory.read("a")
     assert directory.read("a").data == b"1"
 

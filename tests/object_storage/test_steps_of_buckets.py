@@ -8,7 +8,7 @@ from object_states import state_at
 import jstep
 from jstep.checkpoint import object_store
 from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.checkpoint.manifest import as_checkpoint_extra
 from jstep.checkpoint.saver import engine_of
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -66,7 +66,7 @@ def test_only_what_exists_is_listed(store, has_long_lists, monkeypatch):
 def test_the_best_step_reads_manifests_at_once(store, monkeypatch):
     with jstep.Saver(store.run, max_to_keep=None) as saver:
         for step, value in enumerate((3.0, 1.0, 2.0)):
-            extra = CheckpointExtra.of(None)
+            extra = as_checkpoint_extra(None)
             engine_of(saver).save(state_at(step), extra._replace(best=BestRecord("loss", value, "min")))
     barrier, read = threading.Barrier(3, timeout=30), object_store.ObjectStore.manifest
 
@@ -82,7 +82,7 @@ def test_the_best_step_reads_manifests_at_once(store, monkeypatch):
 def test_a_checkpoint_that_goes_while_the_best_is_sought(store, monkeypatch):
     with jstep.Saver(store.run, max_to_keep=None) as saver:
         for step, value in enumerate((3.0, 1.0, 2.0)):
-            extra = CheckpointExtra.of(None)
+            extra = as_checkpoint_extra(None)
             engine_of(saver).save(state_at(step), extra._replace(best=BestRecord("loss", value, "min")))
     reader = jstep.Saver(store.run)
     steps = reader.all_steps()

@@ -16,13 +16,13 @@ from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 from jstep.stores.tagged_json import (
     AttachedFiles,
-    LargeBytes,
+    ExternalBytes,
     as_json,
     copy_encodable,
     decode,
     encoded_size,
+    resolve_files,
     set_generator,
-    with_files,
 )
 
 NOT_ENCODED = pathlib.Path(__file__).with_name("not_encoded.jsonl")
@@ -94,7 +94,7 @@ def test_the_order_of_axes_in_memory_is_kept():
     ]
     arrays += [np.asfortranarray(rng.normal(size=(LARGE, 3)))]  # in a file
     files = AttachedFiles("position.")
-    encoded = with_files(as_json(copy_encodable(arrays), files), lambda name: files[name])
+    encoded = resolve_files(as_json(copy_encodable(arrays), files), lambda name: files[name])
     assert len(files) == 1
     for array, found in zip(arrays, decode(encoded), strict=True):
         np.testing.assert_array_equal(array, found)
@@ -297,7 +297,7 @@ def test_large_arrays_are_files():
     assert [len(one.read()) for one in files.values()] == [4 * LARGE, LARGE + 1, 4 * LARGE]
     assert [*files] == ["position.0", "position.1", "position.2"]
 
-    linked = with_files(encoded, lambda name: LargeBytes(load=files[name].read))
+    linked = resolve_files(encoded, lambda name: ExternalBytes(load=files[name].read))
     for found in (decode(linked), decode(as_json(linked)), decode(copy_encodable(value))):
         np.testing.assert_array_equal(found["a"], block)
         assert (found["b"][0], found["c"].shape, found["d"].shape) == (value["b"][0], (LARGE,), (9,))
@@ -318,15 +318,15 @@ def test_the_limit_is_64_kb():
 def test_sizes_are_those_of_arrays_bytes_and_lists():
     sizes = {b"abc" * 50: 150, "abc" * 50: 150, 1: 8, (1,) * 99: 792, (b"a" * 99, (b"b" * 99,)): 198}
     assert {value: encoded_size(copy_encodable(value)) for value in sizes} == sizes
-    assert encoded_size(LargeBytes(b"a")) > LARGE
+    assert encoded_size(ExternalBytes(b"a")) > LARGE
     for size in (10, 10**5):
         for value in (np.zeros(size, np.uint8), jnp.zeros(size, jnp.uint8), [0] * (size // 8), {"a": bytes(size)}):
             assert (encoded_size(copy_encodable([value])) > LARGE) == (size > LARGE)
 
 
 def test_large_bytes_that_were_written_are_compared_by_their_hash():
-    one, two = LargeBytes(b"a" * 9), LargeBytes(b"a" * 9)
-    assert one == two != LargeBytes(b"a")
+    one, two = ExternalBytes(b"a" * 9), ExternalBytes(b"a" * 9)
+    assert one == two != ExternalBytes(b"a")
     one.written()
     assert one == two
     with pytest.raises(RuntimeError, match="not kept in memory"):

@@ -177,9 +177,9 @@ def test_an_entropy_that_would_take_quadratic_time():
 def test_a_file_that_a_position_names_twice():
     files = tagged_json.FilesOnce(lambda name: name.encode())
     encoded = [{"$bytes": {"$file": "a"}}, {"$bytes": {"$file": "b"}}]
-    assert tagged_json.decode(tagged_json.with_files(encoded, files)) == [b"a", b"b"]
+    assert tagged_json.decode(tagged_json.resolve_files(encoded, files)) == [b"a", b"b"]
     with pytest.raises(UntrustedError, match="the file 'a' is named more than once"):
-        tagged_json.with_files(encoded[:1], files)
+        tagged_json.resolve_files(encoded[:1], files)
 
 
 def test_json_of_no_use():
