@@ -32,12 +32,13 @@ _HEAD_BYTES = 12
 _CHECKSUM_BYTES = 4
 _UUID_BYTES = 16
 _TIME_BYTES = 8
-_IN_NODE, _IN_FILE = 0, 1
-"""The kinds of values."""
+# The kinds of values.
+_INLINE_VALUE = 0
+_FILE_VALUE = 1
 _MAX_NUMBER_BYTES = 10
+# The keys of a node may have `_KEY_ROOM` bytes, and `_MAX_KEY_RATIO` times the bytes of the node.
 _MAX_KEY_RATIO = 64
 _KEY_ROOM = 2**12
-"""The keys of a node may have this many bytes, and as many times the bytes of the node as the number above."""
 
 
 class Extent(NamedTuple):
@@ -104,20 +105,21 @@ def read_index(read: ReadRange) -> ArrayIndex | None:
             extents.add(*node.extent)
         # Before they are read: a tree that names each node twice has twice as many on each level.
         extents.check()
-        below: list[_Node] = []
+        next_level: list[_Node] = []
         for node in level:
+            path, start, length = node.extent
             try:
-                body = _body(read(node.extent.path, node.extent.start, sum(node.extent[1:])), _NODE_MAGIC)
+                body = _body(read(path, start, start + length), _NODE_MAGIC)
             except _DamagedError as error:
-                index.damaged.append(f"{node.extent.path} {error}")
+                index.damaged.append(f"{path} {error}")
                 continue
             children, values = _content_of(body, node)
-            below += children
+            next_level += children
             for key, value in values:
                 index.values[key.decode(errors="surrogateescape")] = value
                 if isinstance(value, Extent):
                     extents.add(*value)
-        level = below
+        level = next_level
     extents.check()
     return index
 
@@ -133,15 +135,18 @@ def _root_of(manifest: bytes) -> list[_Node]:
     count = body.number()
     body.numbers(count)  # the numbers of the versions
     heights = body.take(count)
-    newest = body.extents(paths, count)[-1:]
+    roots = body.extents(paths, count)
     body.numbers(3 * count)  # statistics
     body.take(_TIME_BYTES * count)
     if body.number() != 0:
         raise UntrustedError("its versions are a tree")
     body.check_end()
     # An empty database has a version with a root that is not stored, whose path is empty.
-    _require_database_files([extent.path for extent in newest if extent.path])
-    return [_Node(extent, heights[-1], b"") for extent in newest if extent.path]
+    if not roots or not roots[-1].path:
+        return []
+    newest = roots[-1]
+    _require_database_files([newest.path])
+    return [_Node(newest, heights[-1], b"")]
 
 
 def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple[bytes, Extent | bytes]]]:
@@ -152,8 +157,10 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     paths = body.paths()
     _require_database_files(paths)
     count = body.number()
+    # A key has the first bytes of the one before, as many as are shared, and then its own.
     shared = [0, *body.numbers(max(0, count - 1))]
     unshared = body.numbers(count)
+    # How many bytes of a child's key all keys below the child begin with. The child leaves these out: its `prefix`.
     common = body.numbers(count) if height else ()
     key_bytes = sum(shared) + sum(unshared) + count * len(node.prefix)
     if key_bytes > _KEY_ROOM + _MAX_KEY_RATIO * node.extent.length:
@@ -184,15 +191,16 @@ def _keys(body: "_Body", shared: Sequence[int], unshared: Sequence[int]) -> Iter
 def _values(body: "_Body", paths: Sequence[str], count: int) -> list[Extent | bytes]:
     lengths = body.numbers(count)
     kinds = body.take(count)
-    in_files = [length for length, kind in zip(lengths, kinds, strict=True) if kind == _IN_FILE]
-    ids = body.numbers(len(in_files))
-    starts = body.numbers(len(in_files))
-    extents = iter([Extent(*parts) for parts in zip(_chosen(paths, ids), starts, in_files, strict=True)])
+    # First the places of all values in files, and then the bytes of all others.
+    lengths_in_files = [length for length, kind in zip(lengths, kinds, strict=True) if kind == _FILE_VALUE]
+    ids = body.numbers(len(lengths_in_files))
+    starts = body.numbers(len(lengths_in_files))
+    extents = iter(_extents(paths, ids, starts, lengths_in_files))
     values: list[Extent | bytes] = []
     for length, kind in zip(lengths, kinds, strict=True):
-        if kind == _IN_NODE:
+        if kind == _INLINE_VALUE:
             values.append(body.take(length))
-        elif kind == _IN_FILE:
+        elif kind == _FILE_VALUE:
             values.append(next(extents))
         else:
             raise UntrustedError(f"a value is of the kind {kind}")
@@ -206,10 +214,11 @@ def _require_database_files(paths: Iterable[str]) -> None:
             raise UntrustedError(f"it names {path!r:.80}, which is not a file of a database")
 
 
-def _chosen(paths: Sequence[str], ids: Sequence[int]) -> list[str]:
+def _extents(paths: Sequence[str], ids: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[Extent]:
+    """Return extents, whose files are given as numbers in a table of paths."""
     if ids and max(ids) >= len(paths):
         raise UntrustedError("it names a file that is not in its table")
-    return [paths[number] for number in ids]
+    return [Extent(paths[i], start, length) for i, start, length in zip(ids, starts, lengths, strict=True)]
 
 
 # The bytes of a manifest or node.
@@ -246,14 +255,14 @@ class _Body:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._bytes = np.frombuffer(data, np.uint8)
-        self._at = 0
+        self._position = 0
 
     def take(self, count: int) -> bytes:
-        begin = self._at
-        self._at += count
-        if self._at > len(self._data):
+        start = self._position
+        self._position += count
+        if self._position > len(self._data):
             raise UntrustedError("it is shorter than it says")
-        return self._data[begin : self._at]
+        return self._data[start : self._position]
 
     def number(self) -> int:
         (number,) = self.numbers(1)
@@ -261,11 +270,11 @@ class _Body:
 
     def numbers(self, count: int) -> Sequence[int]:
         """Take varints: seven bits a byte, the lowest first, and the eighth says that another byte follows."""
-        if count > len(self._data) - self._at:  # before memory for them is allocated
+        if count > len(self._data) - self._position:  # before memory for them is allocated
             raise UntrustedError("it is shorter than it says")
         if count == 0:
             return ()
-        part = self._bytes[self._at : self._at + _MAX_NUMBER_BYTES * count]
+        part = self._bytes[self._position : self._position + _MAX_NUMBER_BYTES * count]
         stops = np.flatnonzero(part < 128)[:count] + 1
         if len(stops) < count:
             raise UntrustedError("it is shorter than it says")
@@ -274,10 +283,11 @@ class _Body:
         if lengths.max() > _MAX_NUMBER_BYTES:
             raise UntrustedError("a number has too many bytes")
         values = np.zeros(count, np.uint64)
-        for place in range(int(lengths.max())):
-            longer = lengths > place
-            values[longer] |= (part[starts[longer] + place] & np.uint64(127)) << np.uint64(7 * place)
-        self._at += int(stops[-1])
+        # All numbers at once, one byte of each after the other.
+        for i in range(int(lengths.max())):
+            longer = lengths > i
+            values[longer] |= (part[starts[longer] + i] & np.uint64(127)) << np.uint64(7 * i)
+        self._position += int(stops[-1])
         found: Sequence[int] = values.tolist()
         return found
 
@@ -295,8 +305,8 @@ class _Body:
         ids = self.numbers(count)
         starts = self.numbers(count)
         lengths = self.numbers(count)
-        return [Extent(*parts) for parts in zip(_chosen(paths, ids), starts, lengths, strict=True)]
+        return _extents(paths, ids, starts, lengths)
 
     def check_end(self) -> None:
-        if self._at != len(self._data):
+        if self._position != len(self._data):
             raise UntrustedError("it is longer than it says")

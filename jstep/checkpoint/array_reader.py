@@ -36,8 +36,10 @@ from jstep.core.placement import ShardBounds, lengths, local_parts, place, slice
 from jstep.stores.objects import LostError, pipelined, redact
 from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files
 
-_IN_FLIGHT_FROM_FILES, _IN_FLIGHT, _IN_FLIGHT_IN_BUCKETS = 2**25, 2**28, 2**30
-"""Bytes of this process to read ahead of the array that is being placed: by `chunk_files`, and by tensorstore."""
+# The bytes that this process reads ahead of the array that is being placed.
+_READ_AHEAD_OF_CHUNK_FILES = 2**25
+_READ_AHEAD_OF_TENSORSTORE = 2**28
+_READ_AHEAD_OF_BUCKETS = 2**30
 _MAX_CONCURRENT = 8
 """Chunks to read at once while a checkpoint is verified."""
 # Small neighbors are read together: in a bucket each read is a request. Reads of one array follow those of another
@@ -49,8 +51,9 @@ _TOGETHER = {
 }
 _UNAVAILABLE = "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
 """Beginnings of errors that say nothing about the data."""
-_FILE_KEY = re.compile(rf"({re.escape(FILES)}.+)/zarr\.json", re.DOTALL)
 _CORRUPTION = {"NOT_FOUND": "is missing", "DATA_LOSS": "has another checksum", "OUT_OF_RANGE": "is truncated"}
+"""Status in an error of tensorstore → what is wrong with an array."""
+_FILE_KEY = re.compile(rf"({re.escape(FILES)}.+)/zarr\.json", re.DOTALL)
 
 
 def _metadata_of_file(size: int, chunk: Sequence[int]) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def _metadata_of_file(size: int, chunk: Sequence[int]) -> dict[str, Any]:
     }
 
 
-_LEFT_OUT = [
+_OPTIONAL_METADATA = [
     (("attributes",), {}),
     (("chunk_key_encoding", "configuration"), {"separator": "/"}),
     (("codecs", 0, "configuration"), {"endian": "little"}),
@@ -75,9 +78,12 @@ _LEFT_OUT = [
 """What a release of tensorstore may write or leave out: keys in metadata, and their values."""
 
 
-def _without_left_out(metadata: Any) -> Any:
-    for (*path, last), value in _LEFT_OUT:
-        record = functools.reduce(lambda found, key: found[key], path, metadata)
+def _strip_optional(metadata: Any) -> Any:
+    """Return metadata without what is optional; another value stays, and makes them differ from what is expected."""
+    for (*path, last), value in _OPTIONAL_METADATA:
+        record = metadata
+        for key in path:
+            record = record[key]
         if record.get(last) == value:
             del record[last]
     return metadata
@@ -97,10 +103,11 @@ class ArrayKind(NamedTuple):
         return math.prod(self.shape) * int(self.dtype.itemsize) + 4 * math.prod(counts)
 
     def chunks(self) -> Iterator[tuple[slice, ...]]:
-        sizes = zip(self.shape, self.chunk, strict=True)
-        return itertools.product(
-            *[[slice(at, min(at + step, size)) for at in range(0, size, step)] for size, step in sizes]
-        )
+        """Return the indices of all chunks in the array; the last one along an axis may be smaller."""
+        slices_of_axes = []
+        for size, step in zip(self.shape, self.chunk, strict=True):
+            slices_of_axes.append([slice(start, min(start + step, size)) for start in range(0, size, step)])
+        return itertools.product(*slices_of_axes)
 
 
 class ArrayReader:
@@ -124,40 +131,54 @@ class ArrayReader:
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
-        is_local = base["driver"] == "file"
-        # tensorstore rejects a database with another configuration, whose nodes may be much larger than its files.
-        self._store: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "cache_pool": "cache_pool#ocdbt"}
-        self._store |= {"config": CONFIG} if is_local else {"config": CONFIG, **_TOGETHER}
-        self._in_flight = _IN_FLIGHT if is_local else _IN_FLIGHT_IN_BUCKETS
+        self._store: dict[str, Any] = {
+            "driver": "ocdbt",
+            "base": dict(base),
+            "cache_pool": "cache_pool#ocdbt",
+            # tensorstore rejects a database with another configuration, whose nodes may be much larger than its files.
+            "config": CONFIG,
+        }
+        self._read_ahead = _READ_AHEAD_OF_TENSORSTORE
+        if base["driver"] != "file":
+            self._store |= _TOGETHER
+            self._read_ahead = _READ_AHEAD_OF_BUCKETS
 
-    def unlike_written(self) -> str:
+    def foreign_content(self) -> str:
         """Describe what tensorstore would open, follow or list and jstep does not write; empty if there is none.
 
         There are regular files alone, each value of the database has bytes of its own, and the arrays need no more.
         """
-        needed = sum([kind.nbytes for name in self._leaves_by_array if (kind := self.kind(name)) is not None])
+        needed = {}
+        for name in self._leaves_by_array:
+            kind = self.kind(name)
+            if kind is not None:
+                needed[name] = kind.nbytes
         if self._base["driver"] == "file":
-            directory = self._base["path"]
-            if self._is_beside_manifest and os.path.islink(directory.rstrip("/")):
-                return f"{os.path.basename(directory.rstrip('/'))} is a link"
-            try:
-                nbytes = regular_files(directory, is_database_file).nbytes
-            except UntrustedError as error:
-                return str(error)
-            if nbytes < needed:
-                files = f"its files have {nbytes} bytes, and its arrays need {needed}"
-                return files if nbytes else "its files are missing"
+            problem = self._foreign_files(sum(needed.values()))
+            if problem:
+                return problem
         try:
             stored = self._chunk_bytes
         except UntrustedError as error:
             return f"the index of its arrays is not what jstep writes: {error}"
-        for name in self._leaves_by_array:
-            kind = self.kind(name)
-            if kind is not None and name in stored and stored[name] < kind.nbytes:
-                return (
-                    f"{self._described(name)} is missing in part: its chunks have {stored[name]} of {kind.nbytes} bytes"
-                )
+        for name, nbytes in needed.items():
+            # An array that the index does not name is left to tensorstore, which says what is wrong with it.
+            if name in stored and stored[name] < nbytes:
+                return f"{self._described(name)} is missing in part: its chunks have {stored[name]} of {nbytes} bytes"
         return "; ".join(self.problems)
+
+    def _foreign_files(self, needed: int) -> str:
+        """Describe what the directory has that jstep does not write; its files must have the bytes that are needed."""
+        directory = self._base["path"].rstrip("/")
+        if self._is_beside_manifest and os.path.islink(directory):
+            return f"{os.path.basename(directory)} is a link"
+        try:
+            nbytes = regular_files(directory, is_database_file).nbytes
+        except UntrustedError as error:
+            return str(error)
+        if nbytes >= needed:
+            return ""
+        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
 
     @functools.cached_property
     def _chunk_bytes(self) -> dict[str, int]:
@@ -188,7 +209,7 @@ class ArrayReader:
         try:
             shape, dtype = shape_and_dtype(self._leaves_by_array[name])
             part = self._parts.get(name, shape)
-            if len(part) == len(shape) and all(0 < length <= size for length, size in zip(part, shape, strict=True)):
+            if len(part) == len(shape) and all(map(_is_part, part, shape)):
                 return ArrayKind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
             why = f"it has parts of shape {part}"
         except (TypeError, ValueError) as error:
@@ -239,10 +260,14 @@ class ArrayReader:
             CorruptedCheckpointError: The manifest, or the metadata of a file, is not what jstep writes.
         """
         names = list(names)
-        files = self._kinds_of_files([name for name in names if name.startswith(FILES)])
-        kinds = {name: files.get(name) if name.startswith(FILES) else self.kind(name) for name in names}
+        kinds_of_files = self._kinds_of_files([name for name in names if name.startswith(FILES)])
+        kinds: dict[str, ArrayKind] = {}
+        for name in names:
+            kind = kinds_of_files.get(name) if name.startswith(FILES) else self.kind(name)
+            if kind is not None:
+                kinds[name] = kind
         self._raise_problems()
-        return {name: kind for name, kind in kinds.items() if kind is not None}
+        return kinds
 
     def _read_in_order(
         self,
@@ -255,27 +280,32 @@ class ArrayReader:
         The values are undefined if there is a problem.
         """
         with ChunkFiles(self._base["path"], self._places(wanted)) as files:
+            # The arrays that tensorstore has opened: at once if it reads them all, and otherwise only those that
+            # `files` cannot read.
+            stored: dict[str, Any] = {}
+            max_ahead = _READ_AHEAD_OF_CHUNK_FILES
             if not files.has_chunks():
                 stored = self._open(kinds)
-                most_ahead = self._in_flight
-            else:
-                stored = {}
-                most_ahead = _IN_FLIGHT_FROM_FILES
-            under_way: collections.deque[_Reading] = collections.deque()
-            ahead = 0
+                max_ahead = self._read_ahead
+            readings: collections.deque[_Reading] = collections.deque()
+            ahead = 0  # the bytes of all readings
+
+            def end_oldest() -> tuple[str, dict[ShardBounds, Any]]:
+                nonlocal ahead
+                oldest = readings.popleft()
+                self._end(oldest, kinds, stored, ahead)
+                ahead -= oldest.nbytes
+                return oldest.name, oldest.memory
+
             for name, boxes in wanted.items():
                 memory = {box: new_memory(name, box) for box in boxes}
                 reading = self._begin(name, kinds[name], memory, files, stored)
-                under_way.append(reading)
+                readings.append(reading)
                 ahead += reading.nbytes
-                while ahead > most_ahead and len(under_way) > 1:
-                    self._end(under_way[0], kinds, stored, ahead)
-                    ahead -= under_way[0].nbytes
-                    yield under_way[0].name, under_way.popleft().memory
-            while under_way:
-                self._end(under_way[0], kinds, stored, ahead)
-                ahead -= under_way[0].nbytes
-                yield under_way[0].name, under_way.popleft().memory
+                while ahead > max_ahead and len(readings) > 1:
+                    yield end_oldest()
+            while readings:
+                yield end_oldest()
 
     def _places(self, wanted: Iterable[str]) -> Mapping[str, Extent | bytes]:
         """Return where the values of the database are, if it is in a directory; of a file, tensorstore finds out."""
@@ -302,7 +332,7 @@ class ArrayReader:
         return _Reading(name, memory, reads, sum([values.nbytes for values in memory.values()]))
 
     def _end(self, reading: "_Reading", kinds: Mapping[str, ArrayKind], stored: dict[str, Any], ahead: int) -> None:
-        """Wait until an array is read."""
+        """Wait until an array is read; `ahead` are the bytes that may have to be transferred before."""
         name = reading.name
         for box, future in reading.reads.items():
             if isinstance(future, futures.Future):
@@ -317,11 +347,14 @@ class ArrayReader:
         """Begin to read a box by tensorstore; None, and a problem, if the array cannot be opened."""
         if name not in stored:
             stored |= self._open({name: kind})
-        return ts.array(values).write(stored[name][slices(box)]) if name in stored else None
+        if name not in stored:
+            return None
+        return ts.array(values).write(stored[name][slices(box)])
 
     def read_file(self, name: str) -> bytes:
         """Read a file of a `CheckpointExtra`."""
-        if problem := self.unlike_written():
+        problem = self.foreign_content()
+        if problem:
             raise CorruptedCheckpointError(problem)
         return bytes(self.read({FILES + name: None})[FILES + name].tobytes())
 
@@ -343,30 +376,47 @@ class ArrayReader:
 
     def find_corruption(self) -> list[str]:
         """Read all arrays and files, a few chunks at a time, and describe what is corrupted."""
-        if problem := self.unlike_written():
+        problem = self.foreign_content()
+        if problem:
             return [problem]
         try:
             kinds = self.kinds([*self._leaves_by_array, *self.files()])
         except CorruptedCheckpointError as error:
             return error.problems
+        self._read_all_chunks(kinds)
+        if self._processes > 1:
+            self._read_merged_databases()
+        return list(dict.fromkeys(self.problems))
+
+    def _read_all_chunks(self, kinds: Mapping[str, ArrayKind]) -> None:
+        """Read the chunks of arrays, up to the first corrupted one of each."""
         opened = self._open(kinds)
-        chunks = ((name, stored[box]) for name, stored in opened.items() for box in kinds[name].chunks())
         corrupted: set[str] = set()
-        others = (chunk for chunk in chunks if chunk[0] not in corrupted)
-        for (name, _), future in pipelined(lambda chunk: chunk[1].read(), others, _MAX_CONCURRENT):
+
+        def chunks() -> Iterator[tuple[str, Any]]:
+            for name, stored in opened.items():
+                for index in kinds[name].chunks():
+                    if name in corrupted:
+                        break
+                    yield name, stored[index]
+
+        for (name, _), future in pipelined(lambda chunk: chunk[1].read(), chunks(), _MAX_CONCURRENT):
             if self._result(name, future, LARGEST) is None:
                 corrupted.add(name)
-        if self._processes > 1:
-            for process in range(self._processes):  # the nodes of the merged databases, which nothing else reads
-                directory = f"ocdbt.process_{process}/"
-                try:
-                    self._index(directory)
-                except UntrustedError as error:
-                    return [*self.problems, f"the index in {directory} is not what jstep writes: {error}"]
-                self._keys(directory, "", "\x7f", CONFIG if process == 0 else CONFIG_OF_OTHERS)
-                if self.problems:  # the manifest may claim any number of processes
-                    break
-        return list(dict.fromkeys(self.problems))
+
+    def _read_merged_databases(self) -> None:
+        """Read the nodes of the databases of the processes, which nothing else reads, up to the first problem."""
+        for process in range(self._processes):
+            directory = f"ocdbt.process_{process}/"
+            try:
+                self._index(directory)
+            except UntrustedError as error:
+                self.problems.append(f"the index in {directory} is not what jstep writes: {error}")
+                return
+            self._keys(directory, "", "\x7f", CONFIG if process == 0 else CONFIG_OF_OTHERS)
+            if self.problems:
+                # Not all of them: the manifest may claim any number of processes.
+                return
 
     def _open(self, kinds: Mapping[str, ArrayKind]) -> dict[str, Any]:
         """Open arrays by tensorstore, all at once; those that cannot be opened are problems."""
@@ -385,9 +435,13 @@ class ArrayReader:
         store = self._result("", ts.KvStore.open(self._store, context=self._context), 0)
         if store is None:
             return {}
-        reading = {name: store.read(f"{array_path(name)}zarr.json") for name in names}
-        kinds = {name: self._kind_of_file(name, self._result(name, future, 0)) for name, future in reading.items()}
-        return {name: kind for name, kind in kinds.items() if kind is not None}
+        futures_of_metadata = {name: store.read(f"{array_path(name)}zarr.json") for name in names}
+        kinds: dict[str, ArrayKind] = {}
+        for name, future in futures_of_metadata.items():
+            kind = self._kind_of_file(name, self._result(name, future, 0))
+            if kind is not None:
+                kinds[name] = kind
+        return kinds
 
     def _kind_of_file(self, name: str, read: Any) -> ArrayKind | None:
         """Return the kind of a file's array; None, and a problem, if its metadata are not what jstep writes.
@@ -406,7 +460,7 @@ class ArrayReader:
             kind = ArrayKind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
             # Nothing else says how large a file is: the manifest has only its name.
             is_stored = self._chunk_bytes.get(name, 0) >= kind.nbytes
-            is_size = type(size) is int and _without_left_out(metadata) == _metadata_of_file(size, kind.chunk)
+            is_size = type(size) is int and _strip_optional(metadata) == _metadata_of_file(size, kind.chunk)
             if is_size and is_stored:
                 return kind
         self.problems.append(f"{self._described(name)} is not what jstep writes")
@@ -439,6 +493,11 @@ class ArrayReader:
             raise CorruptedCheckpointError(list(dict.fromkeys(self.problems)))
 
 
+def _is_part(length: int, size: int) -> bool:
+    """Return whether an axis of some size can have parts of some length."""
+    return 0 < length <= size
+
+
 def _is_unavailable(text: str) -> bool:
     return text.startswith(_UNAVAILABLE) or "OS error" in text
 
@@ -469,10 +528,16 @@ class _Buffers:
         if not is_shared:
             return np.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
-        fits = [i for i, buffer in enumerate(self._free) if size + 64 <= buffer.size <= 2 * size + 2**20]
-        buffer = self._free.pop(fits[0]) if fits else np.empty(size + 64, np.uint8)
-        start = (16 - buffer.ctypes.data) % 64  # JAX copies what is not aligned; it would alias other memory of CPUs
+        buffer = self._take_free(size + 64, 2 * size + 2**20)
+        # At 16 bytes after a multiple of 64: JAX copies what is not aligned, and would alias other memory of CPUs.
+        start = (16 - buffer.ctypes.data) % 64
         return buffer[start : start + size].view(dtype).reshape(shape)
+
+    def _take_free(self, min_bytes: int, max_bytes: int) -> np.ndarray[Any, Any]:
+        for i, buffer in enumerate(self._free):
+            if min_bytes <= buffer.size <= max_bytes:
+                return self._free.pop(i)
+        return np.empty(min_bytes, np.uint8)
 
     def give_back(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
         self._free += [array.base for array in arrays if array.base is not None]
@@ -483,7 +548,7 @@ def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]
     if sharding is None:
         (values,) = boxes.values()
         return values
-    parts = {part: _within_boxes(part, boxes) for part in local_parts(kind.shape, sharding)}
+    parts = {part: _values_of_part(part, boxes) for part in local_parts(kind.shape, sharding)}
     return place(kind.shape, kind.dtype, sharding, parts).block_until_ready()
 
 
@@ -502,8 +567,10 @@ def _box_size(box: ShardBounds) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _within_boxes(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:
+def _values_of_part(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:
     if part in boxes:
         return boxes[part]
+    # Otherwise the boxes are one that has all parts: see `boxes_of`.
     ((box, values),) = boxes.items()
-    return values[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))]
+    index = [slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(part, box, strict=True)]
+    return values[tuple(index)]

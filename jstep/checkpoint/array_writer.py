@@ -29,8 +29,6 @@ _OBJECT = 2**28
 """The bytes of an object, which is uploaded in one request."""
 Wait = Callable[[Any, int], Any]
 """`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred before."""
-
-
 Index = tuple[slice, ...]
 
 
@@ -59,62 +57,102 @@ class _Division(NamedTuple):
 
     Attributes:
         sharding: Gives each device its part.
+        part: The shape of a part.
         replicas: The number of devices that still hold equal parts.
-        by_replica: Number of the replica → the parts in this process: the position of the shard, and the indices in the
-            array and in the shard.
+        local_parts: Number of the replica → its parts in this process.
     """
 
     sharding: Any
     part: tuple[int, ...]
     replicas: int
-    by_replica: Mapping[int, Sequence[tuple[int, Index, Index]]]
+    local_parts: Mapping[int, Sequence["_LocalPart"]]
+
+
+class _LocalPart(NamedTuple):
+    """A part of an array in this process.
+
+    Attributes:
+        shard: The position of the shard that has it, among those of this process.
+        index: The indices of the part in the array.
+        index_in_shard: The indices of the part in the shard.
+    """
+
+    shard: int
+    index: Index
+    index_in_shard: Index
 
 
 @functools.lru_cache(maxsize=4096)
 def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division:
     divided = divide_replicas(sharding, shape, itemsize)
-    part = divided.shard_shape(shape)
     local = sharding.addressable_devices_indices_map(shape)  # in the order of the shards
-    positions = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
-    seen, by_replica = Counter[ShardBounds](), dict[int, list[Any]]()
+    shards = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
+    # How many devices have each part, of those that have been passed: the next one has the replica of that number.
+    seen = Counter[ShardBounds]()
+    local_parts: dict[int, list[_LocalPart]] = {}
     for device, index in divided.devices_indices_map(shape).items():
-        found = bounds(index, shape)
-        if device in positions:
-            position, shard = positions[device]
-            within = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(found, shard, strict=True))
-            by_replica.setdefault(seen[found], []).append((position, slices(found), within))
-        seen[found] += 1
-    return _Division(divided, part, max(seen.values()), by_replica)
+        part = bounds(index, shape)
+        if device in shards:
+            i, shard = shards[device]
+            index_in_shard = [slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)]
+            local_part = _LocalPart(i, slices(part), tuple(index_in_shard))
+            local_parts.setdefault(seen[part], []).append(local_part)
+        seen[part] += 1
+    return _Division(divided, divided.shard_shape(shape), max(seen.values()), local_parts)
 
 
 def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
     """Return a sharding on the same devices that divides the replicas of a shard, into parts of `SMALLEST` and more."""
     if not isinstance(sharding, NamedSharding) or is_of_host(sharding):  # slices of pinned memory may hang
         return sharding
-    mesh, shard = sharding.mesh, sharding.shard_shape(shape)
+    mesh = sharding.mesh
+    shard = sharding.shard_shape(shape)
     axes = [mesh_axes_of(axis) for axis in dims_of(sharding.spec)]
     axes += [()] * (len(shape) - len(axes))
-    free = [name for name in mesh.axis_names if not any(name in names for names in axes)]
-    most = min(math.prod(mesh.shape[name] for name in free), math.prod(shard) * itemsize // SMALLEST)
-    for count in range(most, 1, -1):
-        along = next((axis for axis, size in enumerate(shard) if size % count == 0), None)
-        factors, left = dict[str, int](), count
-        for name in free:
-            factors[name] = math.gcd(left, mesh.shape[name])
-            left //= factors[name]
-        if along is not None and left == 1:
-            break
-    else:
-        return sharding
-    # Each free axis of the mesh becomes two: one along which the array is divided, and one of replicas.
-    names, sizes = list[str](), list[int]()
+    used = {name for names in axes for name in names}
+    # The array is replicated along the free axes of the mesh.
+    free = {name: mesh.shape[name] for name in mesh.axis_names if name not in used}
+    replicas = math.prod(free.values())
+    for count in range(min(replicas, math.prod(shard) * itemsize // SMALLEST), 1, -1):
+        factors = _factors(count, free)
+        axis = next((axis for axis, size in enumerate(shard) if size % count == 0), None)
+        if factors is not None and axis is not None:
+            return _divide_along(sharding, axes, axis, factors)
+    return sharding
+
+
+def _factors(count: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """Return a divisor of each size, such that their product is a number; None if it is not found."""
+    factors: dict[str, int] = {}
+    for name, size in sizes.items():
+        factors[name] = math.gcd(count, size)
+        count //= factors[name]
+    return factors if count == 1 else None
+
+
+def _divide_along(
+    sharding: NamedSharding, axes: Sequence[tuple[str, ...]], axis: int, factors: Mapping[str, int]
+) -> NamedSharding:
+    """Divide the replicas of a shard along one of its axes, each free axis of the mesh into as many parts as given.
+
+    Such an axis of the mesh becomes two: one along which the array is divided, and one of replicas.
+
+    Args:
+        axes: The axes of the mesh along which each axis of the array is divided already.
+    """
+    mesh = sharding.mesh
+    names: list[str] = []
+    sizes: list[int] = []
     for name in mesh.axis_names:
-        names += [f"{name} of parts", name] if name in free else [name]
-        factor = factors.get(name, 1)
-        sizes += [factor, mesh.shape[name] // factor] if name in free else [mesh.shape[name]]
-    axes[along] = (*axes[along], *[f"{name} of parts" for name in free])
+        if name in factors:
+            names.append(f"{name} of parts")
+            sizes.append(factors[name])
+        names.append(name)
+        sizes.append(mesh.shape[name] // factors.get(name, 1))
+    divided = list(axes)
+    divided[axis] = (*axes[axis], *[f"{name} of parts" for name in factors])
     parts = jax.sharding.Mesh(mesh.devices.reshape(sizes), names)
-    return NamedSharding(parts, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+    return NamedSharding(parts, PartitionSpec(*divided), memory_kind=sharding.memory_kind)
 
 
 def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[OwnParts]:
@@ -126,63 +164,64 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         arrays: The arrays by name.
         copies: Copies what is read where it is, on CPUs. Without, the values alias the arrays.
     """
-    on_devices = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
-    divisions = {
-        name: _division(array.sharding, array.shape, array.dtype.itemsize) for name, array in on_devices.items()
-    }
-    in_place = {sharding for sharding in {a.sharding for a in on_devices.values()} if is_read_in_place(sharding)}
-    moving = [name for name, array in on_devices.items() if array.sharding not in in_place]
+    jax_arrays = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
+    divisions: dict[str, _Division] = {}
+    for name, array in jax_arrays.items():
+        divisions[name] = _division(array.sharding, array.shape, array.dtype.itemsize)
+    # Once for each sharding, not for each array: many arrays have the same.
+    shardings = {array.sharding for array in jax_arrays.values()}
+    shardings_in_place = {sharding for sharding in shardings if is_read_in_place(sharding)}
+    moving = [name for name, array in jax_arrays.items() if array.sharding not in shardings_in_place]
     if moving:
         # A program for each shape, whatever the number of replicas.
         divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
-        on_devices |= dict(zip(moving, divided, strict=True))
-    own_parts = list[OwnParts]()
-    # Where the values are that are replaced by copies below: those that XLA has in the host's memory, and the others.
-    host_places: list[_Place] = []
-    host_values: list[Any] = []
-    device_places: list[_Place] = []
-    device_values: list[Any] = []
+        jax_arrays |= dict(zip(moving, divided, strict=True))
+    own_parts: list[OwnParts] = []
+    # Which values are replaced by copies below: those that XLA has in the host's memory, and the others.
+    host_values: list[_Value] = []
+    device_values: list[_Value] = []
     turns = _Turns()
     for name, array in arrays.items():
-        part = array.shape
-        values = list[Any]()
-        if name in divisions:
-            division = divisions[name]
-            part = division.part
-            replica = 0
-            if division.replicas > 1:
-                replica = turns.next_replica(division.replicas, math.prod(part) * array.dtype.itemsize)
-            is_in_place = array.sharding in in_place
-            for position, index, within in division.by_replica.get(replica, ()):
-                data: Any = on_devices[name].addressable_data(position)
-                place = values, len(values)
-                if is_in_place:
-                    data = np.asarray(data)[within]
-                    host_places.append(place)
-                    host_values.append(data)
-                else:
-                    device_places.append(place)
-                    device_values.append(data)
-                values.append((index, data))
-        elif jax.process_index() == 0:
-            values.append(((), array))
-        own_parts.append(OwnParts(name, array.shape, array.dtype, part, values))
+        values: list[tuple[Index, Any]] = []
+        if name not in divisions:
+            # All processes have the same NumPy array.
+            if jax.process_index() == 0:
+                values.append(((), array))
+            own_parts.append(OwnParts(name, array.shape, array.dtype, array.shape, values))
+            continue
+        division = divisions[name]
+        replica = 0
+        if division.replicas > 1:
+            replica = turns.next_replica(division.replicas, math.prod(division.part) * array.dtype.itemsize)
+        for local_part in division.local_parts.get(replica, ()):
+            data: Any = jax_arrays[name].addressable_data(local_part.shard)
+            if array.sharding in shardings_in_place:
+                data = np.asarray(data)[local_part.index_in_shard]
+                host_values.append(_Value(values, len(values), data))
+            else:
+                device_values.append(_Value(values, len(values), data))
+            values.append((local_part.index, data))
+        own_parts.append(OwnParts(name, array.shape, array.dtype, division.part, values))
     if copies is not None:
-        _replace(host_places, copies.copy(host_values))
-    if device_places:
-        _replace(device_places, _copies_on_host(device_values))
+        _replace(host_values, copies.copy([value.data for value in host_values]))
+    if device_values:
+        _replace(device_values, _copies_on_host([value.data for value in device_values]))
     return own_parts
 
 
-_Place = tuple[list[tuple[Index, Any]], int]
-"""A value of an `OwnParts`: the list, and the position in it."""
+class _Value(NamedTuple):
+    """A value of an `OwnParts`: the `values` that it is in, and its position there."""
+
+    values: list[tuple[Index, Any]]
+    position: int
+    data: Any
 
 
-def _replace(places: Sequence[_Place], copies: Sequence[Any]) -> None:
-    """Replace the values at some places by their copies."""
-    for (values, i), copy in zip(places, copies, strict=True):
-        index, _ = values[i]
-        values[i] = index, copy
+def _replace(originals: Sequence[_Value], copies: Sequence[Any]) -> None:
+    """Replace some values by their copies."""
+    for original, copy in zip(originals, copies, strict=True):
+        index, _ = original.values[original.position]
+        original.values[original.position] = index, copy
 
 
 class _Turns:
@@ -234,8 +273,12 @@ _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "c
 # one node, reading would be quadratic. No other process writes to a database.
 _ENTRY = 1024
 """The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
-CONFIG = {"max_inline_value_bytes": _ENTRY, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
-CONFIG |= {"compression": None}  # so that the size of a file bounds the memory that it needs
+CONFIG = {
+    "max_inline_value_bytes": _ENTRY,
+    "max_decoded_node_bytes": 2**21,
+    "manifest_kind": "single",
+    "compression": None,  # so that the size of a file bounds the memory that it needs
+}
 CONFIG_OF_OTHERS = {**CONFIG, "max_inline_value_bytes": 100}
 """The configuration of the databases of all processes but the first. Each process reads all nodes, so that it would
 read the small chunks of all others if they were in them. The first process writes the metadata of the arrays, for whose
@@ -281,29 +324,36 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
         The root of the database if it was kept in memory (see `base`), which the caller writes last; None otherwise,
         or if there is nothing to write.
     """
-    context, transaction = ts.Context(), ts.Transaction(atomic=True)
+    context = ts.Context()
+    transaction = ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
-    size = {} if is_local else {"target_data_file_size": _OBJECT}
-    config = CONFIG if first else CONFIG_OF_OTHERS
-    store = {"driver": "ocdbt", "base": dict(base), "config": config, **size}
-    chunk, opening = functools.cache(chunk_shape), []
+    store = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
+    if not is_local:
+        store["target_data_file_size"] = _OBJECT
+    cached_chunk_shape = functools.cache(chunk_shape)  # many arrays have one shape
+    opening = []
     for array in arrays:
-        kind = array_metadata(array.shape, array.dtype, chunk(array.part, array.shape, array.dtype.itemsize))
-        kvstore = {**store, "path": array_path(array.name)}
-        # Without the last one, a chunk of zeros would not be stored, and could not be told from one that was lost.
-        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": kind, "store_data_equal_to_fill_value": True}
+        chunk = cached_chunk_shape(array.part, array.shape, array.dtype.itemsize)
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {**store, "path": array_path(array.name)},
+            "metadata": array_metadata(array.shape, array.dtype, chunk),
+            # Otherwise a chunk of zeros would not be stored, and could not be told from one that was lost.
+            "store_data_equal_to_fill_value": True,
+        }
         creates = first or array.is_file
         options: dict[str, Any] = {"open": True, "create": creates, "assume_metadata": not creates}
         opening.append(ts.open(ts.Spec(spec), context=context, transaction=transaction, **options))
     opened = [future.result() if is_local else wait(future, 0) for future in opening]
-    writes = [
-        stored[index].write(np.asarray(values), can_reference_source_data_indefinitely=True)
-        for stored, array in zip(opened, arrays, strict=True)
-        for index, values in array.values
-    ]
+    writes = []
+    nbytes = 0
+    for stored, array in zip(opened, arrays, strict=True):
+        for index, values in array.values:
+            writes.append(stored[index].write(np.asarray(values), can_reference_source_data_indefinitely=True))
+            nbytes += values.nbytes
     for pending in writes:  # within the transaction, that is in memory
         pending.result()
-    wait(transaction.commit_async(), sum([values.nbytes for array in arrays for _, values in array.values]))
+    wait(transaction.commit_async(), nbytes)
     return _root(base, context)
 
 
@@ -320,9 +370,12 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
     chunk = list(part)
     for axis, size in enumerate(part):
         count = math.ceil(math.prod(chunk) * itemsize / LARGEST)
-        if count > 1 and size == shape[axis]:
+        if count <= 1:
+            continue
+        if size == shape[axis]:
             chunk[axis] = math.ceil(size / count)
-        elif count > 1:
+        else:
+            # Into a number of chunks that divides the part.
             chunk[axis] = size // next((n for n in range(count, size) if size % n == 0), size)
     return chunk
 
@@ -339,12 +392,16 @@ def count_entries(arrays: Sequence[OwnParts]) -> int:
 def merge(base: Mapping[str, Any], keys: Iterable[str], entries: int, wait: Wait) -> bytes | None:
     """Merge the databases below some keys into one, which refers to their files; see `write` for the result."""
     # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the checkpoint as a pattern.
-    context, transaction = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}}), ts.Transaction(atomic=True)
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}})
+    transaction = ts.Transaction(atomic=True)
     whole = {"driver": "ocdbt", "base": dict(base), "config": CONFIG}
     merged = wait(ts.KvStore.open(whole, context=context), 0).with_transaction(transaction)
-    parts = [{"driver": "ocdbt", "base": {**base, "path": f"{base['path']}{key}"}} for key in keys]
-    opening = [ts.KvStore.open(part, context=context) for part in parts]
-    for copy in [wait(part, 0).experimental_copy_range_to(merged) for part in opening]:
+    opening = []
+    for key in keys:
+        part = {"driver": "ocdbt", "base": {**base, "path": f"{base['path']}{key}"}}
+        opening.append(ts.KvStore.open(part, context=context))
+    copying = [wait(part, 0).experimental_copy_range_to(merged) for part in opening]
+    for copy in copying:
         wait(copy, entries * _ENTRY)
     wait(transaction.commit_async(), entries * _ENTRY)
     return _root(base, context)
@@ -355,14 +412,28 @@ def orbax_files(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
     # Without a sharding, Orbax reads NumPy arrays only if this tells it so.
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
     tree = {str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names}
-    whole: dict[str, Any] = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True}
-    whole |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
-    at = int(saved_at * 1e9)
-    step: dict[str, Any] = {"item_handlers": None, "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": at}
-    step |= {"commit_timestamp_nsecs": at, "custom_metadata": {}}
-    files = {"_METADATA": json.dumps(whole).encode(), "_CHECKPOINT_METADATA": json.dumps(step).encode()}
-    # Orbax ignores a checkpoint in a bucket without the last one.
-    return {**files, ORBAX_COMMIT_FILE: b"written by jstep\n"}
+    whole = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    nanoseconds = int(saved_at * 1e9)
+    step = {
+        "item_handlers": None,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": nanoseconds,
+        "commit_timestamp_nsecs": nanoseconds,
+        "custom_metadata": {},
+    }
+    return {
+        "_METADATA": json.dumps(whole).encode(),
+        "_CHECKPOINT_METADATA": json.dumps(step).encode(),
+        # Without it, Orbax ignores a checkpoint in a bucket.
+        ORBAX_COMMIT_FILE: b"written by jstep\n",
+    }
 
 
 def array_path(name: str) -> str:

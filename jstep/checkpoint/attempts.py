@@ -36,17 +36,19 @@ Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
 
 OUTCOME_SECS = 1800.0
-"""Seconds without a sign of the first process after which the others give up, once it has written its part."""
-_SIGN_SECS = 30.0
-"""Seconds between two signs of the first process, while it waits for parts that grow."""
+"""Seconds without a heartbeat of the first process after which the others give up, once it has written its part."""
+_HEARTBEAT_SECS = 30.0
+"""Seconds between two heartbeats of the first process, while it waits for parts that grow."""
 PARTS = "parts/"
 _FAILED = ".failed"
 """The end of the name of a file in which a process reports to the first one why it has failed."""
-# What the first process publishes at the key of its part. Anything else is the error for which it has failed.
+# What the first process publishes at the key of its part, one after the other. Anything else is its error.
 _BEGUN = b""
-_WAITING = b"waiting "
-"""The beginning of its signs, which a number follows: it has written its part, and others still write theirs."""
+"""It writes its part."""
+_HEARTBEAT = b"waiting "
+"""The beginning of its heartbeats, which their number follows: it waits for the parts of others."""
 _SAVED = b"saved"
+"""The checkpoint exists."""
 
 
 class Storage(Protocol):
@@ -81,11 +83,11 @@ class Storage(Protocol):
         """See `array_writer.Wait`."""
         return future.result()
 
-    def finish(self, key: str = "", flushed: Collection[str] = ()) -> Files:
+    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> Files:
         """Flush the names of the files below a key, and return those that the manifest lists, with their sizes.
 
         Args:
-            flushed: Keys below which others have flushed them.
+            flushed_keys: Keys below it, the names of whose files another process has flushed already.
         """
         return {}
 
@@ -124,15 +126,16 @@ class LocalStorage(Storage):
     def publish(self, key: str, data: bytes) -> None:
         replace_file(self.path(key), data, make_parents=False)
 
-    def finish(self, key: str = "", flushed: Collection[str] = ()) -> Files:
+    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> Files:
         sizes = {}
-        others = {self.path(other).rstrip("/") for other in flushed}
+        flushed = {self.path(other).rstrip("/") for other in flushed_keys}
         for directory, _, names in os.walk(self.path(key)):
             for name in names:
                 path = os.path.join(directory, name)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
-            # The name of such a directory itself is in the one above it.
-            if directory not in others and os.path.dirname(directory) not in others:
+            # Below the key of a process there is one level of directories, `d/`. The name of the key itself is in the
+            # directory above it, which is flushed here.
+            if directory not in flushed and os.path.dirname(directory) not in flushed:
                 sync_directory(directory)
         return dict(sorted(sizes.items()))
 
@@ -171,18 +174,24 @@ class Attempt(abc.ABC):
     """
 
     def __init__(self, storage: Storage, job: SaveJob) -> None:
-        self.storage, self.name, self._end = storage, job.name, job.end
-        self.process, self.count, self.saved_at = job.process, job.count, job.saved_at
-        self._arrays = job.arrays
-        self._files = job.files
+        self.storage = storage
+        self.name = job.name
+        self.process = job.process
+        self.count = job.count
+        self.saved_at = job.saved_at
+        self._end = job.end
         self._release = job.release
+        # The arrays are forgotten once they are written, so that their memory is free; their names are not.
+        self._arrays = job.arrays
         self._names = [array.name for array in job.arrays]
+        self._files = job.files
         self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
         self._own_bytes = sum([values.nbytes for array in job.arrays for _, values in array.values])
         # The parts of other processes are not known: a replicated array is in one of them.
         self._average_bytes = job.nbytes / job.count
-        self._own_secs = 0.0
-        self._signs = 0
+        self._own_secs = 0.0  # how long this process has taken to write its part
+        self._entries = 0  # of the merged database, see `count_entries`; known when the part is written
+        self._heartbeats = 0
 
     @abc.abstractmethod
     def publish(self, manifest: Manifest) -> Sequence[str]:
@@ -220,7 +229,8 @@ class Attempt(abc.ABC):
                 self._merge()
                 for name, data in array_writer().orbax_files(self._names, self.saved_at).items():
                     self.storage.write(name, data)
-                self.commit(self.storage.finish(flushed=[process_key(other) for other in range(1, self.count)]))
+                others = [process_key(other) for other in range(1, self.count)]
+                self.commit(self.storage.finish(flushed_keys=others))
         except BaseException as error:
             explained = _explained(error, self.storage.path(""), self._nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
@@ -231,9 +241,12 @@ class Attempt(abc.ABC):
     def _write_part(self) -> None:
         writer = array_writer()
         files = [writer.file_array(name, file.read()) for name, file in self._files.items()]
-        own_parts, self._arrays = [*self._arrays, *files], ()
-        self._entries = writer.count_entries(own_parts) if self.count > 1 else 0
-        key = process_key(self.process) if self.count > 1 else ""
+        own_parts = [*self._arrays, *files]
+        self._arrays = ()
+        key = ""
+        if self.count > 1:
+            key = process_key(self.process)
+            self._entries = writer.count_entries(own_parts)
         base = writer.base(self.storage.spec(), key)
         root = writer.write(base, own_parts, self.storage.wait, first=self.process == 0)
         self._release()
@@ -261,49 +274,59 @@ class Attempt(abc.ABC):
     def _wait_for_parts(self) -> None:
         """Wait, on the first process, until all others have written; a process that hangs is an error."""
         watches = {process: self._watch(process) for process in range(1, self.count)}
-        named: set[int] = set()
-        self._give_sign()
-        gave_sign_at = time.monotonic()
+        warned_of: set[int] = set()
+        self._publish_heartbeat()
+        heartbeat_at = time.monotonic()
         for pause in _pauses():
-            names = set(self.storage.names(PARTS))
-            for process in list(watches):
-                if f"{self.name}.{process}{_FAILED}" in names:
-                    text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
-                    raise CheckpointError(f"process {process}: {text.decode()}")
-                if f"{self.name}.{process}" in names:
-                    del watches[process]
+            self._drop_finished(watches)
             if not watches:
                 return
             instant = time.monotonic()
-            stuck = [process for process, watch in watches.items() if watch.is_stuck(instant)]
-            if stuck:
-                stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
-                raise CheckpointError(
-                    f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, and not finished, as "
-                    f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
-                )
-            quiet = [p for p, watch in watches.items() if watch.quiet_secs(instant) > PATIENCE_SECS and p not in named]
-            if quiet:
-                named.update(quiet)
-                logger.warning(
-                    "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write "
-                    "hangs",
-                    *(
-                        self.storage.path(""),
-                        _processes_text(quiet),
-                        PATIENCE_SECS,
-                        watches[quiet[0]].left_secs(instant),
-                    ),
-                )
-            if instant - gave_sign_at > _SIGN_SECS:
-                self._give_sign()
-                gave_sign_at = instant
+            self._check_not_stuck(watches, instant)
+            self._warn_of_quiet(watches, instant, warned_of)
+            if instant - heartbeat_at > _HEARTBEAT_SECS:
+                self._publish_heartbeat()
+                heartbeat_at = instant
             time.sleep(pause)
 
-    def _give_sign(self) -> None:
+    def _drop_finished(self, watches: dict[int, PartWatch]) -> None:
+        """Forget the processes that have written; raise the error of one that has failed."""
+        names = set(self.storage.names(PARTS))
+        for process in list(watches):
+            if f"{self.name}.{process}{_FAILED}" in names:
+                text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
+                raise CheckpointError(f"process {process}: {text.decode()}")
+            if f"{self.name}.{process}" in names:
+                del watches[process]
+
+    def _check_not_stuck(self, watches: Mapping[int, PartWatch], instant: float) -> None:
+        stuck = [process for process, watch in watches.items() if watch.is_stuck(instant)]
+        if not stuck:
+            return
+        stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
+        raise CheckpointError(
+            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, and not finished, as "
+            f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
+        )
+
+    def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:
+        """Warn once of each process that may hang, and add it to those of which was warned."""
+        quiet = []
+        for process, watch in watches.items():
+            if process not in warned_of and watch.quiet_secs(instant) > PATIENCE_SECS:
+                quiet.append(process)
+        if not quiet:
+            return
+        warned_of.update(quiet)
+        logger.warning(
+            "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write hangs",
+            *(self.storage.path(""), _processes_text(quiet), PATIENCE_SECS, watches[quiet[0]].left_secs(instant)),
+        )
+
+    def _publish_heartbeat(self) -> None:
         """Tell the others that this first process lives, and has written its part."""
-        self._signs += 1
-        self.storage.publish(self.part(0), _WAITING + str(self._signs).encode())
+        self._heartbeats += 1
+        self.storage.publish(self.part(0), _HEARTBEAT + str(self._heartbeats).encode())
 
     def _write_root(self, key: str, root: bytes | None) -> None:
         if root is not None:
@@ -316,23 +339,26 @@ class Attempt(abc.ABC):
         latest_at = time.monotonic()
         for pause in _pauses():
             outcome = self.storage.read(self.part(0))
+            # It is missing before the first process has begun, and in a directory also afterwards: then the directory
+            # has its final name.
             if outcome == _SAVED or (outcome is None and self.is_published()):
                 return
             instant = time.monotonic()
             if outcome is None and latest is not None:
                 raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
-            if outcome and not outcome.startswith(_WAITING):
+            if outcome and not outcome.startswith(_HEARTBEAT):
                 raise CheckpointError(f"process 0: {outcome.decode()}")
             if outcome != latest:
                 latest = outcome
                 latest_at = instant
-            if not outcome and watch.is_stuck(instant):
+            if not outcome:
                 # It writes its own part, as this process has done.
-                raise CheckpointError(
-                    f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
-                )
-            if outcome and instant - latest_at > OUTCOME_SECS:
-                text = f"process 0 has neither published it nor given a sign in {OUTCOME_SECS:.0f} s"
+                if watch.is_stuck(instant):
+                    raise CheckpointError(
+                        f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
+                    )
+            elif instant - latest_at > OUTCOME_SECS:
+                text = f"process 0 has neither published it nor sent a heartbeat in {OUTCOME_SECS:.0f} s"
                 raise CheckpointError(f"{self.storage.path('')}: {text}")
             time.sleep(pause)
 
@@ -372,9 +398,11 @@ def _pauses() -> Iterator[float]:
 
 def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
+    if not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
+        return error
     full = (errno.ENOSPC, errno.EDQUOT)
     number = next((number for number in full if os.strerror(number) in str(error)), None)
-    if number is None or not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
+    if number is None:
         return error
     free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
     return OSError(number, f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {free} free)", path)
@@ -399,7 +427,8 @@ class BackgroundWrite:
             run()
             self.detach()
 
-        self._name, self._pid = name, os.getpid()
+        self._name = name
+        self._pid = os.getpid()
         UNFINISHED_WRITES[name] = self
         _finish_at_exit()
         self._done = in_background(write, name=thread, daemon=True)

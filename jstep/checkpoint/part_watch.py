@@ -10,8 +10,8 @@ from jstep.stores.objects import BYTES_PER_SEC
 
 PATIENCE_SECS = 120.0
 """Seconds without progress that are always granted."""
-_LOOK_SECS = 10.0
-"""Seconds between two looks at a part, each of which lists its files."""
+_POLL_SECS = 10.0
+"""Seconds between two polls of a part, each of which lists its files."""
 _MIN_MEASURED_BYTES = 2**24
 """The minimum bytes of a part that says how fast the storage is."""
 _SLOWDOWN = 10
@@ -37,25 +37,25 @@ class PartWatch:
     """Watches the part of another process.
 
     Args:
-        look: Returns what changes while the part is written, such as its bytes.
+        progress: Returns what changes while the part is written, such as its bytes.
         patience: Seconds without a change after which it hangs.
         instant: The monotonic time at which watching begins.
     """
 
-    def __init__(self, look: Callable[[], object], patience: float, instant: float) -> None:
-        self._look = look
+    def __init__(self, progress: Callable[[], object], patience: float, instant: float) -> None:
+        self._progress = progress
         self._patience = patience
-        self._seen: object = None
-        self._looked_at = float("-inf")
+        self._latest: object = None
+        self._polled_at = float("-inf")
         self._changed_at = instant
 
     def quiet_secs(self, instant: float) -> float:
-        """Return the seconds since the part last changed, which is looked at every few seconds."""
-        if instant - self._looked_at >= min(_LOOK_SECS, self._patience / 4):
-            self._looked_at = instant
-            seen = self._look()
-            if seen != self._seen:
-                self._seen = seen
+        """Return the seconds since the part last changed, as far as polls every few seconds show."""
+        if instant - self._polled_at >= min(_POLL_SECS, self._patience / 4):
+            self._polled_at = instant
+            progress = self._progress()
+            if progress != self._latest:
+                self._latest = progress
                 self._changed_at = instant
         return instant - self._changed_at
 

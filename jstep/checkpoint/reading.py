@@ -351,7 +351,7 @@ class CheckpointReader:
         plan: Any = None
         try:
             reader = self._store.reader(path, manifest)
-            if problem := processes.text_from_first(reader.unlike_written):
+            if problem := processes.text_from_first(reader.foreign_content):
                 raise CorruptedCheckpointError(problem)
             plan = shared_reads().ReadPlan(reader.kinds(shardings), shardings)
             arrays, boxes = shared_reads().read_arrays(reader, plan)

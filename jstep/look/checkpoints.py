@@ -50,7 +50,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _strange(self) -> str:
-        return self.store.reader(self.path, self.manifest).unlike_written()
+        return self.store.reader(self.path, self.manifest).foreign_content()
 
     def positions(self) -> Positions | None:
         """Read the positions of its loaders, and of the objects of `from_loop`."""

@@ -42,7 +42,7 @@ def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_li
         assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-3"
 
 
-@pytest.mark.parametrize("method", ["unlike_written", "read"])
+@pytest.mark.parametrize("method", ["foreign_content", "read"])
 def test_evicted_while_it_is_read(tmp_path, caplog, monkeypatch, method):
     """Before its files are checked, or its arrays are read. No file that nothing reads is said to be missing."""
     with Saver(tmp_path, max_to_keep=1) as writer:

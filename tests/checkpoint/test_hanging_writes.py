@@ -122,12 +122,12 @@ def test_a_slow_process_is_waited_for(tmp_path, little_patience, monkeypatch):
     assert len(looks) >= 10
 
 
-def test_a_sign_lets_others_wait(tmp_path, little_patience, monkeypatch):
+def test_a_heartbeat_lets_others_wait(tmp_path, little_patience, monkeypatch):
     """Once the first process has written, it may wait for a third one, whose part grows."""
     monkeypatch.setattr(attempts, "OUTCOME_SECS", 60.0)
     first, second = make_attempt(tmp_path, 0), make_attempt(tmp_path, 1)
     first.begin()
-    first._give_sign()
+    first._publish_heartbeat()
     waiting = threading.Thread(target=second.run, daemon=True)
     waiting.start()
     waiting.join(1.0)
