@@ -18,15 +18,18 @@ from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, 
 from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
-_MAX_LISTINGS = 10  # a writer evicts one checkpoint per save
+_MAX_LISTINGS = 10
+"""Lists until one has a checkpoint that still exists: a writer evicts one checkpoint per save."""
 
 
 class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
+        # Whether what interrupted saves left behind has been removed.
         self._is_cleaned = False
+        # The directory of an attempt of several processes, until it is published. If it failed, some of them may write
+        # to it until each has called `wait`.
         self._failed: str | None = None
-        """The directory of an attempt of several processes; some may write to it until each has called `wait`."""
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Read the manifests, and check that their files exist."""
@@ -46,8 +49,10 @@ class DirectoryStore(Store):
                 return
 
     def own_paths(self) -> dict[int, str]:
-        steps = (step for step, _, _ in listing.possible_checkpoints(self.directory, self._prefix))
-        return {step: self.path(listing.format_name(self._prefix, step)) for step in steps}
+        paths: dict[int, str] = {}
+        for step, _, _ in listing.possible_checkpoints(self.directory, self._prefix):
+            paths[step] = self.path(listing.format_name(self._prefix, step))
+        return paths
 
     def find_path(self, prefix: str, step: int) -> str | None:
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
@@ -110,15 +115,18 @@ class DirectoryStore(Store):
         3. The manifest, without which a directory is not a checkpoint.
         4. The renamed directory. Only then are superseded checkpoints removed (`retention`).
         """
-        self._is_cleaned, self.erase_secs = False, 0.0  # if this is interrupted, the next save removes the leftovers
-        if self._failed is not None and job.process == 0:  # no process writes into it any more
-            remove(self._failed)
-        temporary = path + listing.TEMPORARY + (f"-{job.name}" if job.count > 1 else "")
+        self.erase_secs = 0.0
+        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
+        if self._failed is not None and job.process == 0:
+            remove(self._failed)  # all processes have called `wait` before this save: none writes into it any more
+        temporary = path + listing.TEMPORARY
         if job.count > 1:
+            temporary += f"-{job.name}"
             os.makedirs(os.path.join(temporary, attempts.PARTS), exist_ok=True)
+            self._failed = temporary
         else:
             os.makedirs(temporary)
-        self._failed = temporary if job.count > 1 else None
+            self._failed = None
         attempt = DirectoryAttempt(self, path, temporary, job)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
@@ -154,8 +162,11 @@ class DirectoryStore(Store):
                 os.rmdir(self.directory)
 
     def command_to_set_aside(self, path: str) -> str:
-        names = (f"{path}{listing.ASIDE}{number}" for number in itertools.count())
-        return shlex.join(["mv", path, next(name for name in names if not os.path.lexists(name))])
+        for number in itertools.count():
+            aside = f"{path}{listing.ASIDE}{number}"
+            if not os.path.lexists(aside):
+                break
+        return shlex.join(["mv", path, aside])
 
     def hide(self, path: str) -> list[str]:
         deleted = path + listing.DELETED
@@ -177,6 +188,7 @@ class DirectoryStore(Store):
             final = self.path(name)
             path = final + suffix
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
+                # The save that should have replaced it was interrupted: it takes its name back.
                 if os.path.lexists(final):
                     _require_remains(final)
                     self.evict(final)
@@ -190,7 +202,9 @@ class DirectoryStore(Store):
 class DirectoryAttempt(attempts.Attempt):
     def __init__(self, store: DirectoryStore, final: str, temporary: str, job: attempts.SaveJob) -> None:
         super().__init__(attempts.LocalStorage(temporary), job)
-        self._store, self._temporary, self._final = store, temporary, final
+        self._store = store
+        self._temporary = temporary
+        self._final = final
 
     def publish(self, manifest: Manifest) -> Sequence[str]:
         return self._store.publish(self._temporary, self._final, manifest)

@@ -353,11 +353,11 @@ def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int])
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
-def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, of_params: bool = False) -> None:
+def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, params_only: bool = False) -> None:
     """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
     if result.in_other_format or (differences and not partial):
-        advice = _OTHER_PARAMS if of_params else _OTHER_PATHS
+        advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
         if result.in_other_format:
             advice = _OTHER_FORMAT
         raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")

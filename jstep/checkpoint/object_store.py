@@ -63,16 +63,17 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
+        # Name of a checkpoint → its attempts: those that the index had when it was last read, and those that it has
+        # lost.
         self._attempts: dict[str, list[str]] = {}
-        """Name of a checkpoint → its attempts, as the index had them last."""
         self._lost: dict[str, list[str]] = {}
-        """The same of checkpoints that the index has lost."""
-        self._known_whole: set[str | None] = set()
-        """Prefixes for which a list of all objects had no more than the index."""
-        self._own: dict[int, str] = {}
-        """Step → path of the checkpoints of this writer, as long as it holds the claim."""
+        # Prefixes for which a list of all objects had no more than the index: another one is not needed.
+        self._complete_prefixes: set[str | None] = set()
+        # Step → path of the checkpoints of this writer, as long as it holds the claim.
+        self._own_paths: dict[int, str] = {}
+        # Why old checkpoints stay: the first error, or that there is no right to delete.
         self._undeleted: Exception | None = None
-        """Why old checkpoints stay: the first error, or that there is no right to delete."""
+        # The deletions, in a thread, and how many of them have not ended.
         self._erasing = SerialTasks("jstep-delete", functools.partial(self.log_undeleted, url), daemon=True)
         self._unerased = 0
 
@@ -94,34 +95,40 @@ class ObjectStore(Store):
         """
         for _ in range(_TRIES):
             steps = self._listed(prefix).steps
-            names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
-            newest = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[:1])
-            if not newest or self._is_followed(names[0]):
+            names = _highest_first(steps)
+            is_newest_there = self._exists(names[:1])
+            if not is_newest_there or self._is_followed(names[0]):
                 steps = {**steps, **self._listed_whole(prefix)}
-                names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
-                newest = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[:1])
-            found = bool(newest)
-            if newest:
-                yield steps[names[0]], self.path(names[0])
-            for key in self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[1:]):
-                name = key.rpartition("/")[0]
-                found = True
-                yield steps[name], self.path(name)
-            if found or not names:
+                names = _highest_first(steps)
+                is_newest_there = self._exists(names[:1])
+            if not names:
                 return
+            # The newest one before the others are looked for: most callers want no other.
+            if is_newest_there:
+                yield steps[names[0]], self.path(names[0])
+            others = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[1:])
+            for key in others:
+                name = key.rpartition("/")[0]
+                yield steps[name], self.path(name)
+            if is_newest_there or others:
+                return
+
+    def _exists(self, names: Sequence[str]) -> bool:
+        """Return whether one of some checkpoints exists."""
+        return bool(self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names))
 
     def all_steps(self, prefix: str) -> list[int]:
         """See `Store.all_steps`: no request for each checkpoint, unless the list of all objects would take longer.
 
         The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
         """
-        found = self.newest_first(prefix)
-        newest = next(found, None)
+        checkpoints = self.newest_first(prefix)
+        newest = next(checkpoints, None)
         if newest is None:
             return []
         others = len(self._attempts.keys() | self._lost.keys()) - 1
         if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
-            return sorted([newest[0], *[step for step, _ in found]])
+            return sorted([newest[0], *[step for step, _ in checkpoints]])
         with _known_marks():
             manifests = [key for key in self.objects.listing() if _MANIFEST_KEY.fullmatch(key)]
         return sorted(listing.ListedCheckpoints(manifests, prefix).steps.values())
@@ -140,19 +147,20 @@ class ObjectStore(Store):
     def _is_followed(self, name: str) -> bool:
         """Return whether a newer checkpoint than this one was saved, so that it is not the newest."""
         for attempt in self._attempts.get(name, ()):
-            if (self.objects.read(f"{INDEX}{name}/{attempt}").data or b"").startswith(_FOLLOWED):
+            entry = self.objects.read(f"{INDEX}{name}/{attempt}").data
+            if entry is not None and entry.startswith(_FOLLOWED):
                 return True
         return False
 
     def _listed_whole(self, prefix: str | None) -> Mapping[str, int]:
         """Return name → step of the checkpoints in a list of all objects, once for each prefix: it may be long."""
-        if prefix in self._known_whole:
+        if prefix in self._complete_prefixes:
             return {}
         whole = listing.ListedCheckpoints(self.objects.listing(), prefix)
         lost = {name: whole.steps[name] for name in whole.steps.keys() - self._attempts.keys()}
         if not lost:
-            # Without a checkpoint, others may come, which the index then has.
-            self._known_whole.add(prefix)
+            # Checkpoints that are saved from now on are in the index.
+            self._complete_prefixes.add(prefix)
             return {}
         logger.warning(
             "%s: the index %s lacks %s, which a list of all objects has; were empty objects deleted, or not copied?",
@@ -162,7 +170,7 @@ class ObjectStore(Store):
         return lost
 
     def own_paths(self) -> dict[int, str]:
-        return dict(self._own)
+        return dict(self._own_paths)
 
     def find_path(self, prefix: str, step: int) -> str | None:
         name = listing.format_name(prefix, step)
@@ -201,7 +209,7 @@ class ObjectStore(Store):
                 if self.objects.index() is None:
                     self._index(listing.ListedCheckpoints(self.objects.listing(), None).attempts)
                     self.objects.mark()
-                self._own = dict(self.newest_first(self._prefix))
+                self._own_paths = dict(self.newest_first(self._prefix))
                 self._index(self._lost)
                 self._lost = {}
             except BaseException:
@@ -223,10 +231,10 @@ class ObjectStore(Store):
 
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
-        before, data = attempt.before, encode(dataclasses.replace(manifest, data=attempt.data))
+        data = encode(dataclasses.replace(manifest, data=attempt.data))
         if self._claim is not None:
             self._claim.check()
-        stamp = self.objects.write_if(attempt.manifest_key, data, before.stamp)
+        stamp = self.objects.write_if(attempt.manifest_key, data, attempt.previous.stamp)
         if stamp is None:
             url = self.objects.url_of(attempt.manifest_key)
             raise CheckpointError(f"{url} was written by another writer meanwhile; stop one of the two runs")
@@ -236,37 +244,46 @@ class ObjectStore(Store):
             if self._claim is not None:
                 self._claim.check()
         except CheckpointError:
-            if before.data is None:
+            if attempt.previous.data is None:
                 self.objects.delete(attempt.manifest_key, stamp)
             else:  # the step was saved before, and that checkpoint is still there
-                self.objects.write_if(attempt.manifest_key, before.data, stamp)
+                self.objects.write_if(attempt.manifest_key, attempt.previous.data, stamp)
             raise
-        self._own[manifest.step] = attempt.checkpoint
+        self._own_paths[manifest.step] = attempt.checkpoint
 
     def clean_up(self, new: "ObjectAttempt") -> None:
         """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
-        complete = {self._name(path) for path in self._own.values()}
         listed = self._listed(self._prefix).attempts
         self._mark_followed(new, listed)
+        complete = {self._name(path) for path in self._own_paths.values()}
         for name, found in listed.items():
-            old = [attempt for attempt in found if listing.is_old(attempt, new.saved_at)]
-            victims: list[str] = []
-            if name == self._name(new.checkpoint):  # a reader may still read the replaced objects
-                victims = [attempt for attempt in (found if new.before.data is None else old) if attempt != new.data]
-            elif name not in complete:  # only a read shows that it has no manifest
-                victims = found if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
-            elif old and len(found) > 1:  # all but the attempt of the existing checkpoint
-                data = self.manifest(self.path(name)).data
-                victims = [attempt for attempt in old if attempt != data]
-            self.erase([f"{name}/{attempt}/" for attempt in victims])
+            if name == self._name(new.checkpoint):
+                useless = _useless_beside(new, found)
+            elif name in complete:
+                useless = self._useless_in_complete(name, found, new.saved_at)
+            else:
+                useless = self._useless_in_incomplete(name, found)
+            self.erase([f"{name}/{attempt}/" for attempt in useless])
+
+    def _useless_in_complete(self, name: str, found: Sequence[str], time_now: float) -> list[str]:
+        """Return the old attempts of an existing checkpoint, but the one that it is made of."""
+        old = [attempt for attempt in found if listing.is_old(attempt, time_now)]
+        if not old or len(found) == 1:
+            return []
+        data = self.manifest(self.path(name)).data
+        return [attempt for attempt in old if attempt != data]
+
+    def _useless_in_incomplete(self, name: str, found: Sequence[str]) -> Sequence[str]:
+        """Return the attempts of what this writer does not know as a checkpoint, unless it is one."""
+        return found if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
 
     def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
         """Note in the index, at the checkpoint before a new one, that it is not the newest."""
-        step = next(step for step, path in self._own.items() if path == new.checkpoint)
-        before = max((other for other in self._own if other < step), default=None)
-        if before is None or max(self._own) > step:
+        step = next(step for step, path in self._own_paths.items() if path == new.checkpoint)
+        lower = [other for other in self._own_paths if other < step]
+        if not lower or max(self._own_paths) > step:
             return
-        name = self._name(self._own[before])
+        name = self._name(self._own_paths[max(lower)])
         for attempt in listed.get(name, ()):
             self.objects.write(f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.checkpoint).encode())
 
@@ -285,12 +302,12 @@ class ObjectStore(Store):
         manifest = self.objects.read(key)
         if manifest.data is not None and not self.objects.delete(key, manifest.stamp):
             return []
-        self._own = {step: other for step, other in self._own.items() if other != path}
+        self._own_paths = {step: other for step, other in self._own_paths.items() if other != path}
         with contextlib.suppress(CheckpointError):
-            read = decode(manifest.data or b"")
-            if listing.is_attempt(read.data):
-                return [f"{name}/{read.data}/"]
-            return [*[f"{name}/{file}" for file in read.files], f"{name}/{listing.COPIED}/"]
+            hidden = decode(manifest.data or b"")
+            if listing.is_attempt(hidden.data):
+                return [f"{name}/{hidden.data}/"]
+            return [*[f"{name}/{file}" for file in hidden.files], f"{name}/{listing.COPIED}/"]
         return []
 
     # Deletion, in a thread: the next save does not wait for it.
@@ -305,10 +322,12 @@ class ObjectStore(Store):
         began = time.monotonic()
         try:
             for key in remains:
-                keys = self.objects.list(key, f"{key[:-1]}0") if key.endswith("/") else [key]  # 0 follows the slash
+                is_attempt = key.endswith("/")
+                keys = self.objects.list(key, f"{key[:-1]}0") if is_attempt else [key]  # 0 follows the slash
                 for _, operation in pipelined(self.objects.start_delete, keys):
                     operation.result()
-                if key.endswith("/"):
+                # Its entry last: if this is interrupted, the next save finds what is left.
+                if is_attempt:
                     self.objects.delete(f"{INDEX}{key[:-1]}")
         finally:
             self.erase_secs += time.monotonic() - began
@@ -334,26 +353,42 @@ class ObjectStore(Store):
         super().close(wait)
 
 
+def _highest_first(steps: Mapping[str, int]) -> list[str]:
+    """Return the names of checkpoints in descending order of their steps."""
+    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+
+
+def _useless_beside(new: "ObjectAttempt", found: Sequence[str]) -> list[str]:
+    """Return the other attempts of a new checkpoint; if it replaces one, the old ones: a reader may read the others."""
+    others = [attempt for attempt in found if attempt != new.data]
+    if new.previous.data is None:
+        return others
+    return [attempt for attempt in others if listing.is_old(attempt, new.saved_at)]
+
+
 class ObjectAttempt(attempts.Attempt):
     """An attempt in a bucket.
 
     Attributes:
         checkpoint: The URL of the checkpoint.
         data: The name of its data.
-        before: The manifest that it may replace.
+        key: The key of its data.
+        manifest_key: The key of the manifest.
+        previous: The manifest that it may replace.
     """
 
     def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob) -> None:
         self.checkpoint = path
         self.data = f"data.{max(0, int(job.saved_at))}-{int(job.name):08x}"
         name = path.removeprefix(store.directory + "/")
-        self.key, self.manifest_key = f"{name}/{self.data}", f"{name}/{MANIFEST_FILE}"
+        self.key = f"{name}/{self.data}"
+        self.manifest_key = f"{name}/{MANIFEST_FILE}"
         super().__init__(ObjectStorage(store.objects, self.key), job)
         self._store = store
-        self.before = ReadResult(None, ABSENT)
+        self.previous = ReadResult(None, ABSENT)
 
     def begin(self) -> None:
-        self.before = self._store.objects.read(self.manifest_key)
+        self.previous = self._store.objects.read(self.manifest_key)
         self._store.objects.write(f"{INDEX}{self.key}", _ENTRY)
         super().begin()
 

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -135,9 +135,9 @@ class CheckpointReader:
         partial: bool,
         averages: Sequence[str] | None,
         names: match.Names | None,
-        of_params: bool = False,
+        params_only: bool = False,
     ) -> Any:
-        """See `Saver.restore`; with `of_params` the target is `{"params": params}`."""
+        """See `Saver.restore`; with `params_only` the target is `{"params": params}`."""
 
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
@@ -145,10 +145,10 @@ class CheckpointReader:
                 arrays = self.read(path, manifest, dict.fromkeys(manifest.leaves_by_array))
                 return match.nest_values(manifest.leaves, arrays, averages)
             matched = match.match(target, manifest, averages, names, path)
-            if of_params:
+            if params_only:
                 unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
                 matched = dataclasses.replace(matched, unused=unused)
-            match.check(matched, partial, path, of_params=of_params)
+            match.check(matched, partial, path, params_only=params_only)
             values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             if averages:
@@ -174,35 +174,43 @@ class CheckpointReader:
         return path, manifest
 
     def _find(self, requested: int | None) -> tuple[str, Manifest]:
-
-        def found() -> tuple[str, Manifest]:
-            step = self._newest() if requested is None else requested
-            path = self._store.path_to_read(self._prefix, step)
-            if path is not None:
-                try:
-                    return path, self._manifest(path, step)
-                except GoneError:
-                    if requested is None:
-                        raise
-            name = format_name(self._prefix, step)
-            if requested is None:
-                raise _gone(self._store.path(name))
-            lacks = dict(self._store.find_broken(self._prefix, step - 1)).get(self._store.path(name))
-            steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
-            raise FileNotFoundError(
-                f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, "
-                f"{f'since {lacks}; it ' if lacks else 'which '}has {f'steps {steps}' if steps else 'no checkpoints'}"
-            )
-
         if processes.is_single_process():
-            return found()
+            return self._find_here(requested)
 
         def as_text() -> str:
-            path, manifest = found()
+            path, manifest = self._find_here(requested)
             return json.dumps([path, encode(manifest).decode()])
 
-        path, manifest = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
-        return path, decode(manifest.encode())
+        path, text = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
+        return path, decode(text.encode())
+
+    def _find_here(self, requested: int | None) -> tuple[str, Manifest]:
+        """Find the requested step, or the newest one, and read its manifest, on this process alone.
+
+        Raises:
+            GoneError: The newest checkpoint was deleted after it was listed, so that there may be another one.
+            FileNotFoundError: There is no checkpoint, or not the requested one.
+        """
+        if requested is None:
+            step = self._newest()
+            path = self._store.path_to_read(self._prefix, step)
+            if path is None:
+                raise _gone(self._store.path(format_name(self._prefix, step)))
+            return path, self._manifest(path, step)
+        path = self._store.path_to_read(self._prefix, requested)
+        if path is not None:
+            with contextlib.suppress(GoneError):
+                return path, self._manifest(path, requested)
+        raise self._missing(requested)
+
+    def _missing(self, step: int) -> FileNotFoundError:
+        name = format_name(self._prefix, step)
+        lacks = dict(self._store.find_broken(self._prefix, step - 1)).get(self._store.path(name))
+        steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
+        return FileNotFoundError(
+            f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, "
+            f"{f'since {lacks}; it ' if lacks else 'which '}has {f'steps {steps}' if steps else 'no checkpoints'}"
+        )
 
     def _manifest(self, path: str, step: int) -> Manifest:
         try:
@@ -225,7 +233,9 @@ class CheckpointReader:
     def _newest(self) -> int:
         """Return the highest step; older checkpoints are never restored silently if it is incomplete."""
         step = next((step for step, _ in self._store.newest_first(self._prefix)), -1)
-        for path, lacks in self._store.find_broken(self._prefix, step)[:1]:
+        broken = self._store.find_broken(self._prefix, step)
+        if broken:
+            path, lacks = broken[0]
             raise self.unusable(path, [lacks], CORRUPTED)
         if step < 0:
             others = next((path for _, path in self._store.newest_first(None)), None)
@@ -238,37 +248,28 @@ class CheckpointReader:
         wanted = matched.wanted
         with meshes.internal_transfers():
             values: list[Any] = [None] * len(wanted)
-            sources: dict[int, tuple[Leaf, Leaf | None, Any]] = {}
+            reads: dict[int, LeafRead] = {}
             for i, want in enumerate(wanted):
                 if want.source is not None and want.fresh_age is None:
-                    sources[i] = want.source, want.half, want.sharding_of_data
+                    reads[i] = LeafRead(want.source, want.half, want.sharding_of_data)
                 elif want.copy is None and want.fresh_age is None:
                     values[i] = match.keep_target_leaf(want, manifest.step)
-            read = self.read_leaves(path, manifest, list(sources.values()))
-            for i, value in zip(sources, read, strict=True):
+            restored = self.read_leaves(path, manifest, list(reads.values()))
+            for i, value in zip(reads, restored, strict=True):
                 values[i] = targets.place_leaf(wanted[i], value)
+            # Copies and ages are made of what was restored.
             for i, want in enumerate(wanted):
                 if want.copy is not None:
                     values[i] = match.copy_leaf(want, values)
                 if want.fresh_age is not None:
                     values[i] = match.start_age(want, values)
-            pairs = zip(wanted, values, strict=True)
-            left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
-            current = leaf_records.start_leaf_fingerprints(left_out)()
-            changed = [leaf for (leaf, _), record in zip(left_out, current, strict=True) if record != leaf]
-        if changed:
-            logger.warning(
-                "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
-                "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
-                "started with",
-                path,
-                format_items("differing", [repr(leaf.path) for leaf in changed]),
-            )
+            _warn_of_changed(path, wanted, values)
         return values
 
     def _log_differences(self, path: str, step: int, matched: match.CheckpointMatch) -> None:
         """Log what a partial restore leaves out: only this log shows a misspelt path."""
-        if guards := [repr(want.path) for want in matched.wanted if want.is_guard]:
+        guards = [repr(want.path) for want in matched.wanted if want.is_guard]
+        if guards:
             logger.info(
                 "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: the guard "
                 "starts at step %d, with fresh %s",
@@ -302,11 +303,12 @@ class CheckpointReader:
 
     def _warn_of_raw_model_state(self, path: str, matched: match.CheckpointMatch) -> None:
         """Warn once of averages of the parameters that were restored beside a model state without averages."""
-        pairs = [(want, want.source) for want in matched.wanted if want.source is not None]
-        both = {(SLOTS, MODEL_STATE)}
-        raw = [
-            want for want, source in pairs if {want.keys[:2], source.keys[:2]} == both and trees.is_floating(want.dtype)
-        ]
+        model_state = (SLOTS, MODEL_STATE)
+        raw: list[match.WantedLeaf] = []
+        for want in matched.wanted:
+            is_restored = want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
+            if is_restored and trees.is_floating(want.dtype):
+                raw.append(want)
         if raw and not self._has_warned and any(want.keys[0] == PARAMS for want in matched.wanted):
             self._has_warned = True
             logger.warning(
@@ -317,14 +319,11 @@ class CheckpointReader:
                 format_items("restored as it was", [repr(want.path) for want in raw]),
             )
 
-    def read_leaves(self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]]) -> list[Any]:
-        """Read leaves, each with its other half if that makes its value, and the sharding to read it with.
-
-        Nothing else uses the arrays returned; those that devices do not support are NumPy's.
-        """
+    def read_leaves(self, path: str, manifest: Manifest, reads: Sequence["LeafRead"]) -> list[Any]:
+        """Return the values of leaves, which nothing else uses. NumPy has those that devices do not support."""
         shardings: dict[str, Any] = {}
         uses: Counter[str | None] = Counter()
-        for leaf, half, sharding in leaves:
+        for leaf, half, sharding in reads:
             is_wide = leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
             if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
                 sharding = None
@@ -334,9 +333,11 @@ class CheckpointReader:
             uses[leaf.array] += 1
         arrays = self.read(path, manifest, shardings)
         values = []
-        for leaf, half, _ in leaves:
+        for leaf, half, _ in reads:
             value = leaf_records.leaf_value(leaf, half, arrays)
-            values.append(value.copy() if uses[leaf.array] > 1 and isinstance(value, jax.Array) else value)
+            if uses[leaf.array] > 1 and isinstance(value, jax.Array):
+                value = value.copy()
+            values.append(value)
         return values
 
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +352,8 @@ class CheckpointReader:
         plan: Any = None
         try:
             reader = self._store.reader(path, manifest)
-            if problem := processes.text_from_first(reader.foreign_content):
+            problem = processes.text_from_first(reader.foreign_content)
+            if problem:
                 raise CorruptedCheckpointError(problem)
             plan = shared_reads().ReadPlan(reader.kinds(shardings), shardings)
             arrays, boxes = shared_reads().read_arrays(reader, plan)
@@ -359,33 +361,58 @@ class CheckpointReader:
             problems = error.problems
         except Exception as error:
             failure = error
-        outcome = _CORRUPTED if problems else _FAILED if failure is not None else 0
+        outcome = 0
+        if problems:
+            outcome = _CORRUPTED
+        elif failure is not None:
+            outcome = _FAILED
         digest = 0 if plan is None else plan.digest
-        outcome, *ends = map(int, processes.max_over_processes(np.array([outcome, digest, -digest])))
-        if not outcome and ends[0] != -ends[1]:
+        # In one exchange: the worst outcome, and the largest and the smallest digest.
+        maxima = processes.max_over_processes(np.array([outcome, digest, -digest]))
+        worst, largest, negated_smallest = map(int, maxima)
+        if worst:
+            self._raise_read_error(path, manifest, worst == _CORRUPTED, problems, failure)
+        if largest != -negated_smallest:
             raise ValueError(
                 "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
                 "same target"
             )
-        if outcome:
-            if processes.text_from_first(lambda: "gone" if self._store.is_gone(path, manifest) else ""):
-                raise _gone(path)
-            if outcome == _CORRUPTED:
-                texts = [text for text in processes.gather_texts("; ".join(problems[: SHOWN + 1])) if text]
-                found = problems if processes.is_single_process() else list(dict.fromkeys(texts))
-
-                def text() -> str:
-                    files = self._store.describe_files(path, manifest)
-                    return str(self.unusable(path, [*files, *found], CORRUPTED))
-
-                raise CorruptedCheckpointError(processes.text_from_first(text))
-            reason = "see the error of another process" if failure is None else short(failure)
-            raise CheckpointError(f"{path} could not be read: {reason}") from failure
         if jax.process_index() == 0:
             self._store.warn_of_unused(path, manifest)
         return _exchanged(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
 
+    def _raise_read_error(
+        self, path: str, manifest: Manifest, is_corrupted: bool, problems: Sequence[str], failure: Exception | None
+    ) -> NoReturn:
+        """Raise an error on all processes, of which some could not read.
+
+        Args:
+            is_corrupted: Whether a process has found corruption, rather than another failure.
+            problems: The corruption that this process has found.
+            failure: The failure of this process.
+        """
+        if processes.text_from_first(lambda: "gone" if self._store.is_gone(path, manifest) else ""):
+            raise _gone(path)
+        if is_corrupted:
+            texts = processes.gather_texts("; ".join(problems[: SHOWN + 1]))
+            found = list(problems)
+            if not processes.is_single_process():
+                found = list(dict.fromkeys(text for text in texts if text))
+
+            def describe() -> str:
+                files = self._store.describe_files(path, manifest)
+                return str(self.unusable(path, [*files, *found], CORRUPTED))
+
+            raise CorruptedCheckpointError(processes.text_from_first(describe))
+        reason = "see the error of another process" if failure is None else short(failure)
+        raise CheckpointError(f"{path} could not be read: {reason}") from failure
+
     def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
+        """Return an error that says what is wrong with a checkpoint, and which one is intact instead.
+
+        Args:
+            verdict: `CORRUPTED` or `UNREADABLE`.
+        """
         try:
             advice = self._advice(path)
         except OSError as error:
@@ -394,25 +421,47 @@ class CheckpointReader:
         return CorruptedCheckpointError(text) if verdict == CORRUPTED else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
+        """Name the newest intact checkpoint beside an unusable one, and the command to resume from it."""
         conflicting: list[str] = []
-        left = VERIFIED
+        max_bytes = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
-            usable, read = (False, 0) if other == path else is_usable(self._store, other, step, left)
-            left -= read
-            if usable:
-                restore = f"Saver.restore(target, step={step}) verifies and restores it"
-                aside = self._set_aside(conflicting, step, "resume from it")
-                return f"The newest intact checkpoint is step {step} ({other}): {restore}{aside}"
-            if usable is not None:
+            if other == path:
                 conflicting.append(other)
-        none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
-        return none + self._set_aside(conflicting, -1, "start from scratch")
+                continue
+            verdict = verify(self._store, other, step, max_bytes)
+            max_bytes -= verdict.nbytes
+            if verdict.is_intact:
+                restore = f"Saver.restore(target, step={step}) verifies and restores it"
+                command = self._command_to_resume(conflicting, step, "resume from it")
+                return f"The newest intact checkpoint is step {step} ({other}): {restore}{command}"
+            if verdict.is_intact is not None:
+                conflicting.append(other)
+        lack = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
+        return lack + self._command_to_resume(conflicting, -1, "start from scratch")
 
-    def _set_aside(self, conflicting: list[str], above: int, purpose: str) -> str:
-        """Return the command that lets `train` resume. It deletes nothing: this may be the last copy."""
-        broken = [path for path, _ in self._store.find_broken(self._prefix, above)]
+    def _command_to_resume(self, conflicting: list[str], step: int, purpose: str) -> str:
+        """Return the command that lets `train` resume from a step; -1 for none.
+
+        It deletes nothing: this may be the last copy.
+        """
+        broken = [path for path, _ in self._store.find_broken(self._prefix, step)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*conflicting, *broken])]
-        return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
+        if not commands:
+            return ""
+        return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`"
+
+
+class LeafRead(NamedTuple):
+    """A leaf to read.
+
+    Attributes:
+        half: The leaf with its other half, if both make its value.
+        sharding: The sharding to read it with; None for a NumPy array.
+    """
+
+    leaf: Leaf
+    half: Leaf | None
+    sharding: Any
 
 
 def shared_reads() -> Any:
@@ -424,7 +473,8 @@ def shared_reads() -> Any:
 
 def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays with these shardings."""
-    result, running = dict(arrays), ProgramsInFlight()
+    result = dict(arrays)
+    running = ProgramsInFlight()
     for name, sharding in shardings.items():
         if sharding is not None and arrays[name].sharding != sharding:
             result[name] = jax.device_put(arrays[name], sharding)
@@ -432,18 +482,50 @@ def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[
     return result
 
 
-def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:
-    """Return whether a checkpoint seems intact, None if it was deleted, and its bytes if they were read, else 0."""
+class Verdict(NamedTuple):
+    """What is known of a checkpoint.
+
+    Attributes:
+        is_intact: Whether it seems intact; None if it was deleted.
+        nbytes: The bytes that were read to find out.
+    """
+
+    is_intact: bool | None
+    nbytes: int = 0
+
+
+def verify(store: Store, path: str, step: int, max_bytes: int) -> Verdict:
+    """Verify a checkpoint; one of more than `max_bytes` bytes seems intact if its manifest is."""
     try:
         manifest = store.manifest(path)
+        if manifest.step != step:
+            return Verdict(False)
         nbytes = sum(leaf.nbytes for leaf in manifest.leaves)
-        if manifest.step != step or nbytes > max_bytes:
-            return manifest.step == step, 0
-        return not store.find_corruption(path, manifest), nbytes
+        if nbytes > max_bytes:
+            return Verdict(True)
+        return Verdict(not store.find_corruption(path, manifest), nbytes)
     except FileNotFoundError:
-        return None, 0
+        return Verdict(None)
     except (CheckpointError, OSError):  # an unreadable one may be intact
-        return False, 0
+        return Verdict(False)
+
+
+def _warn_of_changed(path: str, wanted: Sequence[match.WantedLeaf], values: Sequence[Any]) -> None:
+    """Warn of leaves that the checkpoint leaves out, if those of the target have changed since."""
+    left_out = []
+    for want, value in zip(wanted, values, strict=True):
+        if want.left_out is not None:
+            left_out.append((want.left_out, value))
+    current = leaf_records.start_leaf_fingerprints(left_out)()
+    changed = [leaf for (leaf, _), record in zip(left_out, current, strict=True) if record != leaf]
+    if changed:
+        logger.warning(
+            "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
+            "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
+            "started with",
+            path,
+            format_items("differing", [repr(leaf.path) for leaf in changed]),
+        )
 
 
 def short(error: Exception) -> str:

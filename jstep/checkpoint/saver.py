@@ -271,7 +271,7 @@ class Saver:
         with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
-            return reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
+            return reader.restore(target, step, False, averages, names, params_only=True)[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.

@@ -15,7 +15,7 @@ from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.listing import first_missing_file
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.reading import CheckpointReader
+from jstep.checkpoint.reading import CheckpointReader, LeafRead
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
@@ -121,7 +121,7 @@ def load_weights(
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """RunComponents weights; `tensors` describes them by name."""
+    """Weights in a file or checkpoint; `tensors` describes them by name, and `read` reads them."""
 
     path: str
     tensors: Mapping[str, Tensor]
@@ -178,9 +178,9 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     }
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        leaves = [(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
+        reads = [LeafRead(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
         with meshes.internal_transfers():
-            values = reader.read_leaves(path, manifest, leaves)
+            values = reader.read_leaves(path, manifest, reads)
         return dict(zip(shardings, values, strict=True))
 
     arrays: dict[str, Tensor] = {}
