@@ -12,6 +12,7 @@ from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest
 from jstep.core import trees
 from jstep.core.checks import array_type
+from jstep.core.path_matching import match_paths, names_by_path
 from jstep.core.placement import is_of_host, on_devices
 from jstep.core.trees import Tree
 from jstep.slots import compact_numbers
@@ -105,10 +106,10 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
     """A match of a target and a checkpoint.
 
     Attributes:
-        in_other_format: Whether only one of them has slots that `compact` stores in halves, or their blocks differ.
+        has_other_format: Whether only one of them has slots that `compact` stores in halves, or their blocks differ.
     """
 
-    in_other_format: bool
+    has_other_format: bool
 
     TITLES = "missing in the checkpoint", "extra in the checkpoint", "differing"
 
@@ -117,15 +118,15 @@ def match(
     target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, checkpoint: str
 ) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
-    leaves_of_target = StateLeaves(target)
-    matcher = _LeafMatcher(leaves_of_target, roles_in(target), manifest, averages or (), names, checkpoint)
-    leaves = [matcher.match_leaf(i) for i in range(len(leaves_of_target.paths))]
+    target_leaves = StateLeaves(target)
+    matcher = _LeafMatcher(target_leaves, roles_in(target), manifest, averages or (), names, checkpoint)
+    leaves = [matcher.match_leaf(i) for i in range(len(target_leaves.paths))]
     if any(leaf.source is None for leaf in leaves):
-        for i, copy in _plan_copies(leaves_of_target, leaves).items():
+        for i, copy in _plan_copies(target_leaves, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
-        for age in _ages(leaves_of_target):
+        for age in _ages(target_leaves):
             _match_age(age, leaves, matcher.renamed)
-    return CheckpointMatch(leaves, matcher.unused(), matcher.in_other_format)
+    return CheckpointMatch(leaves, matcher.unused(), matcher.has_other_format)
 
 
 class _LeafMatcher:
@@ -133,7 +134,7 @@ class _LeafMatcher:
 
     Attributes:
         renamed: Path in the target → path in the checkpoint, where `names` has another one.
-        in_other_format: Whether a leaf has been found that only one side stores in halves, or in other blocks.
+        has_other_format: Whether a leaf has been found that only one side stores in halves, or in other blocks.
     """
 
     def __init__(
@@ -150,35 +151,35 @@ class _LeafMatcher:
         self._has_roles = bool(roles)
         self._averages = averages
         self._arrays = manifest.leaves_by_array
-        # Leaves whose arrays the checkpoint has, and these with the ones that it leaves out.
+        # Leaves whose arrays the checkpoint has; and below, these with the ones that it leaves out.
         self._records = leaf_records.named_records(manifest.leaves)
-        self._saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
-        self.renamed = _renamed(names, target.paths, self._saved.keys(), checkpoint)
+        saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
+        self.renamed = _renamed(names, target.paths, saved.keys(), checkpoint)
+        # The names of the leaves in the target and in the checkpoint. An average that replaces a parameter has another
+        # one, but nobody misses the parameter then, so that it counts as used.
         self._names = leaf_records.unique(target.paths)
+        self._saved_names = [self.renamed.get(name, name) for name in self._names]
+        self._matched = match_paths(self._saved_names, saved)
         self._kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(target.values, target.paths, strict=True)]
         self._shape_of_steps: Sequence[int] = ()
         for keys, kind in zip(target.keys, self._kinds, strict=True):
             if keys == (GLOBAL_STEP,):
                 self._shape_of_steps = kind[0]
-        # The names in the checkpoint that leaves have, whether or not it has them; those of parameters that an
-        # average replaces are among them, as nobody misses these.
-        self._used: set[str] = set()
-        self.in_other_format = False
+        self.has_other_format = False
 
     def match_leaf(self, i: int) -> WantedLeaf:
         keys = self._target.keys[i]
-        name = self.renamed.get(self._names[i], self._names[i])
-        self._used.add(name)
-        record = self._records.get(name)
+        name = self._saved_names[i]
+        source = self._matched.found[i]
+        record = source if isinstance(source, Leaf) else None
         if self._has_roles and record is not None and (record.half is not None or i in self._target.halves):
             # One side stores it in halves, or both do.
             if self._kind_of_half(i) != self._kind_of_saved_half(record):
-                self.in_other_format = True
+                self.has_other_format = True
         if self.renamed or self._averages:
             average = self._find_average(i, name)
             if average is not None:
                 return self._wanted_leaf(i, name, source=average, half=self._arrays.get(average.half or ""))
-        source = self._saved.get(name)
         # Of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
         role = self._roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
         if source is None:
@@ -231,7 +232,7 @@ class _LeafMatcher:
         """Return the names of saved leaves that no leaf of the target has, after all have been matched."""
         # A parameter that `names` replaces by its average is no more left over than one that `use_averages` replaces.
         replaced = {path for path, name in self.renamed.items() if path != name}
-        unused = [name for name in self._records if name not in self._used and name not in replaced]
+        unused = [name for name in self._matched.unused if name in self._records and name not in replaced]
         if self._averages:
             # Averages are restored into any target, for evaluation.
             return [name for name in unused if not name.startswith(f"{SLOTS}/")]
@@ -291,7 +292,13 @@ def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
 
 
 class _Age(NamedTuple):
-    """The leaf of an age, the step of its state, and the leaves that it counts for, as indices of leaves."""
+    """An age, as indices of leaves.
+
+    Attributes:
+        leaf: The leaf of the age.
+        step: The leaf with the step of its state; None if the age is a number of updates itself.
+        counted: The leaves of the slots that it counts for.
+    """
 
     leaf: int
     step: int | None
@@ -301,17 +308,22 @@ class _Age(NamedTuple):
 def _ages(target: StateLeaves) -> list[_Age]:
     ages: list[_Age] = []
     for state, indices in target.states:
-        counted: dict[str, list[int]] = {}
-        for age, slot, keys in roles_in(state).counted:
-            if age in indices.slots and slot in indices.slots:
-                of_slot = jax.tree_util.tree_leaves_with_path(indices.slots[slot])
-                counted.setdefault(age, []).extend(i for path, i in of_slot if keys in (None, path))
         step_of_state: Any = indices.global_step
         if step_of_state is None:
             continue
-        for age, of_age in counted.items():
-            step = step_of_state if roles_in(state).get(age) is Role.AGE else None
-            ages.append(_Age(indices.slots[age], step, of_age))
+        roles = roles_in(state)
+        counted: dict[str, list[int]] = {}
+        for age, slot, keys in roles.counted:
+            if age not in indices.slots or slot not in indices.slots:
+                continue
+            leaves_of_age = counted.setdefault(age, [])
+            for path, i in jax.tree_util.tree_leaves_with_path(indices.slots[slot]):
+                # Without keys, it counts for the whole slot.
+                if keys is None or keys == path:
+                    leaves_of_age.append(i)
+        for age, leaves_of_age in counted.items():
+            step = step_of_state if roles.get(age) is Role.AGE else None
+            ages.append(_Age(indices.slots[age], step, leaves_of_age))
     return ages
 
 
@@ -323,22 +335,26 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
         for i in new:
             leaves[i] = dataclasses.replace(leaves[i], shares_age=True)
         return
-    if leaf.path in renamed or (not age.counted and leaf.source is not None):
+    if leaf.path in renamed:
+        return  # the user says which age it is
+    if not age.counted and leaf.source is not None:
         return
-    fresh = FreshAge(age.step, None if age.step is None else leaves[age.step].leaf, leaf.leaf)
-    leaves[age.leaf] = dataclasses.replace(leaf, fresh_age=fresh)
+    target_step = None if age.step is None else leaves[age.step].leaf
+    leaves[age.leaf] = dataclasses.replace(leaf, fresh_age=FreshAge(age.step, target_step, leaf.leaf))
 
 
 def _difference(
     path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int], role: Role | None
 ) -> str:
+    """Describe how a saved leaf differs from the wanted one, such that it cannot be restored; empty if it can."""
     saved = source.shape, source.dtype
     if saved == wanted:
         return ""
-    # A held hyperparameter is a float64 if and only if 64-bit types are on.
-    is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
-    if isinstance(source, Leaf) and (is_held or _is_converted(keys, saved, wanted, steps)):
-        return ""
+    if isinstance(source, Leaf):
+        # A held hyperparameter is a float64 if and only if 64-bit types are on.
+        is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
+        if is_held or _is_converted(keys, saved, wanted, steps):
+            return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
@@ -348,18 +364,23 @@ def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int])
 
     In a population, step counts have the shape `steps`.
     """
-    if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.COUNT_DTYPES or PARAMS in keys:
+    shape, dtype = saved
+    wanted_shape, wanted_dtype = wanted
+    if shape != wanted_shape or {dtype, wanted_dtype} != leaf_records.COUNT_DTYPES or PARAMS in keys:
         return False
-    return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
+    if keys[-1] == GLOBAL_STEP:
+        return True
+    return keys[0] == SLOTS and shape in ((), tuple(steps))
 
 
 def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, params_only: bool = False) -> None:
     """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
-    if result.in_other_format or (differences and not partial):
-        advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
-        if result.in_other_format:
+    if result.has_other_format or (differences and not partial):
+        if result.has_other_format:
             advice = _OTHER_FORMAT
+        else:
+            advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
         raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None and want.left_out is None for want in result.wanted):
         advice = "names={…} maps leaves that have another path"
@@ -380,34 +401,39 @@ def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
         check(result, False, checkpoint)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
-        differ = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}
-        if result.in_other_format or not differ:
+        differing = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}
+        if result.has_other_format or not differing:
             raise
         raise ValueError(
             f"checkpoint_dir: {checkpoint.rpartition('/')[2]} was saved by a run with another "
-            f"{'optimizer' if differ == {SLOTS} else 'model'}: its {' and '.join(sorted(differ))} differ from those of "
-            f"state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
+            f"{'optimizer' if differing == {SLOTS} else 'model'}: its {' and '.join(sorted(differing))} differ from "
+            f"those of state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, "
+            f"{error}"
         ) from None
 
 
 def _part(path: str) -> str:
-    top, *below = path.split("/")
-    return MODEL_STATE if top == SLOTS and below[:1] == [MODEL_STATE] else top
+    """Return the part of a state that a path is in; the model state is one of its slots."""
+    if f"{path}/".startswith(f"{SLOTS}/{MODEL_STATE}/"):
+        return MODEL_STATE
+    return path.partition("/")[0]
 
 
 def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], checkpoint: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    renamed = targets.names_by_path(names, paths, "target", _FORM)
-    if not isinstance(names, Mapping):
-        renamed = {path: other for path, other in renamed.items() if other is not None}
-    renamed = {path: _saved_path(other, saved) for path, other in renamed.items()}
-    for path, other in renamed.items():
+    is_mapping = isinstance(names, Mapping)
+    renamed: dict[str, str] = {}
+    for path, given in names_by_path(names, paths, "target", _FORM).items():
+        if given is None and not is_mapping:
+            continue  # the function does not mention it
+        other = _saved_path(given, saved)
         # A function that returns a path unchanged does not imply that the checkpoint has it.
-        if other not in saved and (other != path or isinstance(names, Mapping)):
+        if other not in saved and (other != path or is_mapping):
             raise ValueError(
                 f"names: {path!r} should be restored from {other!r}, which {checkpoint} does not have"
                 + trees.suggest_names(str(other), sorted(saved))
             )
+        renamed[path] = other
     return renamed
 
 
@@ -419,22 +445,31 @@ def _saved_path(name: str, saved: Collection[str]) -> str:
     if name in saved:
         return name
     parts = str(name).split("/")
-    reversed_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))] or [name]
-    for path in (f"{SLOTS}/{reversed_name}" for reversed_name in reversed_names):
-        if path in saved:
-            return path
-    ends = tuple(f"/{reversed_name}" for reversed_name in reversed_names)
+    # A parameter's path may have several parts: each division of the name into two is tried.
+    swapped_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))] or [name]
+    for swapped in swapped_names:
+        if f"{SLOTS}/{swapped}" in saved:
+            return f"{SLOTS}/{swapped}"
+    if len(parts) == 1:
+        # A parameter without its "params/" would become a slot's value silently.
+        return name
+    ends = tuple(f"/{swapped}" for swapped in swapped_names)
     found = [path for path in saved if path.startswith(f"{SLOTS}/") and path.endswith(ends)]
-    # Not for a name of one part: a parameter without its "params/" would become a slot's value silently.
-    return found[0] if len(found) == 1 and len(parts) > 1 else name
+    return found[0] if len(found) == 1 else name
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
-    part = next((part for part in (PARAMS, f"{SLOTS}/{MODEL_STATE}") if f"{name}/".startswith(f"{part}/")), None)
-    if part is None:
+    """Return the average of a parameter, or of a leaf of the model state, in one of some slots; None if there is none.
+
+    Slots have the averages of parameters at the paths of these, and those of the model state below its name.
+    """
+    if f"{name}/".startswith(f"{PARAMS}/"):
+        path_in_slot = name.removeprefix(PARAMS)
+    elif f"{name}/".startswith(f"{SLOTS}/{MODEL_STATE}/"):
+        path_in_slot = name.removeprefix(SLOTS)
+    else:
         return None
-    of_slot = name.removeprefix(PARAMS) if part == PARAMS else f"/{name.removeprefix(f'{SLOTS}/')}"
-    found = {f"{SLOTS}/{slot}{of_slot}" for slot in averages} & saved.keys()
+    found = {f"{SLOTS}/{slot}{path_in_slot}" for slot in averages} & saved.keys()
     if len(found) > 1:
         raise ValueError(
             f"use_averages={list(averages)}: several of these slots have an average of {name!r}; give one of them"
@@ -475,10 +510,11 @@ def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Seq
 
 
 def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
+    """Return a leaf as a copy of restored values, with its own dtype and sharding."""
     assert wanted.copy is not None
-    _, half, part = wanted.copy
+    half = wanted.copy.half
+    part = wanted.copy.part
     original = values[wanted.copy.original]
-    sharding = wanted.sharding
     if half is not None or part is not None:
         low = None if half is None else on_devices(jnp.asarray(values[half]))
         original = compact_numbers.decode_leaf(on_devices(jnp.asarray(original)), low)
@@ -487,9 +523,14 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     if wanted.is_numpy or not isinstance(original, jax.Array):
         return targets.place_leaf(wanted, np.asarray(original))
     array = on_devices(original)
-    is_there = sharding is not None and not is_of_host(sharding) and sharding.device_set == array.sharding.device_set
-    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if is_there else None)
-    return cast(array) if is_there or sharding is None else jax.device_put(cast(array), sharding)
+    sharding = wanted.sharding
+    # A program makes the copy where it has to be, if it may run on the devices of the original.
+    is_on_devices = sharding is not None and not is_of_host(sharding)
+    is_here = is_on_devices and sharding.device_set == array.sharding.device_set
+    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if is_here else None)
+    if is_here or sharding is None:
+        return cast(array)
+    return jax.device_put(cast(array), sharding)
 
 
 def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
@@ -501,7 +542,8 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     step = values[index]
     if not (targets.has_value(target_step) and targets.has_value(target_start)):
         # The other slots are copies of what was restored, so that a target of shapes will do: these have no updates.
-        target_step = target_start = np.zeros(wanted.shape, wanted.dtype)
+        target_step = np.zeros(wanted.shape, wanted.dtype)
+        target_start = target_step
     if isinstance(step, jax.Array) and not step.is_fully_addressable:  # of a population, on several processes
         start = step - (jnp.asarray(target_step) - jnp.asarray(target_start)).astype(step.dtype)
         return jax.device_put(start.astype(wanted.dtype), wanted.sharding)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jstep.core import meshes, placement, trees
-from jstep.core.checks import SHOWN, describe_type, format_items, format_value
+from jstep.core.checks import SHOWN, describe_type, format_items
 from jstep.core.logs import logger
 
 Source = TypeVar("Source")
@@ -85,25 +85,6 @@ class TargetMatch(Generic[_Wanted]):
             + format_items(unused, list(map(repr, self.unused)), self.MAX_SHOWN)
             + format_items(differing, [want.problem for want in self.wanted if want.problem], self.MAX_SHOWN)
         )
-
-
-def names_by_path(names: object, paths: Sequence[str], what: str, form: str) -> dict[str, Any]:
-    """Return the entries of a `names` argument by the paths of leaves; other leaves have none.
-
-    Args:
-        names: A mapping by path, or a function of it.
-    """
-    if names is None:
-        return {}
-    if isinstance(names, Mapping):
-        for path in names:
-            if path not in paths:
-                near = trees.suggest_names(str(path), paths)
-                raise ValueError(f"names: {what} has no leaf at {format_value(path)}{near}")
-        return dict(names)
-    if not callable(names):
-        raise TypeError(f"names={format_value(names)}: must be {form}, got {describe_type(names)}")
-    return {path: names(path) for path in paths}
 
 
 def has_value(leaf: object) -> bool:

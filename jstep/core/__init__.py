@@ -11,6 +11,7 @@
 - `logs`: log lines.
 - `meshes`: meshes and other JAX contexts.
 - `new_arrays`: arrays made without compiling a program.
+- `path_matching`: leaves are matched to sources by path.
 - `placement`: shardings and memory kinds.
 - `processes`: what processes tell each other.
 - `public_names`: public names, and hints for names of others.

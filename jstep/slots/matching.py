@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import array_type, describe_type, format_list
+from jstep.core.path_matching import match_paths
 from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
 
@@ -78,18 +79,23 @@ def as_slots(names: Collection[str], slots: Slots) -> Slots:
 
 def describe_difference(new: object, old: object) -> str:
     """Describe how a tree differs from another in paths, shapes and dtypes; "" if equal."""
-    after = dict(trees.leaves_with_paths(new))
-    before = dict(trees.leaves_with_paths(old))
-    sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
-    if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in sides if paths]:
-        return "; ".join(words)
-    types = {
-        path: [array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path])]
-        for path, leaf in after.items()
-    }
-    differing = [
-        f"{f'whose {path!r} is' if path else 'that is'} {new} instead of {old}"
-        for path, (new, old) in types.items()
-        if new != old
-    ]
+    new_leaves = dict(trees.leaves_with_paths(new))
+    old_leaves = dict(trees.leaves_with_paths(old))
+    matched = match_paths(list(new_leaves), old_leaves)
+    texts = []
+    for what, paths in (("without", matched.unused), ("with", matched.missing)):
+        if paths:
+            texts.append(f"{what} {', '.join(map(repr, paths[:5]))}")
+    if texts:
+        return "; ".join(texts)
+    differing = []
+    for (path, leaf), old_leaf in zip(new_leaves.items(), matched.found, strict=True):
+        kind = _kind(leaf)
+        old_kind = _kind(old_leaf)
+        if kind != old_kind:
+            differing.append(f"{f'whose {path!r} is' if path else 'that is'} {kind} instead of {old_kind}")
     return format_list(differing, 3)
+
+
+def _kind(leaf: Any) -> str:
+    return array_type(np.shape(leaf), getattr(leaf, "dtype", type(leaf).__name__))

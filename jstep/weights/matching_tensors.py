@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jstep.checkpoint import targets
 from jstep.core import exceptions, meshes, selection, trees
 from jstep.core.checks import array_type, describe_type, format_value
+from jstep.core.path_matching import match_paths, names_by_path
 from jstep.core.trees import Tree
 from jstep.state.leaves import PARAMS
 
@@ -38,8 +39,8 @@ def rules(names: object, tree: Tree, what: str) -> list[Rule]:
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
     form = f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
-    by_path = targets.names_by_path(names, paths, what, form)
-    return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path in paths]
+    entries = names_by_path(names, paths, what, form)
+    return [_rule(path, entries[path]) if path in entries else Rule(path) for path in paths]
 
 
 def _rule(path: str, entry: object) -> Rule:
@@ -97,41 +98,68 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
 def match_tensors(
     target: Tree, tensors: Mapping[str, Any], rules: Sequence[Rule], float_dtype: DTypeLike, *, is_checkpoint: bool
 ) -> WeightsMatch:
-    wanted = []
-    full_rules = _with_full_names(rules, tensors) if is_checkpoint else rules
-    for (path, leaf), rule in zip(trees.leaves_with_paths(target), full_rules, strict=True):
+    if is_checkpoint:
+        rules = _complete_names(rules, tensors)
+    matched = match_paths([rule.name for rule in rules], tensors)
+    wanted: list[WantedTensor] = []
+    used: dict[str, str] = {}
+    for (path, leaf), rule, source in zip(trees.leaves_with_paths(target), rules, matched.found, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
-        dtype = float_dtype if casts else dtype
-        entry = WantedTensor(path, leaf, shape, dtype, rule.name, None, "", rule.transform, casts)
-        source = None if rule.name is None else tensors.get(rule.name)
-        problem = "" if source is None else _problem(entry, source)
+        entry = WantedTensor(
+            path=path,
+            leaf=leaf,
+            shape=shape,
+            dtype=float_dtype if casts else dtype,
+            name=rule.name,
+            source=None,
+            transform=rule.transform,
+            casts=casts,
+        )
+        if source is None:
+            wanted.append(entry)
+            continue
+        used[path] = source.name
+        problem = _problem(entry, source)
         wanted.append(dataclasses.replace(entry, source=None if problem else source, problem=problem))
-    used = {entry.path: entry.name for entry in wanted if entry.name is not None and entry.name in tensors}
-    used_names = set(used.values())
-    unused = [name for name in tensors if name not in used_names]
     groups = _groups(used) if is_checkpoint else ("",)
-    return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)])
+    return WeightsMatch(wanted, [name for name in matched.unused if name.startswith(groups)])
 
 
-def _with_full_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
+def _complete_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
+    """Return rules for a checkpoint, with `params/` before the names that omit it."""
     names = [rule.name for rule in rules if rule.name is not None]
-    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
-    everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)
-    omitted = {name for name in names if (everywhere or name not in tensors) and _in_params(name) in tensors}
-    return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in rules]
+    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist. Then the names
+    # that are in the checkpoint are not meant as they are, if others are in it only below `params/`.
+    is_omitted_everywhere = False
+    if not all(name in tensors for name in names):
+        is_omitted_everywhere = all(_params_name(name) in tensors for name in names)
+    complete: list[Rule] = []
+    for rule in rules:
+        name = rule.name
+        if name is None or (name in tensors and not is_omitted_everywhere) or _params_name(name) not in tensors:
+            complete.append(rule)
+        else:
+            complete.append(rule._replace(name=_params_name(name)))
+    return complete
 
 
-def _in_params(name: str) -> str:
+def _params_name(name: str) -> str:
     return f"{PARAMS}/{name}" if name else PARAMS  # the parameters may be a single array
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors that count as unused: those of groups from which some are loaded.
+
+    Args:
+        used: Path of a leaf → the name of its tensor.
+    """
     roots = {name.partition("/")[0] for name in used.values()}
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)
-    above = {name.removesuffix(path) for path, name in used.items()}
-    return tuple(above) if len(above) == 1 else ("",)
+    # What precedes the path in each name, if it is the same everywhere.
+    groups = {name.removesuffix(path) for path, name in used.items()}
+    return tuple(groups) if len(groups) == 1 else ("",)
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
