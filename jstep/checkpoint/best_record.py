@@ -42,7 +42,9 @@ class BestRecord(NamedTuple):
         if "best" not in loaded:
             return None
         fields = loaded["best"]
-        metric, value, mode = fields["metric"], fields["value"], fields["mode"]
+        metric = fields["metric"]
+        value = fields["value"]
+        mode = fields["mode"]
         is_value = type(value) in (int, float) and math.isfinite(value)
         if not isinstance(metric, str) or mode not in ("min", "max") or not is_value:
             raise ValueError(f"best={fields!r:.100} is not the value of a metric, and its mode")

@@ -35,13 +35,13 @@ class _Piece(NamedTuple):
     Attributes:
         place: Where its bytes are, or these bytes.
         shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of the array.
-        within: The part of the chunk to keep.
+        index: The indices in the chunk of the part to keep.
         values: The memory of that part.
     """
 
     place: Extent | bytes
     shape: Sequence[int]
-    within: tuple[slice, ...]
+    index: tuple[slice, ...]
     values: np.ndarray[Any, Any]
 
 
@@ -109,29 +109,27 @@ class ChunkFiles:
         # The part that is kept is often the beginning of the chunk: then it is read to where it belongs. What follows
         # it are the rows of the last chunk that are beyond the end of the array, and the checksum.
         is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
-        is_beginning &= all(part.start == 0 for part in piece.within)
-        if not is_beginning:
-            whole = np.empty(piece.shape, kept.dtype)
-            if not self._read_chunk(piece.place, _as_bytes(whole), nbytes):
-                return False
-            kept[...] = whole[piece.within]
-            return True
-        return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
+        if is_beginning and all(part.start == 0 for part in piece.index):
+            return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
+        whole = np.empty(piece.shape, kept.dtype)
+        if not self._read_chunk(piece.place, _as_bytes(whole), nbytes):
+            return False
+        kept[...] = whole[piece.index]
+        return True
 
     def _read_chunk(self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int) -> bool:
-        """Read a chunk of some bytes, of which the beginning is kept, and return whether its checksum matches."""
+        """Read a chunk of `nbytes` bytes, of which the beginning is kept, and return whether its checksum matches."""
         assert self._extend is not None
-        remainder = np.empty(nbytes - beginning.size + _CRC_BYTES, np.uint8)
+        stored_bytes = len(place) if isinstance(place, bytes) else place.length
+        if stored_bytes != nbytes + _CRC_BYTES:
+            return False
+        remainder = np.empty(stored_bytes - beginning.size, np.uint8)
         if isinstance(place, bytes):
-            if len(place) != nbytes + _CRC_BYTES:
-                return False
             data = np.frombuffer(place, np.uint8)
             beginning[:] = data[: beginning.size]
             remainder[:] = data[beginning.size :]
             crc = self._extend(0, beginning)
         else:
-            if place.length != nbytes + _CRC_BYTES:
-                return False
             handle = self._handle(place.path)
             crc = 0
             for first in range(0, beginning.size, _PIECE):
@@ -172,32 +170,35 @@ def _pieces(
     places: Mapping[str, Extent | bytes],
 ) -> Iterator[_Piece | None]:
     """Yield the pieces of a box, or None for a chunk whose place is not known."""
-    numbers = [range(first // step, -(-last // step)) for (first, last), step in zip(box, chunk, strict=True)]
+    numbers = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, chunk, strict=True)]
     for number in itertools.product(*numbers):
-        within = []
-        target = []
-        for i, step, size, (first, last) in zip(number, chunk, shape, box, strict=True):
-            begin = max(first, i * step)
-            end = min(last, (i + 1) * step, size)
-            within.append(slice(begin - i * step, end - i * step))
-            target.append(slice(begin - first, end - first))
         place = places.get("/".join([f"{key}c", *map(str, number)]))
-        # Of an array without axes, `[()]` would be a copy.
-        yield (
-            None if place is None else _Piece(place, chunk, tuple(within), values[tuple(target)] if target else values)
-        )
+        if place is None:
+            yield None
+            continue
+        index_in_chunk = []
+        index_in_box = []
+        for i, step, size, (start, stop) in zip(number, chunk, shape, box, strict=True):
+            first = max(start, i * step)
+            last = min(stop, (i + 1) * step, size)
+            index_in_chunk.append(slice(first - i * step, last - i * step))
+            index_in_box.append(slice(first - start, last - start))
+        # Not `values[()]`, which would be a copy of an array without axes.
+        memory = values[tuple(index_in_box)] if index_in_box else values
+        yield _Piece(place, chunk, tuple(index_in_chunk), memory)
 
 
 def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.reshape(-1).view(np.uint8)
 
 
-def _read_exactly(handle: int, piece: np.ndarray[Any, Any], at: int) -> bool:
+def _read_exactly(handle: int, piece: np.ndarray[Any, Any], offset: int) -> bool:
+    """Fill a piece of memory from an offset of a file on; return whether the file has so many bytes."""
     view = piece.data
     while view:
-        count = os.preadv(handle, [view], at)
+        count = os.preadv(handle, [view], offset)
         if count == 0:
             return False
         view = view[count:]
-        at += count
+        offset += count
     return True

@@ -29,22 +29,36 @@ class SavedState(NamedTuple):
 
     @classmethod
     def collect(cls, found: StateLeaves, leave_out: selection.VarList) -> "SavedState":
+        """Record the leaves of a state; raise if one of them cannot be saved."""
         saved = cls([], {}, [])
-        absent = found.left_out(leave_out)
+        excluded = found.left_out(leave_out)
         halves = found.halves
-        values = [_with_value(*pair) for pair in zip(found.values, found.paths, strict=True)]
+        values = [_as_saved(*pair) for pair in zip(found.values, found.paths, strict=True)]
         # Orbax joins keys with dots.
         quoted = [quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in found.paths]
+        # An array without elements is not stored, and has no name.
         names = [name if value.size else None for name, value in zip(unique(quoted), values, strict=True)]
-        for i, (path, keys, value, name) in enumerate(zip(found.paths, found.keys, values, names, strict=True)):
-            is_key = trees.is_key(value)
-            stored = jax.random.key_data(value) if is_key else value
-            impl = str(jax.random.key_impl(value)) if is_key else None
-            half = names[halves[i]] if i in halves else None
+        for i, value in enumerate(values):
+            stored = value
+            key_impl = None
+            if trees.is_key(value):
+                stored = jax.random.key_data(value)
+                key_impl = str(jax.random.key_impl(value))
             dtype = str(value.dtype)
             carrier = _CARRIERS.get(dtype)
-            leaf = Leaf(path, keys, tuple(value.shape), dtype, int(stored.nbytes), name, carrier, impl, half)
-            if i in absent:
+            name = names[i]
+            leaf = Leaf(
+                path=found.paths[i],
+                keys=found.keys[i],
+                shape=tuple(value.shape),
+                dtype=dtype,
+                nbytes=int(stored.nbytes),
+                array=name,
+                stored_as=carrier,
+                key_impl=key_impl,
+                half=names[halves[i]] if i in halves else None,
+            )
+            if i in excluded:
                 saved.left_out.append((leaf, value))
                 continue
             saved.leaves.append(leaf)
@@ -70,7 +84,8 @@ def check_value(leaf: object, what: str) -> None:
         raise ValueError(f"{what} was donated to a step and deleted; save what the step returned, before passing it on")
 
 
-def _with_value(leaf: object, path: str) -> Any:
+def _as_saved(leaf: object, path: str) -> Any:
+    """Return a leaf as an array that can be saved; an array of NumPy is copied."""
     if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted():
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
@@ -81,10 +96,12 @@ def _with_value(leaf: object, path: str) -> Any:
     check_value(leaf, f"state: {path!r}")
     if trees.is_python_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
-        # A copy, because the caller may modify the array while it is being saved, in native byte order.
-        return np.array(leaf, leaf.dtype.newbyteorder("="))
-    what = describe_type(leaf) if isinstance(leaf, np.ndarray | np.generic) else type(leaf).__name__
+    what = type(leaf).__name__
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
+            # A copy, because the caller may modify the array while it is being saved, in native byte order.
+            return np.array(leaf, leaf.dtype.newbyteorder("="))
+        what = describe_type(leaf)
     raise TypeError(
         f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and cannot be saved; "
         "pass it as extra, or remove it from the state"
@@ -137,9 +154,13 @@ def unique(paths: Iterable[str]) -> list[str]:
         return paths
     names: list[str] = []
     for path, number in trees.ids(paths):
-        numbered = (f"{path}#{n}" for n in itertools.count(number))
-        names.append(path if number == 1 else next(name for name in numbered if name not in taken))
-        taken.add(names[-1])
+        name = path
+        if number > 1:
+            # A path may look like a numbered one.
+            numbered = (f"{path}#{n}" for n in itertools.count(number))
+            name = next(candidate for candidate in numbered if candidate not in taken)
+        names.append(name)
+        taken.add(name)
     return names
 
 

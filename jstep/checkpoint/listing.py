@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
 from jstep.core.logs import log_once
@@ -39,10 +39,13 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
         raise type(error)(f"{path}: {error}") from None
 
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
-REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""Orbax's suffix for unfinished checkpoints."""
+REPLACED = ".jstep-replaced"
+"""The suffix of the old checkpoint of a step, while the new one replaces it."""
 DELETED = ".jstep-deleted"
-ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; a number follows
+ASIDE = ".aside."
+"""The suffix of a checkpoint set aside by the command that an error shows; a number follows."""
 SUFFIXES = TEMPORARY, REPLACED, DELETED, ASIDE
 _SUFFIX = re.compile("|".join(map(re.escape, SUFFIXES)))
 
@@ -53,7 +56,7 @@ ORBAX_ONLY = frozenset({"_METADATA", "_CHECKPOINT_METADATA", ORBAX_COMMIT_FILE})
 ROOT = "manifest.ocdbt"
 """The root of the database of arrays."""
 ORBAX_FILES = ORBAX_ONLY | {ROOT}
-_STEP = "(0|[1-9][0-9]*)"
+_STEP = "0|[1-9][0-9]*"
 
 
 def directory_spec(path: str) -> dict[str, Any]:
@@ -71,28 +74,49 @@ def misnaming_text(prefix: str, step: int, found: int) -> str:
     )
 
 
-def possible_checkpoints(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
-    """Return (step, has its final name, name) of every possible checkpoint, highest step first."""
-    matches = checkpoint_entries(directory, prefix)
-    # A replaced checkpoint counts only if its successor never took its place.
-    return sorted(((n, not end, name + end) for name, n, end in matches if end in ("", REPLACED)), reverse=True)
+class PossibleCheckpoint(NamedTuple):
+    """An entry of a directory that may be a complete checkpoint. They are in the order of their steps."""
+
+    step: int
+    is_final: bool
+    entry: str
 
 
-def checkpoint_entries(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
-    """Return (checkpoint name, step, suffix) of every entry of a directory that belongs to a checkpoint."""
+def possible_checkpoints(directory: str, prefix: str | None) -> list[PossibleCheckpoint]:
+    """Return every possible checkpoint, highest step first."""
+    found: list[PossibleCheckpoint] = []
+    for entry in checkpoint_entries(directory, prefix):
+        # One that is replaced counts only if its successor has never taken its place: it comes after the final name.
+        if entry.suffix in ("", REPLACED):
+            found.append(PossibleCheckpoint(entry.step, not entry.suffix, entry.name + entry.suffix))
+    return sorted(found, reverse=True)
+
+
+class CheckpointEntry(NamedTuple):
+    """An entry of a directory that belongs to a checkpoint: the name of the checkpoint, and what follows it."""
+
+    name: str
+    step: int
+    suffix: str
+
+
+def checkpoint_entries(directory: str, prefix: str | None) -> list[CheckpointEntry]:
     start = ".+" if prefix is None else re.escape(prefix)
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
-    pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
-    found: list[tuple[str, int, str]] = []
-    for match in filter(None, map(pattern.fullmatch, list_names(directory))):
-        step = step_in(match[2])
-        if step is not None and not has_suffix(match[1]):
-            found.append((match[1], step, match[3]))
+    pattern = re.compile(rf"(?P<name>{start}-(?P<step>{_STEP}))(?P<suffix>{suffixes})", re.DOTALL)
+    found: list[CheckpointEntry] = []
+    for entry in list_names(directory):
+        match = pattern.fullmatch(entry)
+        if match is None or has_suffix(match["name"]):
+            continue
+        step = step_in(match["step"])
+        if step is not None:
+            found.append(CheckpointEntry(match["name"], step, match["suffix"]))
     return found
 
 
 def has_suffix(name: str) -> bool:
-    """Return whether this is no name of a checkpoint, although it may read as one: `model-3.orbax-checkpoint-tmp-7`."""
+    """Return whether a name only reads like that of a checkpoint, as `model-3.orbax-checkpoint-tmp-7` does."""
     return _SUFFIX.search(name) is not None
 
 
@@ -112,7 +136,8 @@ def find_complete(final: str) -> str | None:
 
 def find_complete_or_missing(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
-    # Saving a step again renames its old checkpoint before the new one gets the name.
+    # Saving a step again renames its old checkpoint before the new one gets the name. That may happen between the first
+    # two of these, and the new one is then found by the third.
     lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
         lacks = first_missing_file(path)
@@ -140,13 +165,13 @@ def first_missing_file(path: str) -> str | None:
 
 def has_data(path: str) -> bool:
     """Return whether a directory holds arrays, written here or copied from a bucket."""
-    return any(
-        entry in ORBAX_FILES or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry)))
-        for entry in list_names(path)
-    )
+    for entry in list_names(path):
+        if entry in ORBAX_FILES or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))):
+            return True
+    return False
 
 
-_KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
+_KEY = re.compile(rf"(?P<name>(?P<prefix>[^/]+)-(?P<step>{_STEP}))/(?P<rest>.+)", re.DOTALL)
 _ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
 COPIED = "data.copied"
 """What the index has for a checkpoint that was copied from a disk."""
@@ -164,23 +189,31 @@ def is_old(attempt: str, time_now: float) -> bool:
 
 
 class ListedCheckpoints:
-    """The checkpoints among the keys of objects, or of an index of them."""
+    """The checkpoints among the keys of objects, or of an index of them.
+
+    Attributes:
+        steps: Name of a checkpoint, complete or not → its step.
+        attempts: Name of a checkpoint → its attempts.
+    """
 
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
         self.steps: dict[str, int] = {}
-        """Name of a checkpoint, complete or not → its step."""
         self.attempts: dict[str, list[str]] = {}
-        """Name of a checkpoint → its attempts."""
         for key in keys:
             match = _KEY.fullmatch(key)
-            if match is None or has_suffix(match["name"]) or (prefix is not None and match["prefix"] != prefix):
+            if match is None or has_suffix(match["name"]):
+                continue
+            if prefix is not None and match["prefix"] != prefix:
                 continue
             step = step_in(match["step"])
             if step is None:
                 continue
-            name, attempt = match["name"], match["rest"].partition("/")[0]
-            if attempt == MANIFEST_FILE or is_attempt(attempt):
-                self.steps[name] = step
-                found = self.attempts.setdefault(name, [])
-                if is_attempt(attempt) and attempt not in found[-1:]:  # keys are sorted
-                    found.append(attempt)
+            name = match["name"]
+            part = match["rest"].partition("/")[0]
+            if part != MANIFEST_FILE and not is_attempt(part):
+                continue
+            self.steps[name] = step
+            attempts = self.attempts.setdefault(name, [])
+            # An attempt has many keys, one after the other, since keys are sorted.
+            if is_attempt(part) and attempts[-1:] != [part]:
+                attempts.append(part)

@@ -25,10 +25,14 @@ DATABASE = 1
 """The number of the format of the database of arrays."""
 TAGS_FORMAT = 1
 """The number of the format of tagged values, which `stores/tagged_json.py` writes: positions, and states of hooks."""
-_LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
-_MAX_DIMENSIONS = 64  # of an array of NumPy
-_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
+_LARGEST = 2**58
+"""The number of elements of any dtype that NumPy can index, even if an axis has none."""
+_MAX_DIMENSIONS = 64
+"""The maximum dimensions of an array of NumPy."""
+_DEEPEST = 100
+"""The maximum levels of nesting: Python parses JSON recursively, and the stack may be deep already."""
 _SEAL = ',\n "crc32": "'
+"""What stands between the content of a manifest and the checksum of it."""
 
 
 def jstep_version() -> str:
@@ -111,11 +115,14 @@ def json_copy(value: object, name: str) -> Any:
 def _check_json(value: object, name: str, depth: int = 0) -> None:
     if depth > _DEEPEST:
         raise TypeError(f"{name[:100]}…: contains itself, or is nested deeper than {_DEEPEST} levels; flatten it")
-    if isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(value, dict) and not isinstance(key, str):
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
                 raise TypeError(f"{name}: the key {format_value(key)} must be a string, got {describe_type(key)}")
             _check_json(item, f"{name}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{name}[{i}]", depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise TypeError(
             f"{name}: {describe_type(value)} is not a JSON value. extra takes dicts with string keys, lists, strings, "
@@ -140,11 +147,11 @@ class LeafRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are not empty and do not follow from the path."""
         known = {"array": self.path, "keys": tuple(self.path.split("/"))}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in vars(self).items()
-            if value != known.get(name)
-        }
+        fields: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if value != known.get(name):
+                fields[name] = list(value) if isinstance(value, tuple) else value
+        return fields
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
@@ -204,10 +211,13 @@ class LeftOutLeaf(LeafRecord):
         return cls(*cls._fields(data), _checked(data["fingerprint"], "text"))
 
 
-_LEAF, _LEFT_OUT = (
-    frozenset({field.name for field in dataclasses.fields(kind)} | {"notes"}) for kind in (Leaf, LeftOutLeaf)
-)
-"""The keys of the records of leaves."""
+def _keys_of(kind: type[LeafRecord]) -> frozenset[str]:
+    return frozenset({field.name for field in dataclasses.fields(kind)} | {"notes"})
+
+
+_LEAF = _keys_of(Leaf)
+_LEFT_OUT = _keys_of(LeftOutLeaf)
+"""The keys of the records of leaves that were left out; above, of those that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,23 +357,11 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
 
 
 _HEAD = frozenset(
-    {
-        *(
-            "format",
-            "database",
-            "tagged_values",
-            "jstep",
-            "step",
-            "saved_at",
-            "processes",
-            "extra",
-            "retention",
-            "finite",
-            "temporary",
-        ),
-        *("data", "parts", "leaves", "files", "left_out", "best", "notes"),
-    }
-)
+    (
+        "format", "database", "tagged_values", "jstep", "step", "saved_at", "processes", "extra", "retention", "finite",
+        "temporary", "data", "parts", "leaves", "files", "left_out", "best", "notes",
+    )
+)  # fmt: skip
 """The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses other keys."""
 _RETENTION = frozenset({"kept", "since", "temporary", "notes"})
 

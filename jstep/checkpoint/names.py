@@ -48,8 +48,9 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     return next((path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None)
 
 
-_WAIT, _END = -1, -2
-"""Results of the first process in place of a step."""
+# What the first process finds in place of a step.
+_WAIT = -1
+_END = -2
 
 
 def checkpoints_iterator(
@@ -103,16 +104,19 @@ def checkpoints_iterator(
 
 def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
     step = _WAIT
-    while (step := _next(store, prefix, step, timeout)) != _END:
-        at = time.monotonic()
+    while True:
+        step = _next(store, prefix, step, timeout)
+        if step == _END:
+            return
+        yielded_at = time.monotonic()
         yield step
-        time.sleep(max(at + interval - time.monotonic(), 0.0))
+        time.sleep(max(yielded_at + interval - time.monotonic(), 0.0))
 
 
-def _newest_permanent(store: Store, prefix: str, above: int) -> int:
-    """Return the newest step above another one whose checkpoint is not temporary."""
+def _newest_permanent(store: Store, prefix: str, newer_than: int) -> int:
+    """Return the newest step above another one whose checkpoint is not temporary; `_WAIT` if there is none."""
     for step, path in store.newest_first(prefix):
-        if step <= above:
+        if step <= newer_than:
             break
         with contextlib.suppress(CheckpointError, OSError):  # it was replaced meanwhile
             if not store.manifest(path).temporary:
@@ -120,7 +124,7 @@ def _newest_permanent(store: Store, prefix: str, above: int) -> int:
     return _WAIT
 
 
-def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
+def _next(store: Store, prefix: str, newer_than: int, timeout: float) -> int:
     """Wait for a step above another one, or for the end, the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
@@ -129,11 +133,14 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
     # Querying the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
     deadline = time.monotonic() + timeout
-    first = not is_distributed or jax.process_index() == 0
+    is_first = not is_distributed or jax.process_index() == 0
 
     def poll() -> tuple[int]:
-        newest = _newest_permanent(store, prefix, above) if first else _WAIT
-        return (newest if newest > above else _END if time.monotonic() >= deadline else _WAIT,)
+        """Return a new step, `_END` or `_WAIT`; what the first process returns counts."""
+        newest = _newest_permanent(store, prefix, newer_than) if is_first else _WAIT
+        if newest > newer_than:
+            return (newest,)
+        return (_END,) if time.monotonic() >= deadline else (_WAIT,)
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
@@ -162,7 +169,7 @@ def as_directory(directory: object) -> str:
 def as_prefix(prefix: object) -> str:
     hint = "the beginning of a file name, such as 'model'"
     text = as_string(prefix, "prefix", hint)
-    is_name = text not in (".", "..") and not any(c in text for c in ("/", "\\", os.sep, "\0"))
+    is_name = text not in (".", "..") and not {"/", "\\", os.sep, "\0"} & set(text)
     if not is_name or not is_utf8(text) or len(text.encode()) > _MAX_LENGTH:
         raise ValueError(
             f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; a path is `directory`"

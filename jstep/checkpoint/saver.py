@@ -219,7 +219,8 @@ class Saver:
         """
         _check_tree(target, "target", "restore(target, step=None)")
         averages = as_average_names(use_averages)
-        partial, step = as_bool(partial, "partial"), _step_or_none(step)
+        partial = as_bool(partial, "partial")
+        step = _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
         with self._engine.locked_reader() as reader:
@@ -267,7 +268,8 @@ class Saver:
                 f"target_params: must be a tree of parameters, got {describe_type(target_params)}; pass state.params, "
                 "or shapes from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
-        step, averages = _step_or_none(step), as_average_names(use_averages)
+        step = _step_or_none(step)
+        averages = as_average_names(use_averages)
         with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}

@@ -25,6 +25,8 @@ from jstep.core.threads import AGREEING, doing
 _ROUND = 2**25
 """The bytes that a process receives in a round."""
 _SMALLEST_ROUND = 2**12
+_AXES = ("group", "member", "device")
+"""The axes of the mesh on which the processes exchange what they have read."""
 
 Boxes = tuple[ShardBounds, ...]
 
@@ -75,12 +77,13 @@ class ReadPlan:
         for name, sharding in shardings.items():
             kind = kinds[name]
             divided = _divided(sharding, kind.shape, kind.dtype.itemsize)
-            needs = _needs(divided, kind.shape)
-            if needs is None:
+            if _needs(divided, kind.shape) is None:
+                # No two processes need the same of the divided array, or more of them need one part than another.
                 self.alone[name] = divided
                 continue
             needs = _needs(sharding, kind.shape)
-            if needs is None:  # processes of unequal parts: each reads its own
+            if needs is None:
+                # Processes of unequal parts: each reads its own.
                 self.alone[name] = sharding
                 continue
             turn = turns.setdefault(needs.groups, _Turn(len(needs.groups[0])))
@@ -161,7 +164,10 @@ def _needs(sharding: Any, shape: tuple[int, ...]) -> _Needs | None:
 def _position(groups: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the number of the group of this process, and its number there."""
     process = jax.process_index()
-    return next((i, group.index(process)) for i, group in enumerate(groups) if process in group)
+    for i, group in enumerate(groups):
+        if process in group:
+            return i, group.index(process)
+    raise ValueError(f"process {process} is in none of {groups}")
 
 
 def _received(
@@ -169,21 +175,39 @@ def _received(
 ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
     """Yield arrays and their boxes, as they arrive from the members of the group of this process."""
     own_group, own_member = _position(groups)
-    members = range(len(groups[0]))
-    of_member = {member: [array for array in arrays if array.reader == member] for member in members}
-    # The members send equally long streams, of all their arrays one after the other.
-    longest = max(
-        sum([array.nbytes(group) for array in found]) for found in of_member.values() for group in range(len(groups))
-    )
-    limit = max(_SMALLEST_ROUND, _ROUND // len(members))
+    arrays_of_members: list[list[_SharedArray]] = [[] for _ in groups[0]]
+    for array in arrays:
+        arrays_of_members[array.reader].append(array)
+    # The members send equally long streams, of all their arrays one after the other; in each round as many bytes, a
+    # power of two.
+    longest = 0
+    for arrays_of_member in arrays_of_members:
+        for group in range(len(groups)):
+            longest = max(longest, sum([array.nbytes(group) for array in arrays_of_member]))
+    limit = max(_SMALLEST_ROUND, _ROUND // len(groups[0]))
     size = min(1 << (limit.bit_length() - 1), max(_SMALLEST_ROUND, 1 << (longest - 1).bit_length()))
-    sent = _Stream(of_member[own_member], own_group, read)
-    receiving = {member: _Stream(found, own_group) for member, found in of_member.items()}
+    sent = _Stream(arrays_of_members[own_member], own_group, read)
+    received = [_Stream(arrays_of_member, own_group) for arrays_of_member in arrays_of_members]
     gather = _Gather(groups, size)
     for _ in range(math.ceil(longest / size)):
         rows = gather.gather(sent.take(size))
-        for member, row in zip(members, rows, strict=True):
-            yield from receiving[member].put(row)
+        for stream, row in zip(received, rows, strict=True):
+            yield from stream.put(row)
+
+
+class _Piece(NamedTuple):
+    """The bytes of a box of an array.
+
+    Attributes:
+        boxes: The boxes of the array.
+        memory: The bytes of this one.
+        is_last: Whether it is the last box of the array.
+    """
+
+    array: _SharedArray
+    boxes: dict[ShardBounds, Any]
+    memory: np.ndarray[Any, Any]
+    is_last: bool
 
 
 class _Stream:
@@ -193,13 +217,14 @@ class _Stream:
         self, arrays: Sequence[_SharedArray], group: int, read: Mapping[str, Mapping[ShardBounds, Any]] | None = None
     ) -> None:
         self._pieces = self._make_pieces(arrays, group, read)
-        self._piece: tuple[_SharedArray, dict[ShardBounds, Any], np.ndarray[Any, Any], bool] | None = None
-        self._at = 0
+        # The stream goes on at this byte of this piece.
+        self._piece: _Piece | None = None
+        self._offset = 0
 
     @staticmethod
     def _make_pieces(
         arrays: Sequence[_SharedArray], group: int, read: Mapping[str, Mapping[ShardBounds, Any]] | None
-    ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any], np.ndarray[Any, Any], bool]]:
+    ) -> Iterator[_Piece]:
         for array in arrays:
             # Memory is allocated when the first byte arrives.
             if read is None:
@@ -207,38 +232,42 @@ class _Stream:
             else:
                 boxes = dict(read[array.name])
             for number, values in enumerate(boxes.values()):
-                yield array, boxes, values.reshape(-1).view(np.uint8), number == len(boxes) - 1
+                yield _Piece(array, boxes, values.reshape(-1).view(np.uint8), number == len(boxes) - 1)
 
-    def _next_piece(self) -> bool:
-        if self._piece is None or self._at == self._piece[2].size:
+    def _current_piece(self) -> _Piece | None:
+        """Return the piece at which the stream goes on; None at its end."""
+        if self._piece is None or self._offset == self._piece.memory.size:
             self._piece = next(self._pieces, None)
-            self._at = 0
-        return self._piece is not None
+            self._offset = 0
+        return self._piece
 
     def take(self, size: int) -> np.ndarray[Any, Any]:
         """Return the next bytes, with zeros after the last."""
         taken = np.zeros(size, np.uint8)
-        at = 0
-        while at < size and self._next_piece():
-            assert self._piece is not None
-            part = self._piece[2][self._at : self._at + size - at]
-            taken[at : at + part.size] = part
-            at += part.size
-            self._at += part.size
+        count = 0
+        while count < size:
+            piece = self._current_piece()
+            if piece is None:
+                break
+            part = piece.memory[self._offset : self._offset + size - count]
+            taken[count : count + part.size] = part
+            count += part.size
+            self._offset += part.size
         return taken
 
     def put(self, row: np.ndarray[Any, Any]) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
         """Store bytes that have arrived, and yield the arrays that are complete."""
-        at = 0
-        while at < row.size and self._next_piece():
-            assert self._piece is not None
-            array, boxes, memory, is_last = self._piece
-            part = row[at : at + memory.size - self._at]
-            memory[self._at : self._at + part.size] = part
-            at += part.size
-            self._at += part.size
-            if is_last and self._at == memory.size:
-                yield array, boxes
+        count = 0
+        while count < row.size:
+            piece = self._current_piece()
+            if piece is None:
+                break
+            part = row[count : count + piece.memory.size - self._offset]
+            piece.memory[self._offset : self._offset + part.size] = part
+            count += part.size
+            self._offset += part.size
+            if piece.is_last and self._offset == piece.memory.size:
+                yield piece.array, piece.boxes
 
 
 class _Gather:
@@ -246,27 +275,28 @@ class _Gather:
 
     def __init__(self, groups: Sequence[Sequence[int]], size: int) -> None:
         self._shape = len(groups), len(groups[0]), size
-        local = {
-            process: [d for d in jax.devices() if d.process_index == process] for process in itertools.chain(*groups)
-        }
+        devices_of: dict[int, list[Any]] = {process: [] for process in itertools.chain(*groups)}
+        for device in jax.devices():
+            if device.process_index in devices_of:
+                devices_of[device.process_index].append(device)
         # All devices, unless their number differs: not every backend runs a program on some devices of a process.
-        used = min(len(devices) for devices in local.values())
-        devices = np.array([[local[process][:used] for process in group] for group in groups])
-        mesh = Mesh(devices, ("group", "member", "device"))
-        self._rows = NamedSharding(mesh, PartitionSpec("group", "member"))
-        self._every = NamedSharding(mesh, PartitionSpec("group"))
-        self._devices = local[jax.process_index()][:used]
+        count = min(len(devices) for devices in devices_of.values())
+        devices_of = {process: devices[:count] for process, devices in devices_of.items()}
+        mesh = Mesh(np.array([[devices_of[process] for process in group] for group in groups]), _AXES)
+        self._own_rows = NamedSharding(mesh, PartitionSpec("group", "member"))
+        self._all_rows = NamedSharding(mesh, PartitionSpec("group"))
+        self._devices = devices_of[jax.process_index()]
 
     def gather(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         with internal_transfers(), doing(AGREEING):
             shards = [jax.device_put(row[None, None], device) for device in self._devices]
-            rows = jax.make_array_from_single_device_arrays(self._shape, self._rows, shards)
-            every = _to(self._every)(rows)
-            return np.asarray(every.addressable_data(0))[0]
+            own_rows = jax.make_array_from_single_device_arrays(self._shape, self._own_rows, shards)
+            all_rows = _reshard_program(self._all_rows)(own_rows)
+            return np.asarray(all_rows.addressable_data(0))[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _to(sharding: Any) -> Any:
+def _reshard_program(sharding: Any) -> Any:
     return jax.jit(lambda rows: rows, out_shardings=sharding)
 
 

@@ -77,14 +77,17 @@ class TargetMatch(Generic[_Wanted]):
     """Entries of a list in a message."""
 
     def differences(self) -> str:
-        missing, unused, differing = self.TITLES
-        lacking = [want for want in self.wanted if want.is_missing]
-        texts = [repr(w.path) if w.name == w.path else f"{w.name!r} (for {w.path!r})" for w in lacking]
-        return (
-            format_items(missing, texts, self.MAX_SHOWN)
-            + format_items(unused, list(map(repr, self.unused)), self.MAX_SHOWN)
-            + format_items(differing, [want.problem for want in self.wanted if want.problem], self.MAX_SHOWN)
-        )
+        """Describe what is missing, unused and differing; empty if there is none."""
+        missing: list[str] = []
+        differing: list[str] = []
+        for want in self.wanted:
+            if want.is_missing:
+                missing.append(repr(want.path) if want.name == want.path else f"{want.name!r} (for {want.path!r})")
+            if want.problem:
+                differing.append(want.problem)
+        unused = [repr(name) for name in self.unused]
+        lists = zip(self.TITLES, (missing, unused, differing), strict=True)
+        return "".join([format_items(title, items, self.MAX_SHOWN) for title, items in lists])
 
 
 def has_value(leaf: object) -> bool:
@@ -104,7 +107,8 @@ def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any
     if trees.is_python_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+        is_numpy = isinstance(leaf.dtype, np.dtype)  # not the dtype of a PRNG key
+        return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if is_numpy else leaf.dtype
     what = describe_type(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise TypeError(f"target: {trees.quote_path(path)} is {what}; {advice}")
 
@@ -124,8 +128,10 @@ def place_leaf(wanted: TargetLeaf[Any], value: Any) -> Any:
         value: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
     """
     sharding = wanted.sharding_of_data
-    if isinstance(value, jax.Array) and value.dtype != wanted.dtype:  # the host supports all dtypes
-        sharding, value = value.sharding, parts_of(value)
+    if isinstance(value, jax.Array) and value.dtype != wanted.dtype:
+        # It is cast on the host, which supports all dtypes.
+        sharding = value.sharding
+        value = parts_of(value)
     elif not isinstance(value, jax.Array | Mapping) and sharding is not None:
         bounds = placement.local_parts(value.shape, sharding)
         # A part of a scalar is a NumPy scalar.
@@ -139,11 +145,19 @@ def place_leaf(wanted: TargetLeaf[Any], value: Any) -> Any:
             return np.array(values)
         value = placement.place_anywhere(values)
     if trees.is_key(wanted.leaf):
-        impl: list[Any] = []
-        jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
-        wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
-        return wrap(value) if wanted.sharding is None else jax.jit(wrap, out_shardings=wanted.sharding)(value)
+        return _wrap_key_data(wanted, value)
     return value if wanted.sharding in (None, value.sharding) else jax.device_put(value, wanted.sharding)
+
+
+def _wrap_key_data(wanted: TargetLeaf[Any], data: Any) -> Any:
+    """Return the PRNG keys whose data are given, of the kind of the target's leaf."""
+    impl: list[Any] = []
+    # In a traced function, because `key_impl` accepts no shapes.
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)
+    wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
+    if wanted.sharding is None:
+        return wrap(data)
+    return jax.jit(wrap, out_shardings=wanted.sharding)(data)
 
 
 def parts_of(array: jax.Array) -> dict[placement.ShardBounds, np.ndarray[Any, Any]]:
@@ -167,7 +181,14 @@ def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[An
                 f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
             )
         return result
-    largest, was = (float(jnp.finfo(x.dtype).max) for x in (result, array))  # type: ignore[no-untyped-call]
-    if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
-        logger.warning("target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype)
+    if _largest(result.dtype) < _largest(array.dtype):
+        lost = np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))
+        if lost:
+            logger.warning(
+                "target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype
+            )
     return result
+
+
+def _largest(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
