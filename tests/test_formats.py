@@ -49,7 +49,7 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     extra += [origin.ENDED, origin.STOPPED, origin.HELD_VALUES, origin.RUN_KEY, origin.PARENT]
     yield "manifest, the extra of a run", manifest.FORMAT, sorted(extra)
     yield "database of arrays", manifest.DATABASE, ["OCDBT", "zarr3", "bytes", "crc32c"]
-    yield "tagged values", manifest.TAGS_FORMAT, sorted([*tagged_json._WHOLE, tagged_json._FILE])
+    yield "tagged values", manifest.TAGS_FORMAT, sorted([*tagged_json._DECODERS, tagged_json._FILE])
     yield "tagged values, an array", manifest.TAGS_FORMAT, sorted(tagged_arrays._ARRAY_PARTS)
     key = tagged_arrays.jax_parts(jax.random.key(0))["$jax"]
     yield "tagged values, an array of JAX", manifest.TAGS_FORMAT, sorted(key)

@@ -18,8 +18,8 @@ _SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # keys with the path: a moved cache would be useless
 }
 """Every program is cached, whatever its size and compile time."""
-_in_use = threading.Lock()
-"""A lock of the run whose settings apply: JAX's settings are global, and overlapping runs use those of the first."""
+_lock = threading.Lock()
+"""Held by the run whose settings apply: JAX's settings are global, and overlapping runs use those of the first."""
 
 
 @contextlib.contextmanager
@@ -31,17 +31,17 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     except OSError as error:
         logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
         directory = None
-    if directory is None or not _in_use.acquire(blocking=False):
+    if directory is None or not _lock.acquire(blocking=False):
         yield
         return
     settings = {**_SETTINGS, "jax_compilation_cache_dir": directory}
-    before = {name: getattr(jax.config, name) for name in settings}
+    earlier = {name: getattr(jax.config, name) for name in settings}
     try:
         _set(settings)
         yield
     finally:
-        _set(before)
-        _in_use.release()
+        _set(earlier)
+        _lock.release()
 
 
 def _set(settings: dict[str, Any]) -> None:

@@ -66,7 +66,9 @@ def is_message(x: object, name: str) -> bool:
 CHECKSUMS = "google_crc32c"
 """The module that computes CRC-32Cs in C."""
 HEADER = 12
+"""The bytes of a record before its data."""
 FOOTER = 4
+"""The bytes after them."""
 _MASK_DELTA = 0xA282EAD8
 
 
@@ -118,13 +120,7 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
             raise DataLossError(path, offset, "the checksum of its length does not match")
         if length >= MAX_LENGTH:
             raise DataLossError(path, offset, f"it claims {length} bytes, more than an event can have")
-        # In parts, because memory for as many bytes as it claims would be allocated before any is read.
-        parts: list[bytes] = []
-        left = length
-        while left and (part := file.read(min(left, _PART))):
-            parts.append(part)
-            left -= len(part)
-        data = b"".join(parts)
+        data = _read_data(file, length)
         footer = file.read(FOOTER) if len(data) == length else b""
         if len(footer) < FOOTER:
             return
@@ -134,6 +130,20 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
         offset += HEADER + length + FOOTER
 
 
+def _read_data(file: BinaryIO, length: int) -> bytes:
+    """Read the data of a record, or what there is of them."""
+    # In parts, because memory for as many bytes as the record claims would be allocated before any is read.
+    parts: list[bytes] = []
+    left = length
+    while left:
+        part = file.read(min(left, _PART))
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
 # Reading of event files: finding them, their events, and their scalars.
 
 
@@ -141,7 +151,7 @@ def is_event_file(name: str) -> bool:
     return "tfevents" in os.path.basename(name)
 
 
-_OF_RUN = re.compile(r"(?:\.(?P<directory>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
+_RUN_SUFFIX = re.compile(r"(?:\.(?P<directory>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
 
 
 class Writer(NamedTuple):
@@ -157,8 +167,9 @@ class Writer(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Writer":
-        run = _OF_RUN.search(name)
-        return cls(None, None) if run is None else cls(run["run"], run["directory"])
+        """Return the writer that a name says."""
+        suffix = _RUN_SUFFIX.search(name)
+        return cls(None, None) if suffix is None else cls(suffix["run"], suffix["directory"])
 
 
 def event_files(path: str) -> list[str]:
@@ -287,12 +298,16 @@ def _add(series: dict[str, Series], event: Any) -> None:
     if event.session_log.status == proto("SessionLog").START:
         for points in series.values():
             points.drop_from(event.step)
-    step, time = event.step, event.wall_time
+    step = event.step
+    time = event.wall_time
     for value in event.summary.value:
-        if (number := _number(value)) is not None:
-            if (tag := value.tag) not in series:
-                series[tag] = Series()
-            series[tag].append(step, time, number)
+        number = _number(value)
+        if number is None:
+            continue
+        tag = value.tag
+        if tag not in series:
+            series[tag] = Series()
+        series[tag].append(step, time, number)
 
 
 def _number(value: Any) -> float | None:
@@ -302,7 +317,9 @@ def _number(value: Any) -> float | None:
         number: float = value.simple_value
         return number
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        tensor, content = value.tensor, value.tensor.tensor_content
+        tensor = value.tensor
         if tensor.dtype == proto("DataType").DT_FLOAT:  # the only one that it writes
-            return next(iter(np.frombuffer(content, "<f4", len(content) // 4).tolist() or tensor.float_val), None)
+            content = tensor.tensor_content
+            numbers = np.frombuffer(content, "<f4", len(content) // 4).tolist() or tensor.float_val
+            return next(iter(numbers), None)
     return None

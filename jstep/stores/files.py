@@ -23,8 +23,8 @@ def open_for_reading(path: str, *, follow_link: bool = True) -> BinaryIO:
     if not is_url(path):
         file: BinaryIO = open_regular(path, follow_link=follow_link)
         return file
-    above, name = split_path(path)
-    data = Objects(above).read(name).data if name else None
+    parent, name = split_path(path)
+    data = Objects(parent).read(name).data if name else None
     if data is None:
         raise FileNotFoundError(f"{path}: there is no such object")
     return io.BytesIO(data)
@@ -97,12 +97,14 @@ def names_in(path: str) -> list[str]:
 
 
 def walk(path: str) -> list[tuple[str, list[str]]]:
+    """Return the directories below one, or the parts of keys that are like directories, with the names in each."""
     if not is_url(path):
         return sorted((directory, names) for directory, _, names in os.walk(path))
     names_of: dict[str, list[str]] = {}
     for key in Bucket(path).listing():
         directory, _, name = key.rpartition("/")
-        names_of.setdefault(join_path(path, directory) if directory else path, []).append(name)
+        url = join_path(path, directory) if directory else path
+        names_of.setdefault(url, []).append(name)
     return sorted(names_of.items())
 
 
@@ -240,10 +242,10 @@ def remove_file(path: str) -> None:
 def make_directories(path: str) -> None:
     """Create a directory and its parents, and flush their entries."""
     new = []
-    above = path
-    while above and not os.path.isdir(above):
-        new.append(above)
-        above = os.path.dirname(above)
+    directory = path
+    while directory and not os.path.isdir(directory):
+        new.append(directory)
+        directory = os.path.dirname(directory)
     os.makedirs(path or ".", exist_ok=True)
     for directory in reversed(new):
         sync_directory(os.path.dirname(directory))
@@ -254,7 +256,10 @@ def sync(handle: int, path: str, *, data_only: bool = False) -> None:
     try:
         if sys.platform == "darwin" and _is_flushed_by_drive(handle):
             return
-        (os.fdatasync if data_only and hasattr(os, "fdatasync") else os.fsync)(handle)
+        if data_only and hasattr(os, "fdatasync"):
+            os.fdatasync(handle)
+        else:
+            os.fsync(handle)
     except OSError as error:
         raise OSError(error.errno, f"could not be flushed to disk: {error.strerror}", path) from error
 

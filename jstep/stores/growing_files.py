@@ -66,13 +66,15 @@ class ObjectAppender:
         self._header = header
         self._period = max(secs, PERIOD)
         self._segment = segment or SEGMENT
-        self._lock = threading.Lock()
         self._failing = False
-        self._last = -math.inf
-        self._full: list[tuple[str, bytes]] = []  # not uploaded yet
+        self._last_upload_at = -math.inf
+        # Held while what follows is changed. The full objects that are not uploaded yet, and then the one that grows:
+        # its key, its data, and how many bytes of these the store has; -1 if it does not exist.
+        self._lock = threading.Lock()
+        self._full: list[tuple[str, bytes]] = []
         self._key = next_key()
         self._data = bytearray(kept or header)
-        self._uploaded = -1  # the bytes of `_data` that the store has
+        self._uploaded = -1
         self.path = objects.url_of(self._key)
         """The URL of the first object."""
         self._put()
@@ -95,7 +97,9 @@ class ObjectAppender:
 
     def due(self) -> float:
         """Return the monotonic time of the next upload; infinity without new data."""
-        return self._last + self._period if self._full or len(self._data) > self._uploaded else math.inf
+        if not self._full and len(self._data) <= self._uploaded:
+            return math.inf
+        return self._last_upload_at + self._period
 
     def sync(self) -> bool:
         """Upload new data and return whether that succeeded; a failure is logged once."""
@@ -120,7 +124,7 @@ class ObjectAppender:
     def _put(self) -> None:
         if self.due() == math.inf:
             return
-        self._last = time.monotonic()
+        self._last_upload_at = time.monotonic()
         while self._full:
             self._objects.write(*self._full[0])
             del self._full[0]
@@ -131,7 +135,8 @@ class ObjectAppender:
         if is_new:
             self._objects.write(key, data)
             with self._lock:
-                self._uploaded = len(data) if key == self._key else self._uploaded
+                if key == self._key:  # not if it is full by now, and another one grows
+                    self._uploaded = len(data)
 
 
 class GrowingFile:
@@ -199,15 +204,13 @@ def _earlier_parts(path: str) -> list[str]:
 
     A part that was deleted or compressed must not hide those after it.
     """
+    directory, name = split_path(path)
     if is_url(path):
-        above, name = split_path(path)
-        names = _names_of_parts(Objects(above), name)
+        names = _names_of_parts(Objects(directory), name)
     else:
-        names = [name for name in _names_beside(path) if os.path.isfile(os.path.join(os.path.dirname(path), name))]
-        name = os.path.basename(path)
-    numbers = _numbers(names, name)
-    parts = sorted(number for number, suffix in numbers if not suffix)
-    absent = _ranges_between(parts)
+        names = [other for other in _names_beside(path) if os.path.isfile(os.path.join(directory, other))]
+    parts = sorted(number for number, suffix in _numbers(names, name) if not suffix)
+    absent = _absent_ranges(parts)
     if absent:
         log_once(
             logging.WARNING,
@@ -223,8 +226,12 @@ def _next_number(names: Iterable[str], name: str) -> int:
 
 def _numbers(names: Iterable[str], name: str) -> list[tuple[int, str]]:
     """Return the numbers of the names `NAME.1`, `NAME.2.gz`, …, and what comes after each."""
-    matches = (_PART.fullmatch(other.removeprefix(name)) for other in names if other.startswith(name))
-    return [(int(match[1]), match[2]) for match in matches if match is not None]
+    found = []
+    for other in names:
+        match = _PART.fullmatch(other.removeprefix(name)) if other.startswith(name) else None
+        if match is not None:
+            found.append((int(match[1]), match[2]))
+    return found
 
 
 def _names_of_parts(objects: Objects, name: str) -> list[str]:
@@ -238,14 +245,14 @@ def _names_beside(path: str) -> list[str]:
         return []
 
 
-def _ranges_between(parts: list[int]) -> str:
+def _absent_ranges(parts: list[int]) -> str:
     """Return the numbers that are absent from 1 to the last part, such as "1, 3 to 5"."""
     ranges = []
-    for before, after in itertools.pairwise([0, *parts]):
-        if after - before == 2:
-            ranges.append(str(before + 1))
-        elif after - before > 2:
-            ranges.append(f"{before + 1} to {after - 1}")
+    for part, next_part in itertools.pairwise([0, *parts]):
+        if next_part - part == 2:
+            ranges.append(str(part + 1))
+        elif next_part - part > 2:
+            ranges.append(f"{part + 1} to {next_part - 1}")
     return ", ".join(ranges)
 
 
@@ -345,8 +352,8 @@ class LineObject(ObjectAppender):
     """
 
     def __init__(self, url: str, is_line: Callable[[bytes], bool]) -> None:
-        above, name = split_path(url)
-        objects = Objects(above)
+        parent, name = split_path(url)
+        objects = Objects(parent)
         with objects.time_limit(START_TIMEOUT_SECS):
             data = objects.read(name).data or b""
             _check_first(url, data, is_line)

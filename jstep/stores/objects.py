@@ -38,12 +38,24 @@ WHILE_DOWN = 14.0
 REMEMBERED = 60.0
 """Seconds for which an outage counts as recent."""
 
-_down: dict[str, tuple[float, str]] = {}
+
+class _Outage(NamedTuple):
+    """A store that did not respond, at a monotonic time; `why` is for errors."""
+
+    seen_at: float
+    why: str
+
+
+_outages: dict[str, _Outage] = {}
+"""The latest outage of each bucket that has not responded since."""
 
 
 def recent_outage(bucket: str) -> str | None:
-    since, why = _down.get(bucket, (float("-inf"), ""))
-    return why if time.monotonic() - since < REMEMBERED else None
+    """Return why a bucket did not respond a short time ago; None if it did, or was not asked."""
+    outage = _outages.get(bucket)
+    if outage is None or time.monotonic() - outage.seen_at >= REMEMBERED:
+        return None
+    return outage.why
 
 
 _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
@@ -83,17 +95,20 @@ class PendingOperation:
             result = self._future.result(timeout=0.01)
         except TimeoutError:
             self._future.cancel()
-            store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            where = f"Check the network and the address: {self._endpoint()}"
-            reason = recent_outage(self._bucket) or f"{store}. {where}"  # the reason of an earlier failure
+            # The reason of an earlier failure says more than that there was no response.
+            reason = recent_outage(self._bucket)
+            if reason is None:
+                store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
+                reason = f"{store}. Check the network and the address: {self._endpoint()}"
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translate_error(error, self._verb, self.url)
         else:
-            _down.pop(self._bucket, None)
+            _outages.pop(self._bucket, None)
             return result
         if isinstance(problem, BusyError | ConnectionError):
-            _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
+            why = str(problem).partition(f"cannot {self._verb}: ")[2]
+            _outages[self._bucket] = _Outage(time.monotonic(), why)
         raise problem
 
     def _wait(self, secs: float) -> bool:
@@ -206,13 +221,16 @@ def _metric(name: str, ts: Any) -> Iterable[dict[str, Any]]:
 _Item = TypeVar("_Item")
 _Pending = TypeVar("_Pending")
 _MAX_CONCURRENT = 64
-"""Small operations in flight."""
+"""Small operations that run at once."""
 
 
 def pipelined(
     begin: Callable[[_Item], _Pending], items: Iterable[_Item], max_concurrent: int = _MAX_CONCURRENT
 ) -> Iterator[tuple[_Item, _Pending]]:
-    """Begin an operation for each item, several at once, and yield the items with the operations, in order."""
+    """Begin an operation for each item, several before the first has ended, and yield both, in order.
+
+    The caller waits for the operation that it is given.
+    """
     running: deque[tuple[_Item, _Pending]] = deque()
     for item in items:
         running.append((item, begin(item)))
@@ -226,7 +244,7 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._deadline = threading.local()
+        self._limits = threading.local()  # `deadline`: the monotonic time of the innermost `time_limit`
 
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
@@ -262,11 +280,15 @@ class Objects:
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys of objects that exist, in order."""
-        one_byte, found = slice(0, 1), []
-        begun = pipelined(lambda key: self._begin("read", key, lambda kv: kv.read(key, byte_range=one_byte)), keys)
-        for key, operation in begun:
+
+        def begin(key: str) -> PendingOperation:
+            return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(0, 1)))
+
+        found = []
+        for key, operation in pipelined(begin, keys):
             try:
-                found += [key] if operation.result().state == "value" else []
+                if operation.result().state == "value":
+                    found.append(key)
             except LostError:  # it has no byte
                 found.append(key)
         return found
@@ -291,16 +313,16 @@ class Objects:
     @contextlib.contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Limit the total time of this thread's operations inside the context."""
-        before = self.deadline()
-        self._deadline.at = min(before, time.monotonic() + seconds)
+        earlier = self.deadline()
+        self._limits.deadline = min(earlier, time.monotonic() + seconds)
         try:
             yield
         finally:
-            self._deadline.at = before
+            self._limits.deadline = earlier
 
     def deadline(self) -> float:
         """Return the monotonic time by which this thread's operations must end."""
-        return float(getattr(self._deadline, "at", float("inf")))
+        return float(getattr(self._limits, "deadline", float("inf")))
 
     def _begin(
         self, verb: str, key: str, ask: Any, nbytes: int = 0, pending: type[PendingOperation] = PendingOperation
@@ -363,25 +385,29 @@ class Bucket(Objects):
         """Return all keys in order, without the mark; if there is none, a second list must be the same."""
         keys = self.list()
         self._refuse_later(keys)
-        if MARK not in keys:
-            is_marked = self.read(MARK).data is not None
-            again = self.list() if is_marked or keys else keys
-            if MARK not in again and (is_marked or again != keys):
-                raise self._truncated()
-            keys = again
-        return [key for key in keys if key != MARK]
+        if MARK in keys:
+            return [key for key in keys if key != MARK]
+        is_marked = self.read(MARK).data is not None
+        if not is_marked and not keys:
+            return []
+        second_keys = self.list()
+        # A mark that the first list lacks was written meanwhile, or the list is truncated: the second one must have it.
+        if MARK not in second_keys and (is_marked or second_keys != keys):
+            raise self._truncated()
+        return [key for key in second_keys if key != MARK]
 
     def _refuse_later(self, keys: Iterable[str]) -> None:
         """Refuse a bucket with the mark of a later jstep: it is not one without a mark, which may be a copy."""
         for key in keys:
             match = _MARK_NAME.fullmatch(key)
-            if match is not None and int(match["number"]) > INDEX_FORMAT:
-                by = (self.read(key).data or b"").decode(errors="replace")
-                raise UnknownMarkError(
-                    f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which this version of "
-                    f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
-                    f"written by jstep {by:.50}: install that or a later one"
-                )
+            if match is None or int(match["number"]) <= INDEX_FORMAT:
+                continue
+            version = (self.read(key).data or b"").decode(errors="replace")
+            raise UnknownMarkError(
+                f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which this version of "
+                f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
+                f"written by jstep {version:.50}: install that or a later one"
+            )
 
     def _truncated(self) -> PermissionError:
         return PermissionError(
@@ -442,12 +468,15 @@ def _file(env: Mapping[str, str], variable: str, name: str) -> str:
 
 
 def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
+    """Return the settings of a profile, whose credentials are in the first file, and the others in the second."""
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
         parser.read(path, encoding="utf-8")
         for section in filter(parser.has_section, sections):
-            settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
+            for key, value in parser.items(section):
+                # The first file and the first section that have it count.
+                settings.setdefault(key, (value or "").strip())
     return settings
 
 
@@ -508,7 +537,8 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
         return PermissionError(f"{what}: grant the right to {verb} in {bucket!r} ({details}), or use {_LOGIN[scheme]}")
     if code == "NoSuchBucket" or (status == 404 and verb != "read"):
         return no_bucket(url, verb)
-    if (curl := re.search(r"CURL error ([^\[\n]*)", text)) is not None:
+    curl = re.search(r"CURL error ([^\[\n]*)", text)
+    if curl is not None:
         why = f"{hide('', curl[1].strip())}, tried for half a minute"
         return ConnectionError(f"{what}: {why}. Check the network and the address: {ENDPOINT[scheme]}")
     if "retry attempts" in text or status == 429 or status >= 500:

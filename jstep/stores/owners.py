@@ -82,15 +82,18 @@ def temporary_path(path: str, token: str) -> str:
 def remove_temporary(directory: str, is_own: Callable[[str], bool] = lambda name: True) -> None:
     """Remove the temporary files that dead processes left of the files whose names are `is_own`."""
     with contextlib.suppress(OSError):
-        matches = [(name, match) for name in os.listdir(directory or ".") if (match := _TEMPORARY.fullmatch(name))]
-        for name, match in matches:
+        for name in os.listdir(directory or "."):
+            match = _TEMPORARY.fullmatch(name)
+            if match is None or not is_own(match["name"]):
+                continue
             path = os.path.join(directory, name)
             with contextlib.suppress(OSError):  # it was removed meanwhile
-                if is_own(match["name"]) and _is_left(path, directory or ".", match):
+                if _is_left(path, directory or ".", match):
                     os.unlink(path)
 
 
 def _is_left(path: str, directory: str, match: re.Match[str]) -> bool:
+    """Return whether a temporary file is one that a dead process has left."""
     found = os.lstat(path)
     process = this_process()
     if not stat.S_ISREG(found.st_mode):

@@ -26,7 +26,8 @@ class UnsupportedError(TypeError):
 
     def __init__(self, what: str, path: str = "") -> None:
         super().__init__(f"{path} {what}".strip())
-        self.what, self.path = what, path
+        self.what = what
+        self.path = path
 
 
 # Arrays of NumPy
@@ -47,10 +48,14 @@ def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] |
 
     Sums are rounded differently in another order. Gaps, negative strides and broadcast axes are not kept.
     """
+    if not math.prod(shape):
+        return None
+    if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
+        return None  # a broadcast axis
+    # Axes of size 1 come first in both orders: their strides say nothing.
     own_order = sorted(range(len(shape)), key=lambda axis: shape[axis] > 1)
-    in_memory = sorted(own_order, key=lambda axis: -abs(strides[axis]) if shape[axis] > 1 else -math.inf)
-    is_shared = any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
-    return None if in_memory == own_order or is_shared or not math.prod(shape) else in_memory
+    memory_order = sorted(own_order, key=lambda axis: -abs(strides[axis]) if shape[axis] > 1 else -math.inf)
+    return None if memory_order == own_order else memory_order
 
 
 def _inverse(axes: Any, shape: tuple[int, ...]) -> list[int]:
@@ -61,11 +66,13 @@ def _inverse(axes: Any, shape: tuple[int, ...]) -> list[int]:
 
 def dtype_parts(dtype: np.dtype[Any]) -> Any:
     """Return a description of a dtype: a name such as '<f4' or 'bfloat16', or a list of fields."""
-    names: tuple[Any, ...] = () if dtype.hasobject else (dtype.str, dtype.name, npy.dtype_to_descr(dtype))
-    for parts in names:
+    descriptions: tuple[Any, ...] = ()
+    if not dtype.hasobject:
+        descriptions = (dtype.str, dtype.name, npy.dtype_to_descr(dtype))
+    for description in descriptions:
         with contextlib.suppress(TypeError):
-            if npy.descr_to_dtype(parts) == dtype:
-                return parts
+            if npy.descr_to_dtype(description) == dtype:
+                return description
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 
@@ -122,9 +129,11 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
     parts = {"dtype": name, "shape": list(tensor.shape)}
     axes = _axes_in_memory(tensor.shape, tensor.stride())
     if axes is not None:
-        parts["axes"], tensor = axes, tensor.permute(axes)
+        parts["axes"] = axes
+        tensor = tensor.permute(axes)
     flat = tensor.detach().cpu().reshape(-1).resolve_conj().resolve_neg().contiguous()
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
     return parts | {"data": flat.view(torch.uint8).numpy().tobytes()}
 
 
@@ -154,16 +163,19 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
     is_whole = not isinstance(array, jax.core.Tracer) and (array.is_fully_addressable or array.is_fully_replicated)
     if not is_whole or array.is_deleted():
         raise UnsupportedError("is a JAX array that is traced, was donated, or has parts on other processes")
-    weak, data = bool(getattr(array, "weak_type", False)), array  # keys have none
+    weak = bool(getattr(array, "weak_type", False))  # keys have none
+    data = array
     impl = None
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        impl, data = str(jax.random.key_impl(array)), jax.random.key_data(array)
+        impl = str(jax.random.key_impl(array))
+        data = jax.random.key_data(array)
     with internal_transfers():
         copied = data.copy() if data.nbytes <= LARGE else host_parts(data)
     return {"$jax": {"data": copied, "impl": impl, "weak": weak}}
 
 
 def host_parts(array: jax.Array) -> dict[str, Any]:
+    """Return the encoding of an array as one of NumPy, which waits for it."""
     with internal_transfers():
         parts = array_parts(np.asarray(array))
     return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}

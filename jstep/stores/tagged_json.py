@@ -21,10 +21,11 @@ from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnknownPartError, UnsupportedError
 from jstep.stores.untrusted import UntrustedError, check_keys
 
-_DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
+_DEEPEST = 80
+"""The maximum levels of nested JSON; a checkpoint accepts 100 in all."""
 _MAX_SEED_BITS = 2**16
-_MAX_BITS = 4096  # bits of an integer: Python does not write much longer ones in decimal
-
+_MAX_BITS = 4096
+"""The maximum bits of an integer: Python does not write much longer ones in decimal."""
 _FILE = "$file"
 """The key of a reference to a file, instead of large bytes."""
 
@@ -33,7 +34,8 @@ class ExternalBytes:
     """Bytes that are a file of a checkpoint, in memory or loaded when needed; equal if the bytes are."""
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
-        self._data, self.load = data, load
+        self._data = data
+        self.load = load
 
     def read(self) -> bytes:
         data = self._data  # another thread may be writing them
@@ -49,7 +51,7 @@ class ExternalBytes:
 
     def written(self) -> None:
         """Release the memory, but keep the hash: a file has the bytes now."""
-        self.hash  # noqa: B018
+        self.hash  # noqa: B018  computed now, and cached
         self._data = None
 
     def __eq__(self, other: object) -> bool:
@@ -81,8 +83,11 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
     if kind is ExternalBytes:
         return as_json(copy.read()) if files is None else files.add(copy)
     if kind is bytes:
-        return base64.b64encode(copy).decode() if files is None or len(copy) <= LARGE else files.add(copy)
-    return as_json(tagged_arrays.host_parts(copy), files) if isinstance(copy, jax.Array) else copy
+        is_file = files is not None and len(copy) > LARGE
+        return files.add(copy) if is_file else base64.b64encode(copy).decode()
+    if isinstance(copy, jax.Array):
+        return as_json(tagged_arrays.host_parts(copy), files)
+    return copy
 
 
 def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
@@ -116,12 +121,15 @@ class FilesOnce:
 def encoded_size(copy: Any) -> int:
     """Return about how many bytes a copy has; large ones have more than `LARGE`."""
     kind = type(copy)
-    if kind is dict or kind is list:
-        is_plain = kind is list and _are_plain(copy)
-        return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if kind is dict else copy))
+    if kind is dict:
+        return sum(map(encoded_size, copy.values()))
+    if kind is list:
+        return 8 * len(copy) if _are_plain(copy) else sum(map(encoded_size, copy))
     if kind is ExternalBytes:
         return LARGE + 1
-    return len(copy) if kind is bytes or kind is str else int(getattr(copy, "nbytes", 8))
+    if kind is bytes or kind is str:
+        return len(copy)
+    return int(getattr(copy, "nbytes", 8))
 
 
 def copy_encodable(value: object) -> Any:
@@ -164,14 +172,20 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     if kind not in _PARTS:
         raise UnsupportedError(f"is a value of type {kind.__module__}.{kind.__qualname__}")
     if kind in _RANDOM:
-        generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
-        if id(generator) in seen:
-            raise UnsupportedError(
-                f"is a {kind.__name__} that is in several places, which would draw the same numbers (keep one)"
-            )
-        seen.add(id(generator))
-    key, parts = _PARTS[kind]
-    return {key: _encoded(parts(value), depth + 1, seen)}
+        _check_first(value, kind, seen)
+    tag, parts = _PARTS[kind]
+    return {tag: _encoded(parts(value), depth + 1, seen)}
+
+
+def _check_first(value: Any, kind: type, seen: set[int]) -> None:
+    """Check that a random generator is met for the first time, and add it to those that are `seen`."""
+    # Of a RandomState, the generator of its bits: two of them may share one.
+    generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
+    if id(generator) in seen:
+        raise UnsupportedError(
+            f"is a {kind.__name__} that is in several places, which would draw the same numbers (keep one)"
+        )
+    seen.add(id(generator))
 
 
 def _each(items: Iterable[tuple[Any, Any]], depth: int, seen: set[int]) -> list[Any]:
@@ -203,16 +217,16 @@ def decode(value: object) -> Any:
         return value
     if not _is_tagged(value):
         return {key: decode(item) for key, item in value.items()}
-    ((key, parts),) = value.items()
-    if key not in _WHOLE:  # also objects in several places, and arrays that overlap, of early versions
-        raise UnknownPartError(f"the tag {key!r:.50}")
+    ((tag, parts),) = value.items()
+    if tag not in _DECODERS:  # also objects in several places, and arrays that overlap, of early versions
+        raise UnknownPartError(f"the tag {tag!r:.50}")
     parts = decode(parts)
     try:
-        return _WHOLE[key](parts)
+        return _DECODERS[tag](parts)
     except UnknownPartError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, ImportError) as error:
-        raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
+        raise ValueError(f"{tag}: {type(error).__name__}: {error!s:.200}") from None
 
 
 def _is_tagged(value: dict[Any, Any]) -> bool:
@@ -264,8 +278,9 @@ def _seed(parts: Any) -> np.random.SeedSequence:
     # proportion to the square of its bits.
     if parts["pool_size"] > 1024:
         raise ValueError("pool_size must be at most 1024")
-    seeds = [parts["entropy"], *parts["spawn_key"]]
-    integers = [seed for some in seeds for seed in (some if isinstance(some, list | tuple) else [some])]
+    integers = []
+    for seed in [parts["entropy"], *parts["spawn_key"]]:
+        integers += seed if isinstance(seed, list | tuple) else [seed]
     bits = sum(seed.bit_length() for seed in integers if isinstance(seed, int))
     if bits > _MAX_SEED_BITS or len(integers) > _MAX_SEED_BITS:
         raise ValueError(f"entropy and spawn_key must have at most {_MAX_SEED_BITS} bits")
@@ -284,10 +299,11 @@ def set_generator(generator: Any, saved: Any) -> None:
     Raises:
         ValueError: They are of different kinds.
     """
-    bits, saved_bits = (getattr(rng, "bit_generator", rng) for rng in (generator, saved))
+    # That of a Generator; the others have none.
+    bits = getattr(generator, "bit_generator", generator)
+    saved_bits = getattr(saved, "bit_generator", saved)
     if type(generator) is not type(saved) or type(bits) is not type(saved_bits):
-        names = [type(rng).__name__ for rng in (saved_bits, bits)]
-        raise ValueError(f"must be a {names[0]}, as in the checkpoint, got a {names[1]}")
+        raise ValueError(f"must be a {type(saved_bits).__name__}, as in the checkpoint, got a {type(bits).__name__}")
     if isinstance(bits, random.Random):
         bits.setstate(saved_bits.getstate())
     elif isinstance(bits, np.random.RandomState):
@@ -347,7 +363,7 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(_BIT_GENERATORS.values(), ("$bit_generator", _bits_parts)),
 }
 """By type: the tag, and the conversion to simpler values."""
-_WHOLE: dict[str, Callable[[Any], Any]] = {
+_DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
     "$dict": _dict,

@@ -57,17 +57,18 @@ def link_below(path: str, run_directory: str) -> str | None:
     """
     if is_url(path) or is_url(run_directory):
         return None
-    above = os.path.abspath(path)
+    directory = os.path.abspath(path)
     names: list[str] = []
-    while not _is_same_directory(above, run_directory):
-        above, name = os.path.split(above)
+    while not _is_same_directory(directory, run_directory):
+        directory, name = os.path.split(directory)
         if not name:
             return None  # it is not below the directory of the run
         names.append(name)
+    # From the run down to the path.
     for name in reversed(names):
-        above = os.path.join(above, name)
-        if os.path.islink(above):
-            return above
+        directory = os.path.join(directory, name)
+        if os.path.islink(directory):
+            return directory
     return None
 
 
@@ -143,14 +144,18 @@ def is_below_or_beside(path: str, where: str) -> bool:
         return join_path(path, "").startswith(join_path(split_path(where)[0], ""))
     # The names alone are compared first: to follow the links of any path may mount another file system.
     named = os.path.abspath(path)
-    is_named = any(_is_below(named, _above(place)) for place in (os.path.abspath(where), os.path.realpath(where)))
-    return is_named and _is_below(os.path.realpath(path), _above(os.path.realpath(where)))
+    parent_as_named = _parent(os.path.abspath(where))
+    parent = _parent(os.path.realpath(where))
+    if not _is_below(named, parent_as_named) and not _is_below(named, parent):
+        return False
+    return _is_below(os.path.realpath(path), parent)
 
 
-def _above(where: str) -> str:
-    above = os.path.dirname(where)
-    is_root = os.path.dirname(above) == above
-    return where if is_root else above
+def _parent(where: str) -> str:
+    """Return the directory above that of a run, or this one, if the other is the root, which has everything."""
+    parent = os.path.dirname(where)
+    is_root = os.path.dirname(parent) == parent
+    return where if is_root else parent
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -269,12 +274,14 @@ def decode_json(raw: bytes) -> Any:
 
 
 def _is_nested_at_most(value: object, depth: int) -> bool:
+    if depth == 0:
+        return False
     items: Iterable[object] = ()
     if isinstance(value, dict):
         items = value.values()
     elif isinstance(value, list):
         items = value
-    return depth > 0 and all(_is_nested_at_most(item, depth - 1) for item in items)
+    return all(_is_nested_at_most(item, depth - 1) for item in items)
 
 
 # Named: files and keys that this package gives.

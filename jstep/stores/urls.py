@@ -32,7 +32,8 @@ def location(given: object, name: str) -> str:
         if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
             raise ValueError(f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string")
         return os.path.expanduser(path)
-    scheme, name_and_key = match[1].lower(), path[match.end() :]
+    scheme = match[1].lower()
+    name_and_key = path[match.end() :]
     bucket, *parts = name_and_key.split("/")
     if scheme not in SCHEMES:
         problem = f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other stores as a file system"
@@ -45,13 +46,15 @@ def location(given: object, name: str) -> str:
     else:
         return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
     # What precedes an @ may be a password.
-    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in name_and_key else name_and_key)!r}: {problem}")
+    shown = "…" if "@" in name_and_key else name_and_key
+    raise ValueError(f"{name}={f'{scheme}://{shown}'!r}: {problem}")
 
 
 def parts_of_url(url: str) -> tuple[str, str, str]:
+    """Return the scheme, the bucket, and the key."""
     scheme, _, name_and_key = url.partition("://")
-    name, _, key = name_and_key.partition("/")
-    return scheme, name, key
+    bucket, _, key = name_and_key.partition("/")
+    return scheme, bucket, key
 
 
 def join_path(path: str, *parts: str) -> str:
@@ -62,9 +65,9 @@ def split_path(path: str) -> tuple[str, str]:
     """Split off the last name of a path or URL; it is empty for a bucket."""
     if not is_url(path):
         return os.path.split(path)
-    scheme, name, key = parts_of_url(path)
-    above, _, last = key.rstrip("/").rpartition("/")
-    return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
+    scheme, bucket, key = parts_of_url(path)
+    parent, _, name = key.rstrip("/").rpartition("/")
+    return f"{scheme}://{bucket}/{parent}" if parent else f"{scheme}://{bucket}", name
 
 
 def absolute(path: str) -> str:

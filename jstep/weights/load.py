@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.listing import first_missing_file
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader, LeafRead
 from jstep.core import meshes, placement, trees
@@ -96,21 +96,25 @@ def load_weights(
                 continue
             name = wanted.source.name
             array = call_transform(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
-            if problem := wanted.difference(array.shape, array.dtype):
+            problem = wanted.difference(array.shape, array.dtype)
+            if problem:
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
             else:
                 leaves[i] = targets.place_leaf(wanted, array)
-    if differences := matched.differences():
+    differences = matched.differences()
+    if differences:
         if not partial:
             raise ValueError(
                 f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
             )
         nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
         logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
-    plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
-    for wanted in matched.wanted:
+    plain: list[int] = []
+    for i, wanted in enumerate(matched.wanted):
         if wanted.source is None:
             targets.check_value(wanted)
+        elif wanted.transform is None:
+            plain.append(i)
     for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(trees.structure(target), leaves)
@@ -129,6 +133,7 @@ class TensorSource:
     is_checkpoint: bool
 
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
+        """Yield leaves, of which those of a checkpoint are read in groups, and those of a file one by one."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in group_by_bytes(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
@@ -138,7 +143,8 @@ class TensorSource:
 
 def open_source(path: object) -> TensorSource:
     resolved = local_path(path)
-    if (file := weights_file(resolved)) is not None:
+    file = weights_file(resolved)
+    if file is not None:
         tensors = read_tensors(file)
         return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
     checkpoint = os.path.abspath(resolved)
@@ -166,16 +172,16 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     reader = CheckpointReader(store, name.rpartition("-")[0] or name)
     manifest = store.manifest(path)
     leaves_by_array = manifest.leaves_by_array
-    slots = [leaf for leaf in manifest.leaves if leaf.keys[0] != PARAMS]
-    halves = {
-        leaf.array: leaves_by_array[leaf.half]
-        for leaf in slots
-        if leaf.half is not None and leaf.half in leaves_by_array
-    }
-    seconds = {half.array for half in halves.values()}
-    saved = {
-        name: leaf for name, leaf in leaf_records.named_records(manifest.leaves).items() if leaf.array not in seconds
-    }
+    # Array → the leaf with the second half of its numbers, for slots that `compact` stores in two: the loss sees one.
+    halves: dict[str | None, Leaf] = {}
+    for leaf in manifest.leaves:
+        if leaf.keys[0] != PARAMS and leaf.half is not None and leaf.half in leaves_by_array:
+            halves[leaf.array] = leaves_by_array[leaf.half]
+    second_halves = {half.array for half in halves.values()}
+    saved: dict[str, Leaf] = {}
+    for name, leaf in leaf_records.named_records(manifest.leaves).items():
+        if leaf.array not in second_halves:
+            saved[name] = leaf
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         reads = [LeafRead(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
@@ -186,16 +192,20 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     arrays: dict[str, Tensor] = {}
     for name, leaf in saved.items():
         try:
-            # PRNG keys are stored as their data.
-            shape, stored = (
-                leaf_records.shape_and_dtype(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-            )
-            is_whole = leaf.array not in halves
-            code, dtype = (leaf.dtype, jnp.dtype(stored)) if is_whole else ("float32", np.dtype(np.float32))
+            arrays[name] = _as_tensor(name, leaf, is_half=leaf.array in halves)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is corrupted: {leaf.path!r:.50} is not what jstep writes: {error}") from None
-        arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
+
+
+def _as_tensor(name: str, leaf: Leaf, *, is_half: bool) -> Tensor:
+    if leaf.key_impl is not None:
+        # PRNG keys are stored as their data.
+        shape, dtype = leaf_records.shape_and_dtype(leaf)
+        return Tensor(name, leaf.dtype, shape, jnp.dtype(dtype))
+    if is_half:
+        return Tensor(name, "float32", leaf.shape, np.dtype(np.float32))
+    return Tensor(name, leaf.dtype, leaf.shape, jnp.dtype(leaf.dtype))
 
 
 # The arrays of checkpoints that Orbax wrote.

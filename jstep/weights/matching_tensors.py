@@ -73,12 +73,14 @@ class WantedTensor(targets.TargetLeaf[Any]):
     casts: bool = False
 
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
-        cast = self.casts and trees.is_floating(dtype)
-        if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
-            leaf_dtype = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
-            wanted = array_type(np.shape(self.leaf), leaf_dtype)
-            is_cast = tuple(shape) == self.shape and trees.is_floating(dtype) and trees.is_floating(self.dtype)
-            hint = f" (dtype={str(self.dtype)!r} converts floating tensors)" if is_cast else ""
+        """Describe why an array of some shape and dtype does not fit; empty if it does."""
+        is_same_shape = tuple(shape) == self.shape
+        is_cast = self.casts and trees.is_floating(dtype)
+        if not is_same_shape or (dtype != self.dtype and not is_cast):
+            wanted = array_type(np.shape(self.leaf), getattr(self.leaf, "dtype", self.dtype))
+            hint = ""
+            if is_same_shape and trees.is_floating(dtype) and trees.is_floating(self.dtype):
+                hint = f" (dtype={str(self.dtype)!r} converts floating tensors)"
             return f"{self._named} is {array_type(shape, dtype)}, and {wanted} in target{hint}"
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"

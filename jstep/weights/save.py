@@ -41,7 +41,7 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     start = 0
     for item in items:
         tensor = item.tensor
-        end = start + item.tensor.nbytes
+        end = start + tensor.nbytes
         header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -52,19 +52,31 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
 
 
 class NewFiles:
-    """The files of one save, which are written under temporary names and then published."""
+    """The files of one save, which are written under temporary names and then published.
+
+    Attributes:
+        names: The names of the files with tensors: several, if there is an index.
+        path: What readers open: the file, or the index.
+    """
 
     def __init__(self, path: str, shards: int) -> None:
         self._directory, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
+        self._index = self._base + INDEX
         self._token = new_token()
         self.names = [self._base]
+        self.path = path
         if shards > 1:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
-        self.path = path + INDEX if shards > 1 else path
+            self.path = path + INDEX
+
+    @property
+    def _has_index(self) -> bool:
+        return len(self.names) > 1
 
     def check(self) -> None:
-        for file in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
+        names = [*self.names, self._index] if self._has_index else self.names
+        for file in map(self._final, names):
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", file)
 
@@ -73,85 +85,100 @@ class NewFiles:
         make_directories(self._directory)
         with new_file(self._temporary(name)) as file:
             with contextlib.suppress(OSError):  # it is new, or the file system has no modes
-                os.chmod(file.name, stat.S_IMODE(os.stat(self._at(name)).st_mode))
+                os.chmod(file.name, stat.S_IMODE(os.stat(self._final(name)).st_mode))
             yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
-        # Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
-        # change that a later one relies on is flushed to disk first.
+        """Rename the files, and remove those of an older save.
+
+        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
+        change that a later one relies on is flushed to disk first.
+        """
         for name in self.names:
             check_file(self._temporary(name))
-        index = self._base + INDEX
         older = [name for name in os.listdir(self._directory or ".") if self._is_own(name)]
-        sharded = len(self.names) > 1
+        first_names = self.names
         # If the older index refers to shards of the same names, the new ones get interim names first.
-        clash = sharded and not set(older).isdisjoint(self.names)
-        entry = index if sharded else self._base
-        is_new = entry not in older
+        has_clash = self._has_index and not set(older).isdisjoint(self.names)
+        if has_clash:
+            interim = f".{self._token[-8:]}{self._suffix}"
+            first_names = [name.removesuffix(self._suffix) + interim for name in self.names]
+        self._move_to_names(first_names, older, shard_of, total_size)
+        if has_clash:
+            self._rename_from_interim(first_names, shard_of, total_size)
+        finals = [*self.names, self._index] if self._has_index else self.names
+        stale = {*older, *first_names} - set(finals)
+        # The index first: without its shards, it would be broken.
+        if self._index in stale:
+            self._remove(self._index)
+            sync_directory(self._directory)
+        for name in sorted(stale - {self._index}):
+            self._remove(name)
+        remove_temporary(self._directory, self._is_own)
+
+    def _move_to_names(
+        self, names: Sequence[str], older: Sequence[str], shard_of: Mapping[str, int], total_size: int
+    ) -> None:
+        """Give the files these names, and the index to them its own: the new weights exist."""
+        # What readers open has been there before, or has not.
+        is_new = (self._index if self._has_index else self._base) not in older
         is_switched = False
-        interim = f".{self._token[-8:]}{self._suffix}"
-        first = [name.removesuffix(self._suffix) + interim for name in self.names] if clash else self.names
         moved: list[tuple[str, str]] = []
         try:
-            for name, under in zip(self.names, first, strict=True):
-                moved.append((self._temporary(name), self._at(under)))
+            for name, new_name in zip(self.names, names, strict=True):
+                moved.append((self._temporary(name), self._final(new_name)))
                 os.replace(*moved[-1])
-            if sharded:
-                self._switch_index(first, shard_of, total_size)
+            if self._has_index:
+                self._switch_index(names, shard_of, total_size)
             is_switched = True
             sync_directory(self._directory)
         except BaseException:
             # A file or an index that replaced an older one stays, complete. Otherwise only the older weights stay.
             if is_new:
-                self._remove(entry)
-            for temporary, final in moved if sharded and (is_new or not is_switched) else ():
-                with contextlib.suppress(OSError):
-                    os.replace(final, temporary)
+                self._remove(self._index if self._has_index else self._base)
+            if self._has_index and (is_new or not is_switched):
+                for temporary, final in moved:
+                    with contextlib.suppress(OSError):
+                        os.replace(final, temporary)
             raise
-        if clash:
-            for name, under in zip(self.names, first, strict=True):
-                try:
-                    os.link(self._at(under), self._temporary(name))
-                except OSError:  # a file system without links
-                    shutil.copyfile(self._at(under), self._temporary(name))
-                os.replace(self._temporary(name), self._at(name))
-            self._switch_index(self.names, shard_of, total_size)
-            sync_directory(self._directory)
-        finals = [*self.names, index] if sharded else self.names
-        stale = {*older, *first} - set(finals)
-        if index in stale:
-            self._remove(index)
-            sync_directory(self._directory)
-        for name in sorted(stale - {index}):
-            self._remove(name)
-        remove_temporary(self._directory, self._is_own)
+
+    def _rename_from_interim(self, interim_names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
+        """Give the shards their own names: under both, until the index refers to these."""
+        for name, interim_name in zip(self.names, interim_names, strict=True):
+            try:
+                os.link(self._final(interim_name), self._temporary(name))
+            except OSError:  # a file system without links
+                shutil.copyfile(self._final(interim_name), self._temporary(name))
+            os.replace(self._temporary(name), self._final(name))
+        self._switch_index(self.names, shard_of, total_size)
+        sync_directory(self._directory)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(self._at(name))
+            os.remove(self._final(name))
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        with self.writing(self._base + INDEX) as file:
+        with self.writing(self._index) as file:
             file.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
         sync_directory(self._directory)
-        os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
+        os.replace(self._temporary(self._index), self._final(self._index))
 
     def discard(self) -> None:
-        for name in [*self.names, self._base + INDEX]:
+        for name in [*self.names, self._index]:
             with contextlib.suppress(OSError):
                 os.remove(self._temporary(name))
 
     def _is_own(self, name: str) -> bool:
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
-        return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
+        return name in (self._base, self._index) or re.fullmatch(shard, name) is not None
 
-    def _at(self, name: str) -> str:
+    def _final(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
     def _temporary(self, name: str) -> str:
-        return temporary_path(self._at(name), self._token)
+        return temporary_path(self._final(name), self._token)
 
 
 # `save_weights`: saving as safetensors files.
@@ -207,7 +234,9 @@ def save_weights(
     # Shards are filled in tree order, then sorted so that large elements are aligned.
     groups = group_by_bytes(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
     shards = [sorted(group.values(), key=lambda item: -item.tensor.itemsize) for group in groups]
-    files = NewFiles(os.path.realpath(path) if len(shards) == 1 and os.path.islink(path) else path, len(shards))
+    # A link to a file is followed; an index has shards beside it, and takes its place.
+    is_followed = len(shards) == 1 and os.path.islink(path)
+    files = NewFiles(os.path.realpath(path) if is_followed else path, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
     arrays = (_host(item.leaf) for shard in shards for item in shard)
 

@@ -44,7 +44,8 @@ def weights_file(path: str) -> str | None:
 def _files_in(directory: str) -> list[str]:
     # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
     names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
-    if defaults := [name for name in names if name in _DEFAULTS]:
+    defaults = [name for name in names if name in _DEFAULTS]
+    if defaults:
         return defaults
     indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
     shards = {shard for name in indexes for shard in _files_of(os.path.join(directory, name)).values()}
@@ -113,12 +114,18 @@ def arrays_directory(path: str) -> str:
     entries = list_names(path)
     if _METADATA in entries:
         return path
-    inside = {name: list_names(os.path.join(path, name)) for name in sorted(entries) if TEMPORARY not in name}
-    items = [name for name, names in inside.items() if _METADATA in names]
+    # The items of a CheckpointManager, or checkpoints, are directories in this one.
+    names_below: dict[str, list[str]] = {}
+    for name in sorted(entries):
+        if TEMPORARY not in name:
+            names_below[name] = list_names(os.path.join(path, name))
+    items = [name for name, names in names_below.items() if _METADATA in names]
     if not items:
         raise FileNotFoundError(
             f"path={path!r}: the directory has no *{SUFFIX} and is not a complete checkpoint; pass the path of one"
         )
-    if _DEFAULT not in items and (len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items)):
+    if _DEFAULT in items:
+        return os.path.join(path, _DEFAULT)
+    if len(items) > 1 or any(MANIFEST_FILE in names_below[name] for name in items):
         raise _several(path, "has several items or checkpoints", items)
-    return os.path.join(path, _DEFAULT if _DEFAULT in items else items[0])
+    return os.path.join(path, items[0])
