@@ -95,6 +95,7 @@ class EndOfSave:
         temporary_secs: As in `CheckpointExtra`.
         listener: Receives a permanent checkpoint, and is waited for before one is deleted.
         number: The number of the save, among those of the Saver.
+        began: The monotonic time at which the save began.
     """
 
     manifest: Manifest
@@ -214,7 +215,7 @@ class Retention:
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = self._is_temporary(new, temporary_secs, paths, others)
         finite = self._newest_finite(others, new)
-        # Not all that are marked as temporary are it still: a user may have saved such a step again.
+        # A marked step may have been saved again, as a permanent one, since the manifest that marks it was written.
         marked = [step for step in others if step in retained.temporary]
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
