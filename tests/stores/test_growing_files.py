@@ -20,11 +20,11 @@ class Bucket:
     def __init__(self):
         self.calls, self.seconds, self.error = [], None, None
 
-    def at(self, key):
+    def url_of(self, key):
         return f"gs://bkt/{key}"
 
     @contextlib.contextmanager
-    def within(self, seconds):
+    def time_limit(self, seconds):
         self.seconds = seconds
         yield
         self.seconds = None
