@@ -120,11 +120,11 @@ class Program:
 
             def end(self, step: int, state: Any) -> Any:
                 program.maybe("end", step)
-                program.examples = self.run.examples
+                program.examples = self._run.examples
                 return state.replace(params=jax.tree.map(lambda x: 3 * x, state.params)) if program.ends else None
 
             def close(self) -> None:
-                step = self.run.step
+                step = self._run.step
                 super().close()
                 if program.faulty and ("close", step) in program.faults:
                     del program.faults["close", step]

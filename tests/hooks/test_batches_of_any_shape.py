@@ -68,6 +68,7 @@ def test_a_result_that_is_no_number_of_examples_is_refused():
         rows_of((4, 6), examples=lambda x: x.shape)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", ["minimize", "jax.jit"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_one_warning_after_five_programs(kind, steps_per_call, caplog):

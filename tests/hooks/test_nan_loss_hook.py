@@ -64,6 +64,7 @@ def skip_scaled(optimizer):
     return jstep.skip_nonfinite(jstep.dynamic_loss_scale(optimizer))
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("guard", [jstep.skip_nonfinite, skip_scaled, jstep.dynamic_loss_scale])
 def test_skipped_updates_are_counted_over_restarts(guard, steps_per_call, tmp_path):

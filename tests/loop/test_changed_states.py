@@ -47,6 +47,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize(("body", "steps_per_call"), [(False, 1), (False, 4), (True, 1)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_state_of_the_same_step_is_named(change, body, steps_per_call, tmp_path, caplog):

@@ -83,6 +83,7 @@ class Raises(jstep.Hook):
             raise error
 
 
+@pytest.mark.thorough(except_for="each value once")
 @BOTH
 @pytest.mark.parametrize("error", [OSError("away"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("method", ["before_step", "after_step"])

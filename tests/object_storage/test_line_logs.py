@@ -79,6 +79,7 @@ def test_lines_are_appended_to_those_of_earlier_runs(log):
     assert log.contents() == {"log.jsonl": line(0) + line(1) + line(2)}
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("rest", [b'{"step"', b'{"step": 1', b"\xff", b'{"step": [[', b"x", bytes(2**21)], ids=repr)
 @pytest.mark.parametrize("whole", [line(0), b""], ids=["a line", "nothing"])
 def test_an_incomplete_last_line_is_removed(log, rest, whole):

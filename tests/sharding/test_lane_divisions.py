@@ -108,6 +108,7 @@ def trained(loss, optimizer, devices, spec, steps=2):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]
 
 
+@pytest.mark.thorough(except_for=["chain"])
 @pytest.mark.parametrize("optimizer", [jstep.sgd(0.1), CHAIN], ids=["sgd", "chain"])
 def test_all_at_once(optimizer):
     assert trained(everything, optimizer, 8, P("data")) == trained(everything, optimizer, 0, P())

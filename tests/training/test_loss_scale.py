@@ -46,6 +46,7 @@ def trained(step, optimizer, steps_per_call=1):
     ).params["w"]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("make", [with_grad, with_compute_gradients])
 @pytest.mark.parametrize("wrapper", SCALED)
 @pytest.mark.parametrize("inner", PLAIN)

@@ -65,6 +65,7 @@ NOT_BY_STEP = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", BY_STEP)
 @pytest.mark.parametrize("updates", [scanned, one_after_the_other])
@@ -138,6 +139,7 @@ NOT_AGED = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("name", AGED)
 def test_a_stage_that_unfreezes_leaves_with_an_age_of_others(name, steps_per_call, caplog):
@@ -207,6 +209,7 @@ def in_a_branch(state, params):
     return jax.lax.cond(state.global_step % 2 == 0, lambda: state.replace(params=params), lambda: state)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("make", ["TrainStep", "jit"])
 @pytest.mark.parametrize("change", [replaced, in_a_branch])
 @pytest.mark.parametrize("name", COPIES)
