@@ -100,10 +100,10 @@ Training loop and hooks
     watching.progress: ProgressHook
     hooks.history: History
     hooks.checkpoint_saver: CheckpointSaverHook
-    hooks.fingerprints: FingerprintHook DivergenceError
+    hooks.fingerprint_log: FingerprintHook DivergenceError
     hooks.nan_loss: NanLossHook
     state.nonfinite: NanLossDuringTrainingError
-    watching.stalls: StallHook
+    watching.stall_watch: StallHook
 Evaluation
     evaluating.evaluator: evaluator
     evaluating.evaluation_hook: EvaluationHook

@@ -57,8 +57,8 @@ from jstep.hooks.at_steps import ProfilerHook as ProfilerHook
 from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
 from jstep.hooks.at_steps import every as every
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverHook
-from jstep.hooks.fingerprints import DivergenceError as DivergenceError
-from jstep.hooks.fingerprints import FingerprintHook as FingerprintHook
+from jstep.hooks.fingerprint_log import DivergenceError as DivergenceError
+from jstep.hooks.fingerprint_log import FingerprintHook as FingerprintHook
 from jstep.hooks.history import History as History
 from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
@@ -210,7 +210,7 @@ from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
 from jstep.training.step import TrainStep as TrainStep
 from jstep.watching.progress import ProgressHook as ProgressHook
-from jstep.watching.stalls import StallHook as StallHook
+from jstep.watching.stall_watch import StallHook as StallHook
 from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 

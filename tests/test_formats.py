@@ -17,7 +17,7 @@ import jstep
 from jstep.checkpoint import manifest
 from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
-from jstep.hooks import fingerprints, hook_states
+from jstep.hooks import fingerprint_log, hook_states
 from jstep.loop import contents, origin
 from jstep.record import process_files, schema, stall_files, starts
 from jstep.stores import objects, tagged_arrays, tagged_json
@@ -61,11 +61,11 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     for kind in (schema.Start, schema.Process, schema.Parent, schema.Stall, schema.KeepBestRecord, schema.StateChange):
         yield f"starts, {kind.__name__}", starts.VERSION, fields_of(kind)
     yield "starts, ProcessRecord", process_files.PROCESS_VERSION, fields_of(schema.ProcessRecord)
-    for kind in (schema.Card, schema.CardFields, schema.CardProgram):
-        yield f"cards, {kind.__name__}", starts.CARD_VERSION, fields_of(kind)
+    for kind in (schema.SetupFile, schema.Setup, schema.SetupProgram):
+        yield f"setups, {kind.__name__}", starts.SETUP_VERSION, fields_of(kind)
     yield "stalls", stall_files.STALLS_VERSION, fields_of(schema.StallFile)
     yield "history", 1, ["step", "the metrics"]
-    yield "fingerprints", 1, sorted(fingerprints._KEYS)
+    yield "fingerprints", 1, sorted(fingerprint_log._KEYS)
     yield "index of a bucket", objects.INDEX_FORMAT, [objects.MARK, objects.INDEX]
     yield from slots()
 

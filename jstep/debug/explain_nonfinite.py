@@ -18,7 +18,7 @@ from jstep.debug.find_nonfinite import NonFinite, find_nonfinite
 from jstep.debug.replay import Replay, ReplayedCall, prefix_of, replay, replayed
 from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value, real_parts
-from jstep.record.stall_files import in_ranges
+from jstep.record.stall_files import format_ranges
 from jstep.record.starts import find_starts, last_trained
 from jstep.slots.roles import Role, roles_in
 from jstep.state.nonfinite import StateContents, describe_contents
@@ -54,7 +54,7 @@ class NonFiniteUpdate:
         lines = [f"the update {self.step} → {self.step + 1} {what}"]
         lines += [] if self.found is None else [str(self.found)]
         if self.rows:
-            lines.append(f"  rows of the batch  {format_list(in_ranges(self.rows), 20)}")
+            lines.append(f"  rows of the batch  {format_list(format_ranges(self.rows), 20)}")
         elif self.rows is not None:
             lines.append("  No single row causes it: it depends on several rows, or on the state.")
         return "\n".join(lines)

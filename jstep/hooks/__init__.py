@@ -2,7 +2,7 @@
 
 - `at_steps`: a function every n steps, a profiler trace, the end of a run.
 - `checkpoint_saver`: the hook that saves checkpoints.
-- `fingerprints`: fingerprints of the state by step, in logs.
+- `fingerprint_log`: fingerprints of the state by step, in logs.
 - `history`: the metrics of a run, as rows and plots.
 - `hook`: the `Hook` protocol.
 - `hook_states`: the states of hooks and callbacks in checkpoints.

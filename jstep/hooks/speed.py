@@ -18,11 +18,17 @@ TAG = "global_step/sec"
 
 
 class _Count(NamedTuple):
+    """What has been counted up to a step, at which an interval begins or ends.
+
+    Attributes:
+        began: A time; all later steps finish after it.
+        dispatched: The meter's count; None without one.
+        examples: As `RunInfo.examples`.
+    """
+
     step: int
-    since: float
-    """All later steps finish after this time."""
+    began: float
     dispatched: Any
-    """The meter's count."""
     examples: tuple[int, int]
 
 
@@ -90,8 +96,9 @@ class StepCounterHook(RunHook):
         examples: int | Callable[..., int] | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock)
+        self._cadence = make_cadence(
+            steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock
+        )
         self._given_writer = as_writer(summary_writer)
         self._clock = clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
@@ -101,7 +108,8 @@ class StepCounterHook(RunHook):
         self._reset()
 
     def _reset(self) -> None:
-        self._since: _Count | None = None
+        self._first: _Count | None = None  # the beginning of the interval that is measured next
+        # Ends of intervals that the device has not reached, and the latest time at which we saw that.
         self._unfinished: deque[_Count] = deque()
         self._unfinished_at = 0.0
         self.steps_per_sec: float | None = None
@@ -130,7 +138,9 @@ class StepCounterHook(RunHook):
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
-        return None if self._utilization is None or self._utilization.name != name else self._utilization.value
+        if self._utilization is None or self._utilization.name != name:
+            return None
+        return float(self._utilization.value)
 
     def begin(self, state: TrainState) -> None:
         if get_global_step(state) is None:
@@ -141,7 +151,7 @@ class StepCounterHook(RunHook):
         self._run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
-        self._since = self._count_at(self._run.step)
+        self._first = self._count_at(self._run.step)
 
     def _count_at(self, step: int) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
@@ -157,42 +167,45 @@ class StepCounterHook(RunHook):
     def _measure_finished(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether others remain."""
         flight = self._run.in_flight
-        for count in tuple(self._unfinished) if wait else ():
-            with self._run.watch.phase(STEPPING):
-                flight.wait_for(count.step)
-            self._measure_finished()
-        before, finished = self._clock(), []
+        if wait:
+            for count in tuple(self._unfinished):
+                with self._run.watch.phase(STEPPING):
+                    flight.wait_for(count.step)
+                self._measure_finished()
+        looked_at = self._clock()  # before the look, so that what is unfinished then finishes later
+        finished: list[_Count] = []
         flight.drop_finished()
         while self._unfinished and self._unfinished[0].step <= flight.finished:
             finished.append(self._unfinished.popleft())
-        if finished and self._since is not None:
-            self._measure(finished, self._since, self._clock())
+        if finished and self._first is not None:
+            self._measure(finished, self._first, self._clock())
         if self._unfinished:
-            self._unfinished_at = before
+            self._unfinished_at = looked_at
         return bool(self._unfinished)
 
-    def _measure(self, finished: list[_Count], since: _Count, measured_at: float) -> None:
+    def _measure(self, finished: list[_Count], first: _Count, measured_at: float) -> None:
         last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
-        self._since = last._replace(since=max(last.since, self._unfinished_at))
-        if last.step <= since.step:
+        self._first = last._replace(began=max(last.began, self._unfinished_at))
+        if last.step <= first.step:
             return  # the first interval begins with this count
-        seconds = max(measured_at - since.since, 1e-9)
-        rate = (last.step - since.step) / seconds
+        seconds = max(measured_at - first.began, 1e-9)
+        rate = (last.step - first.step) / seconds
         self.steps_per_sec = rate
-        counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
+        counted = last.examples[0] - first.examples[0]
+        unknown = last.examples[1] - first.examples[1]
         self.examples_per_sec = counted / seconds if counted and not unknown else None
         values = {TAG: rate}
         self._utilization = None
-        if since.dispatched is not None and last.dispatched is not None:
-            share = self._meter.between(since.dispatched, last.dispatched, seconds)
+        if first.dispatched is not None and last.dispatched is not None:
+            share = self._meter.utilization(first.dispatched, last.dispatched, seconds)
             self._utilization = share
             if share is not None:
                 values[share.name] = share.value
         if self._writer is None:
             return
         for count in finished:
-            if count.step <= since.step:
+            if count.step <= first.step:
                 continue
             for tag, value in values.items():
                 self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)

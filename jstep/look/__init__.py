@@ -7,10 +7,10 @@
 - `goodput`: where the time of a run went.
 - `diff`: how two checkpoints or runs differ, and from which step on.
 - `checkpoints`: `inspect`.
-- `positions`: the positions in a checkpoint.
+- `checkpoint_positions`: the positions in a checkpoint.
 - `arrays`: the range of an array, and how two differ.
 - `events`: scalars of runs by step.
-- `stalls`: processes that hang, and what they wait for.
+- `stalled_processes`: processes that hang, and what they wait for.
 - `report`: the page of runs.
 - `page`: the sections of the page.
 - `sweep`: what the page shows of each run, and of runs beside each other.

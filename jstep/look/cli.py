@@ -145,7 +145,7 @@ COMMANDS = {
     "inspect": ("show a checkpoint, or a directory of checkpoints", "look.checkpoints:INSPECT"),
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
     "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
-    "stalls": ("show the processes that hang (exit code 1) and their waits", "look.stalls:STALLS"),
+    "stalls": ("show the processes that hang (exit code 1) and their waits", "look.stalled_processes:STALLS"),
     "goodput": ("account for the wall time of a run, over all its starts", "look.goodput:GOODPUT"),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
 }

@@ -11,9 +11,9 @@ from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.arrays import LeafDifference, array_difference
+from jstep.look.checkpoint_positions import position_differences
 from jstep.look.checkpoints import Checkpoint, checkpoint_at, checkpoints_in
 from jstep.look.cli import SHOWN, first_lines
-from jstep.look.positions import position_differences
 from jstep.look.run_folder import (
     NOT_COMPARED,
     RunFolder,
@@ -23,7 +23,7 @@ from jstep.look.run_folder import (
     run_folders,
     state_change_lines,
 )
-from jstep.record.differences import IN_A_AND_B, changes
+from jstep.record.differences import PAIR_WORDS, changes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 
@@ -62,13 +62,13 @@ def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
         # Each directory has one run, and these are compared whatever their prefixes are.
         (start_a,) = starts_a.values()
         (start_b,) = starts_b.values()
-        return changes(start_a, start_b, IN_A_AND_B).lines
+        return changes(start_a, start_b, PAIR_WORDS).lines
     if not prefixes:
         return None
     lines: list[str] = []
     for prefix in prefixes:
         begin = f"{prefix}: " if len(prefixes) > 1 else ""
-        found = changes(starts_a[prefix], starts_b[prefix], IN_A_AND_B)
+        found = changes(starts_a[prefix], starts_b[prefix], PAIR_WORDS)
         lines += [f"{begin}{line}" for line in found.lines]
     return lines
 
@@ -272,7 +272,7 @@ def _side(path: str) -> _Side:
 
 
 def _log_at(path: str, in_directory: bool) -> _Side:
-    from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # imports JAX, which is not needed above
+    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # imports JAX, which is not needed above
 
     if in_directory:
         if FINGERPRINTS_FILE not in names_in(path):
@@ -327,7 +327,7 @@ def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
 
 def _leaves_of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
     """Return the leaves that differ, [] if a log has none; None if the states are the same."""
-    from jstep.hooks.fingerprints import compare_logs
+    from jstep.hooks.fingerprint_log import compare_logs
 
     result = compare_logs(a, b)
     if result is None:

@@ -18,11 +18,11 @@ from jstep.record.starts import (
     find_starts,
     has_trained,
     last_trained,
+    load_setup,
     original_of,
     path_of,
     read_starts,
     valid,
-    with_card,
 )
 from jstep.stores.event_files import DataLossError, Series, Writer, event_files, read_series
 from jstep.stores.files import is_directory, seconds_since_write
@@ -63,9 +63,9 @@ class RunFolder:
 
     @functools.cached_property
     def last_trained_start(self) -> Mapping[str, Any]:
-        """The newest start with a card, up to the one that represents the run, or {}."""
+        """The newest start with a setup, up to the one that represents the run, or {}."""
         last = [start for start in self.valid_starts if start["number"] <= self.trained["number"]]
-        return next((full for start in reversed(last) if (full := with_card(self.path, start))["card"]), {})
+        return next((full for start in reversed(last) if (full := load_setup(self.path, start))["setup"]), {})
 
     @property
     def unreadable_starts(self) -> list[str]:
@@ -141,23 +141,23 @@ class RunFolder:
 
     @functools.cached_property
     def facts_with_changes(self) -> list[dict[str, Any]]:
-        """The same with `changes`, what a start changed since the one before it with a card; None for the first."""
+        """The same with `changes`, what a start changed since the one before it with a setup; None for the first."""
         found = list[dict[str, Any]]()
         before = dict[str, Any]()
         for start, facts in zip(self.starts, self.facts, strict=True):
             found.append({"prefix": self.prefix, **facts, "changes": None})
-            carded: dict[str, Any] = {} if start["problem"] else {**with_card(self.path, start)}
-            if not carded.get("card"):
-                found[-1]["problem"] = start["problem"] or "has no card: what it was given is not known"
+            described: dict[str, Any] = {} if start["problem"] else {**load_setup(self.path, start)}
+            if not described.get("setup"):
+                found[-1]["problem"] = start["problem"] or "has no setup file: what it was given is not known"
                 continue
             if before:
                 step = start["other_batch"]
                 other_batch = [] if step is None else [f"batch {step} does not match the one read before the restart"]
-                found[-1]["changes"] = [*changes(before, carded).lines, *other_batch]
-            programs = carded["card"].get("programs") or (before or carded)["card"].get(
+                found[-1]["changes"] = [*changes(before, described).lines, *other_batch]
+            programs = described["setup"].get("programs") or (before or described)["setup"].get(
                 "programs"
             )  # none without a step
-            before = {**carded, "card": {**carded["card"], "programs": programs}}
+            before = {**described, "setup": {**described["setup"], "programs": programs}}
         return found
 
     # What it has logged.
@@ -243,7 +243,7 @@ def run_folder(path: str, prefix: str) -> RunFolder:
 
 def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
-    from jstep.hooks.fingerprints import FINGERPRINTS_FILE, read_log  # it imports JAX
+    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
 
     logdirs = [logdir for folder in folders for logdir in folder.logdirs[0]]
     for place in dict.fromkeys([path, *logdirs]):

@@ -90,7 +90,7 @@ class RunFiles:
             if start["step"] and start["step"][0]:
                 first = start["step"][0]
                 marks.append(Mark("start", first, f"start from step {first}"))
-        stages = (self.folder.last_trained_start.get("card") or {}).get("stages") or {}
+        stages = (self.folder.last_trained_start.get("setup") or {}).get("stages") or {}
         for step, name in stages.items():
             # A step of more digits is not one that this package writes.
             if step.isdecimal() and len(step) < 19 and int(step):
@@ -217,7 +217,7 @@ def _default_metric(rows: Sequence[RunFiles], names: Collection[str]) -> str:
 
 def _evaluations(start: Mapping[str, Any]) -> set[str]:
     """The prefixes of the metrics of evaluations, from the text of the hooks."""
-    hooks = ((start.get("card") or {}).get("arguments") or {}).get("hooks")
+    hooks = ((start.get("setup") or {}).get("arguments") or {}).get("hooks")
     prefixes: set[str] = set()
     for hook in hooks if isinstance(hooks, list) else []:
         match = re.fullmatch(r"EvaluationHook\((.*)\)", str(hook))

@@ -11,7 +11,7 @@
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.plan_start` |
-| others | data of an observer, such as the past of a card | `Observer.on_save` | the observer |
+| others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
 """
 
 from typing import Any, NamedTuple

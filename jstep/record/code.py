@@ -18,7 +18,7 @@ UNKNOWN = "unknown"
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
-_DIFF: tuple[str, ...] = (
+_DIFF = (
     "diff",
     "HEAD",
     "--binary",
@@ -27,15 +27,16 @@ _DIFF: tuple[str, ...] = (
     "--no-ext-diff",
     "--no-textconv",
     "--no-renames",
+    "--ignore-submodules=all",  # each of them has a config of its own
 )
-_DIFF += ("--ignore-submodules=all",)  # each of them has a config of its own
 _NO_PROGRAMS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.untrackedCache=false")
 """Settings that keep git from running what the repository's own config names."""
 _CONFIG = ("config", "--list", "--show-scope", "--name-only", "-z")
 _FILTERS = re.compile(r"(?:local|worktree)\0filter\.", re.IGNORECASE)
+"""A filter in the repository's own config, in the output of `_CONFIG`."""
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
-_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
-"""Variables that git sets for its hooks."""
+_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+"""Variables that name another repository: git sets them for its hooks, which may start a run."""
 
 
 def code_version() -> dict[str, Any] | None:
@@ -43,8 +44,8 @@ def code_version() -> dict[str, Any] | None:
     deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
-        place = os.getcwd() if main is None else os.path.dirname(os.path.realpath(main))
-        commit = _git(place, deadline, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()
+        directory = os.getcwd() if main is None else os.path.dirname(os.path.realpath(main))
+        commit = _git(directory, deadline, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()
     except FileNotFoundError:  # no git, or the directory is gone
         return None
     except Exception as error:
@@ -52,19 +53,19 @@ def code_version() -> dict[str, Any] | None:
             logger.info("the commit of this run is not known: %s", truncate(str(error), 300))
         return None
     try:
-        edits = _edits(place, deadline)
-    except Exception:
+        edits = _edits(directory, deadline)
+    except Exception:  # as of a repository that is too large for the time limit: its commit is known
         edits = UNKNOWN
     return {"commit": commit, "edits": edits}
 
 
-def _git(place: str, deadline: float, *words: str) -> bytes:
+def _git(directory: str, deadline: float, *words: str) -> bytes:
     # Not in the current directory, which an empty entry of PATH names: it may be somebody else's.
-    directories = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
-    git = shutil.which("git", path=os.pathsep.join(directories))
+    path = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
+    git = shutil.which("git", path=os.pathsep.join(path))
     if git is None:
         raise FileNotFoundError("git")
-    environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
+    environment = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index
     # Nor fetch objects that a partial clone lacks: the program for that is one of the repository's config.
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
@@ -74,7 +75,7 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
     # forked.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
-            [git, "-C", place, *settings, *words],
+            [git, "-C", directory, *settings, *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
@@ -89,16 +90,20 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
         return out.read()
 
 
-def _edits(place: str, deadline: float) -> str | None:
-    if _FILTERS.search(_git(place, deadline, *_CONFIG).decode(errors="replace")):
+def _edits(directory: str, deadline: float) -> str | None:
+    """Return a hash of the edits that are not committed, and of new source files; None if there are none."""
+    if _FILTERS.search(_git(directory, deadline, *_CONFIG).decode(errors="replace")):
         # A filter is a program through which git passes each changed file. With the filters of the repository's own
         # config switched off, each file would look edited. Those of the user's config are the user's.
         return UNKNOWN
-    root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
-    digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
-    digest.update(diff)
-    paths = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
-    new = [path for path in paths if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
+    root = os.fsdecode(_git(directory, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
+    diff = _git(root, deadline, *_DIFF)
+    untracked = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
+    new = [path for path in untracked if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
+    if not diff and not new:
+        return None
+    digest = hashlib.blake2b(diff, digest_size=8)
     if new:
-        digest.update(os.fsencode("\0".join(new)) + _git(root, deadline, "hash-object", "--no-filters", "--", *new))
-    return digest.hexdigest() if diff or new else None
+        digest.update(os.fsencode("\0".join(new)))
+        digest.update(_git(root, deadline, "hash-object", "--no-filters", "--", *new))
+    return digest.hexdigest()

@@ -17,23 +17,34 @@ from jstep.core.public_names import public_name
 from jstep.core.secret_text import NOT_RECORDED, hide
 from jstep.stores.files import json_number
 
-MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH = 10_000, 1000, 100, 20
-"""The maximum numbers of options, of characters of a value, of words of a command line, and of levels."""
-_MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
-"""The maximum numbers of bytes of a config and of a command line."""
+MAX_OPTIONS = 10_000
+"""The number of options of a config that are recorded."""
+MAX_TEXT = 1000
+"""The number of characters of a value."""
+_MAX_DEPTH = 20
+"""The number of levels of a config; what is deeper is one option."""
+_MAX_CONFIG = 2**19
+"""The number of bytes of a config."""
+_MAX_WORDS = 100
+"""The number of words of a command line."""
+_MAX_ARGV = 2**12
+"""The number of its bytes."""
 
 
 def command_line() -> list[str]:
+    """Return the words of the command line, in which each secret is replaced."""
     argv = [str(word) for word in getattr(sys, "argv", ())]
     shown = list[str]()
-    option = ""
+    option = ""  # whose value the next word may be, as in `--password hunter2`
     size = 0
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
         is_option = word.startswith("-")
-        option = ("" if equals else name) if is_option else option
+        if is_option:
+            option = "" if equals else name
         text = as_text(word, "" if is_option else option)
-        text = f"{as_text(name)}={as_text(value, name)}" if equals and text != NOT_RECORDED else text
+        if equals and text != NOT_RECORDED:
+            text = f"{as_text(name)}={as_text(value, name)}"
         size += len(encoded(text))
         if size > _MAX_ARGV:
             break
@@ -45,6 +56,7 @@ def command_line() -> list[str]:
 
 
 def encoded(value: Any) -> bytes:
+    """Return a value as JSON; numbers that are not finite are strings."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
@@ -61,6 +73,7 @@ def _digest(text: str) -> str:
 
 
 def as_text(text: str, name: str = "") -> str:
+    """Return a text as it is recorded: without secrets, which its name may tell, and not too long."""
     shown = hide(name, text[: 2 * MAX_TEXT])
     if len(text) > MAX_TEXT and shown != NOT_RECORDED:
         whole = _digest(shown + text[2 * MAX_TEXT :])
@@ -69,6 +82,7 @@ def as_text(text: str, name: str = "") -> str:
 
 
 def plain(value: Any, name: str = "") -> Any:
+    """Return a value as JSON without secrets; of an object that is none of numbers, the name of its class."""
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
@@ -81,7 +95,9 @@ def plain(value: Any, name: str = "") -> Any:
         if _is_list(value):
             shown = [item if type(item) is int else plain(item, name) for _, item in _items(value)]
             text = str(shown)
-            return shown if len(text) <= MAX_TEXT else f"{type(value).__name__} ({len(value)} items), {_digest(text)}"
+            if len(text) <= MAX_TEXT:
+                return shown
+            return f"{type(value).__name__} ({len(value)} items), {_digest(text)}"
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             if value.shape == () and isinstance(item := value.item(), bool | int | float):
                 return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
@@ -95,6 +111,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
+    """Return the options of a config by their path, as JSON without secrets; too many are left out."""
     if config is None:
         return None
     entries = None if _is_list(config) and not hasattr(config, "_fields") else _entries(config)
@@ -111,24 +128,31 @@ def as_config(config: Any) -> dict[str, Any] | None:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
         if len(record) == MAX_OPTIONS:
             return {**record, "…": f"more than {len(record)} options"}
-        option = encoded({(text := as_text(name)): value})
+        text = as_text(name)
+        option = encoded({text: value})
         if size + len(option) > _MAX_CONFIG:
             left_out.append(option.decode())
-        else:
-            record[text], size = value, size + len(option)
+            continue
+        record[text] = value
+        size += len(option)
     summary = f"{len(left_out)} options are left out, {_digest(str(left_out))}"
     return {**record, "…": summary} if left_out else record
 
 
 def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the options in a value, with their paths."""
     entries = _entries(value, depth) if depth < _MAX_DEPTH else None
-    if not entries:
-        yield name, plain(value, name) if entries is None else {}
-    for key, item in entries or ():
-        yield from _flat(f"{name}/{key}", item, depth + 1)
+    if entries is None:
+        yield name, plain(value, name)
+    elif not entries:
+        yield name, {}
+    else:
+        for key, item in entries:
+            yield from _flat(f"{name}/{key}", item, depth + 1)
 
 
 def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
+    """Return the names and values of a mapping or a record, or of a list of these; None of anything else."""
     with contextlib.suppress(Exception):
         if isinstance(value, type | str):
             return None
@@ -161,11 +185,15 @@ def _is_list(value: Any) -> bool:
 
 
 def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    known = isinstance(value, list | tuple)
-    return enumerate(value) if known else ((i, _read(value.__getitem__, i)) for i in range(len(value)))
+    if isinstance(value, list | tuple):
+        yield from enumerate(value)
+        return
+    for i in range(len(value)):
+        yield i, _read(value.__getitem__, i)
 
 
 def _read(get: Callable[[Any], Any], key: Any) -> Any:
+    """Return an entry of an object, or the type of its error, such as that of a value of OmegaConf that is missing."""
     try:
         return get(key)
     except Exception as error:

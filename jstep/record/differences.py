@@ -33,8 +33,9 @@ HASHES = {
     _TRACED_STEP: "the traced step differs",
 }
 """Values that only tell whether something differs, and the line for each."""
-IN_A_AND_B = ("in A", "in B")
-BEFORE_AND_NOW = ("before", "now")
+PAIR_WORDS = ("in A", "in B")
+RESTART_WORDS = ("before", "now")
+"""What the lines call two starts."""
 
 # Sections whose differences change the bits, and sections about where the same run is computed; others are intended.
 
@@ -53,24 +54,29 @@ _TRACED = {"versions", "devices", "train: batch_sharding"}
 _ABSENT = object()
 
 
-def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+class RecordedValue(NamedTuple):
+    section: str
+    value: Any
+
+
+def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
     """Return what a start was given, as name → (section, value). Paths are left out: a run that moved is the same."""
-    card = start.get("card") or {}
-    arguments = card.get("arguments") or {}
+    setup = start.get("setup") or {}
+    arguments = setup.get("arguments") or {}
     run_paths: list[str] = []
     for name in _PATH_OPTIONS:
         path = arguments.get(name)
         if isinstance(path, str):
             run_paths.append(path)
     parts: dict[str, Any] = {
-        **card,
-        "environment": _environment(card.get("environment") or {}),
+        **setup,
+        "environment": _environment(setup.get("environment") or {}),
         "config": start.get("config"),
         "code": _code(start),
-        "lanes": {"lanes": card.get("lanes")} if "lanes" in card else {},
-        "programs": _programs(card.get("programs") or ()),
+        "lanes": {"lanes": setup.get("lanes")} if "lanes" in setup else {},
+        "programs": _programs(setup.get("programs") or ()),
     }
-    values: dict[str, tuple[str, Any]] = {}
+    values: dict[str, RecordedValue] = {}
     for section, begins in SECTIONS.items():
         for name, value in _flat(begins, parts.get(section) or {}):
             if name.removeprefix("train: ").removeprefix("config: ") in _PATH_OPTIONS:
@@ -78,7 +84,7 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
             # Also without a name that says so: an option, or a variable, may be a path in the directory of the run.
             if section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths):
                 continue
-            values[name] = (section, value)
+            values[name] = RecordedValue(section, value)
     return values
 
 
@@ -118,17 +124,18 @@ def _programs(programs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_path(value: str, run_paths: Collection[str]) -> bool:
-    is_of_run = "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
-    return is_of_run or _PATH.match(value) is not None
+    if _PATH.match(value):
+        return True
+    # A relative path such as "runs/a/plots" looks like any other option with a slash, unless the run is there.
+    return "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             # The key of step 0 is omitted, as for the first program.
-            yield from _flat(
-                f"{begins}{name}", {"" if key == "0" else f"[{key}]": entry for key, entry in value.items()}
-            )
+            inner = {"" if key == "0" else f"[{key}]": entry for key, entry in value.items()}
+            yield from _flat(f"{begins}{name}", inner)
         else:
             yield f"{begins}{name}", value
 
@@ -170,20 +177,25 @@ class _Difference(NamedTuple):
 
 
 def changes(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    words: tuple[str, str] = BEFORE_AND_NOW,
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    words: tuple[str, str] = RESTART_WORDS,
     leave_out: Collection[str] = (),
 ) -> Changes:
-    """Describe what differs between two starts, in sections that both of them have."""
-    differing = _differing_values(values_of(before), values_of(after), leave_out)
+    """Describe what differs between two starts, in sections that both of them have.
+
+    Args:
+        words: What the lines call the two.
+        leave_out: Sections that are not compared.
+    """
+    differing = _differing_values(values_of(first), values_of(second), leave_out)
     # The sections and the values that are named as different; a hash names none.
     named: set[str] = set()
     for name, difference in differing.items():
         if name not in HASHES:
             named |= {difference.section, _stem(name)}
     # Batches of other shapes, and other devices of lanes, are traced differently by every step.
-    has_lanes = bool((after.get("card") or {}).get("lanes"))
+    has_lanes = bool((second.get("setup") or {}).get("lanes"))
     is_comparable = "batch" not in named and not ("devices" in named and has_lanes)
     found = Changes([], [], [])
     shown: set[str] = set()
@@ -200,7 +212,7 @@ def changes(
                 continue
             shown.add(stem)
             lines = found.place if _TRACED & named else found.list_of(stem, section)
-            lines.append(HASHES[stem] + _how_programs_differ(name, (before, after), words))
+            lines.append(HASHES[stem] + _how_programs_differ(name, (first, second), words))
         elif stem in HASHES:
             # Values of the section that are named say more than its hash; other devices have other shardings.
             if not {section, "devices"} & named:
@@ -215,19 +227,19 @@ def changes(
 
 
 def _differing_values(
-    before: Mapping[str, tuple[str, Any]], after: Mapping[str, tuple[str, Any]], leave_out: Collection[str]
+    first: Mapping[str, RecordedValue], second: Mapping[str, RecordedValue], leave_out: Collection[str]
 ) -> dict[str, _Difference]:
-    sections_before = {section for section, _ in before.values()}
-    sections_after = {section for section, _ in after.values()}
-    sections = (sections_before & sections_after) - {*leave_out}
+    sections_of_first = {value.section for value in first.values()}
+    sections_of_second = {value.section for value in second.values()}
+    sections = (sections_of_first & sections_of_second) - {*leave_out}
     differing: dict[str, _Difference] = {}
-    for name in dict.fromkeys([*before, *after]):
-        section = (before.get(name) or after[name])[0]
+    for name in dict.fromkeys([*first, *second]):
+        section = (first.get(name) or second[name]).section
         # A setting has a line of its own, wherever it was set.
-        if section not in sections or is_setting(name, section, before):
+        if section not in sections or is_setting(name, section, first):
             continue
-        old = before[name][1] if name in before else _ABSENT
-        new = after[name][1] if name in after else _ABSENT
+        old = first[name].value if name in first else _ABSENT
+        new = second[name].value if name in second else _ABSENT
         is_in_both = old is not _ABSENT and new is not _ABSENT
         if not is_in_both and section in ("settings", "programs"):
             continue  # another version of JAX has other settings, and another stage other programs
@@ -252,23 +264,23 @@ def is_setting(name: str, section: str, values: Collection[str]) -> bool:
 def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
     """Say in which part two programs differ, by which optimizers, and in which lines; "" if that is not known."""
     stage = name.partition("[")[2].rstrip("]") or "0"
-    before, after = (_program_at(stage, start) for start in starts)
+    first, second = (_program_at(stage, start) for start in starts)
     parts: list[str] = []
     for key, part in _PARTS.items():
-        if before.get(key) and after.get(key) and before[key] != after[key]:
+        if first.get(key) and second.get(key) and first[key] != second[key]:
             parts.append(part)
     clauses = [f"in its {' and its '.join(parts)}"] if parts else []
-    optimizer = before.get("optimizer")
-    other = after.get("optimizer")
+    optimizer = first.get("optimizer")
+    other = second.get("optimizer")
     # Values of hyperparameters have lines of their own.
-    are_named = _differ_in_hyperparameters(before, after)
+    are_named = _differ_in_hyperparameters(first, second)
     if None not in (optimizer, other) and optimizer != other and not are_named:
         clauses.append(f"{optimizer} {words[0]}, {other} {words[1]}")
     if are_named and parts == [_PARTS["update"]]:
         return f" ({clauses[0]})"  # the lines of the programs would only repeat them
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
     if all(texts):
-        implementations = {str(((start.get("card") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
+        implementations = {str(((start.get("setup") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
         clauses += differing_lines(*texts, any_keys=len(implementations) > 1)
     return f" ({'; '.join(clauses)})" if clauses else ""
 
@@ -277,10 +289,10 @@ _PARTS = {"gradients": "loss and gradients", "update": "update"}
 """The hashes of a program's parts, and what these are."""
 
 
-def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+def _differ_in_hyperparameters(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two programs have one optimizer with other values of its hyperparameters."""
-    old = before.get("hyperparameters") or {}
-    new = after.get("hyperparameters") or {}
+    old = first.get("hyperparameters") or {}
+    new = second.get("hyperparameters") or {}
     values: dict[str, set[str]] = {}
     for name in old.keys() & new.keys():
         # Of several optimizers, each of which has one, perhaps with equal values, the last part of the path is shown.
@@ -288,13 +300,13 @@ def _differ_in_hyperparameters(before: Mapping[str, Any], after: Mapping[str, An
         shown.add(_value_text(old[name]))
         shown.add(_value_text(new[name]))
 
-    def without_value(match: re.Match[str]) -> str:
+    def erase_value(match: re.Match[str]) -> str:
         return f"{match[1]}=" if match[2] in values.get(match[1], ()) else match[0]
 
-    # In one pass, and not in one for each name, of which somebody else's card may have ten thousand.
-    text_before = _ARGUMENT.sub(without_value, before.get("optimizer") or "")
-    text_after = _ARGUMENT.sub(without_value, after.get("optimizer") or "")
-    return old != new and text_before == text_after
+    # In one pass, and not in one for each name, of which somebody else's setup may have ten thousand.
+    old_text = _ARGUMENT.sub(erase_value, first.get("optimizer") or "")
+    new_text = _ARGUMENT.sub(erase_value, second.get("optimizer") or "")
+    return old != new and old_text == new_text
 
 
 _ARGUMENT = re.compile(r"\b(\w++)=([^,()=]++)(?=[,)])")
@@ -306,7 +318,7 @@ def _value_text(value: object) -> str:
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    programs = (start.get("card") or {}).get("programs") or ()
+    programs = (start.get("setup") or {}).get("programs") or ()
     return next((program for program in programs if str(program.get("stage") or 0) == stage), {})
 
 
@@ -342,16 +354,16 @@ _WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=<\[])(:)?")
 _KEY = re.compile(r"\bkey<\w+>")
 
 
-def differing_lines(before: str, after: str, *, any_keys: bool = False) -> list[str]:
+def differing_lines(old_program: str, new_program: str, *, any_keys: bool = False) -> list[str]:
     """Return the first lines in which two programs differ, without the names of their variables.
 
     With `any_keys`, PRNG keys of all implementations are equal.
     """
     if any_keys:
-        before = _KEY.sub("key", before)
-        after = _KEY.sub("key", after)
-    old = _without_names(before)
-    new = _without_names(after)
+        old_program = _KEY.sub("key", old_program)
+        new_program = _KEY.sub("key", new_program)
+    old = _erase_names(old_program)
+    new = _erase_names(new_program)
     first = 0
     while first < min(len(old), len(new)) and old[first] == new[first]:
         first += 1
@@ -371,10 +383,10 @@ def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
                 yield f"{truncate(old_line, _MAX_SHOWN) or 'nothing'} → {truncate(new_line, _MAX_SHOWN) or 'nothing'}"
 
 
-def _without_names(text: str) -> list[str]:
+def _erase_names(text: str) -> list[str]:
     names = set(_BOUND.findall(text))
 
-    def without(word: Any) -> str:
+    def erase(word: Any) -> str:
         return word[0] if word[1] or word[2] not in names else ""
 
-    return [" ".join(_WORD.sub(without, line).split()) for line in text.split("\n")]
+    return [" ".join(_WORD.sub(erase, line).split()) for line in text.split("\n")]

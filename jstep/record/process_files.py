@@ -34,10 +34,12 @@ class ProcessFile:
     """
 
     def __init__(self, where: str, prefix: str, index: int, fields: Mapping[str, Any]) -> None:
-        self.period, self.due = (60.0 if is_url(where) else 10.0), threading.Event()
+        self.period = 60.0 if is_url(where) else 10.0
+        self.due = threading.Event()
         self.fields: Mapping[str, Any] = {"version": PROCESS_VERSION, "prefix": prefix, "index": index, **fields}
         self._path = _path_of(where, prefix, index)
-        self._updating, self._has_failed = threading.Lock(), False
+        self._updating = threading.Lock()
+        self._has_failed = False
         self._directory = None if is_url(where) else OpenDirectory(join_path(where, FOLDER))
 
     def update(self, fields: Mapping[str, Any]) -> None:
@@ -64,9 +66,8 @@ class ProcessFile:
 def read_process(where: str, prefix: str, index: int) -> ProcessRecord | None:
     """Return what a process has recorded; None if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = checked(
-            decode_json(read_small(_path_of(where, prefix, index), MAX_CLAIM_BYTES, follow_link=False)), ProcessRecord
-        )
+        data = read_small(_path_of(where, prefix, index), MAX_CLAIM_BYTES, follow_link=False)
+        found = checked(decode_json(data), ProcessRecord)
         if (found["version"], found["prefix"], found["index"]) == (PROCESS_VERSION, prefix, index):
             return cast(ProcessRecord, found)
     return None

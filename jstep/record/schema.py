@@ -8,32 +8,48 @@ import functools
 import itertools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PHASES
 
-IN_CARD = "in the card"
-"""In place of a large config."""
+LARGE_CONFIG = "in the card"
+"""In place of a large config, which is in the file of the setup."""
 
 
 def is_seconds(value: float) -> bool:
     return 0 <= value < 3e10  # as a time, before the year 2921
 
 
-Seconds: TypeAlias = Annotated[float, is_seconds]
-Step: TypeAlias = Annotated[int, lambda value: 0 <= value < 2**63]
-Path: TypeAlias = Annotated[str, lambda value: 0 < len(value) < 2**15 and "\0" not in value]
+def _is_step(value: int) -> bool:
+    return 0 <= value < 2**63
+
+
+def _is_path(value: str) -> bool:
+    return 0 < len(value) < 2**15 and "\0" not in value
 
 
 def _are_phases(value: dict[str, Any]) -> bool:
-    return value.keys() <= {*PHASES} and all(type(secs) in (int, float) and is_seconds(secs) for secs in value.values())
+    if not value.keys() <= {*PHASES}:
+        return False
+    return all(type(seconds) in (int, float) and is_seconds(seconds) for seconds in value.values())
 
 
+def _is_span(value: tuple[int, int]) -> bool:
+    return value[0] <= value[1]
+
+
+def _is_config(value: Any) -> bool:
+    return type(value) is dict or value == LARGE_CONFIG
+
+
+Seconds: TypeAlias = Annotated[float, is_seconds]
+Step: TypeAlias = Annotated[int, _is_step]
+Path: TypeAlias = Annotated[str, _is_path]
 PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
-
-
+Span: TypeAlias = Annotated[tuple[Step, Step], _is_span]
+"""The step that a start began from, and the newest that it finished."""
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
 """Step → hashes of the layout and content of the next batch, of the config, and of the definition."""
 
@@ -93,12 +109,12 @@ class Start(TypedDict):
     logdir: Path | None  # where the event files are
     last_step: Step | None
     argv: list[str]
-    config: Annotated[Any, lambda value: type(value) is dict or value == IN_CARD] | None
+    config: Annotated[Any, _is_config] | None
     commit: str | None
     edits: str | None
     devices: str | None  # such as "8×cpu"
     parameters: Step | None
-    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and finished
+    step: Span | None
     seconds: PhaseSeconds
     examples: Step | None
     values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
@@ -117,7 +133,7 @@ class Start(TypedDict):
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
-    card: dict[str, Any]  # {} until `with_card`
+    setup: dict[str, Any]  # {} until `load_setup` reads it, from a file of its own
 
 
 class ProcessRecord(TypedDict):
@@ -129,13 +145,13 @@ class ProcessRecord(TypedDict):
     start: Step  # the number of the start
     process: Process
     written: Seconds
-    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None
+    step: Span | None
     seconds: PhaseSeconds
     batches: BatchEntries
     signal: tuple[str, Seconds] | None  # the one that this process received, and when
 
 
-class CardProgram(TypedDict):
+class SetupProgram(TypedDict):
     hash: str | None  # of the whole step; below, of its two parts
     gradients: str | None
     update: str | None
@@ -143,7 +159,9 @@ class CardProgram(TypedDict):
     hyperparameters: dict[str, Any]
 
 
-class CardFields(TypedDict):
+class Setup(TypedDict):
+    """What a start was given, and what it compiled."""
+
     step: Step | None
     versions: dict[str, Any]
     settings: dict[str, Any]
@@ -153,14 +171,14 @@ class CardFields(TypedDict):
     batches: dict[str, Any]
     stages: dict[str, Any]
     arguments: dict[str, Any]
-    programs: list[CardProgram]
+    programs: list[SetupProgram]
 
 
-class Card(TypedDict):
-    """The constant values of a start, with its config if that is large."""
+class SetupFile(TypedDict):
+    """The setup of a start, with its config if that is large."""
 
     version: int
-    card: CardFields
+    card: Setup
     config: dict[str, Any]
 
 
@@ -191,27 +209,28 @@ def checked(value: Any, kind: Any) -> Any:
         {'loss': 1.0, 'accuracy': nan}
     """
     origin, kinds = _parts_of(kind)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, types.UnionType):  # `T | None`
         return None if value is None else checked(value, kinds[0])
     if origin is Annotated:
         value = checked(value, kinds[0])
-        return value if kinds[1](value) else _refuse(value)
+        is_valid = kinds[1]
+        return value if is_valid(value) else _refuse(value)
     if typing.is_typeddict(kind):
         return value | _fields_of(value, kind) if type(value) is dict else _refuse(value)
     if origin is dict:
         return _entries_of({} if value is None else value, kinds[1])
-    if origin in (list, tuple):
-        value = [] if value is None and origin is list else value
-        fits = isinstance(value, list | tuple) and (origin is list or len(value) == len(kinds))
-        return [checked(*pair) for pair in zip(value, itertools.cycle(kinds))] if fits else _refuse(value)
-    if kind is float and (type(value) in (bool, float) or value in ("nan", "inf", "-inf")):
-        return float(value)
-    if kind is float and type(value) is int and abs(value) < 2**1000:
-        return float(value)
+    if origin is list:
+        return _items_of([] if value is None else value, itertools.repeat(kinds[0]))
+    if origin is tuple:
+        fits = isinstance(value, list | tuple) and len(value) == len(kinds)
+        return _items_of(value, kinds) if fits else _refuse(value)
+    if kind is float:
+        return _as_float(value)
     return value if kind is Any or type(value) is kind else _refuse(value)
 
 
 def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return those fields that a kind has, without invalid ones."""
     found = {}
     for name, hint in _hints(kind).items():
         with contextlib.suppress(ValueError, TypeError):
@@ -233,6 +252,13 @@ def _refuse(value: object) -> Any:
     raise ValueError(f"holds {format_value(value)}, which is not valid")
 
 
+def _as_float(value: Any) -> Any:
+    is_number = type(value) in (bool, float) or value in ("nan", "inf", "-inf")
+    # Of a larger int, `float` would raise an OverflowError.
+    is_int = type(value) is int and abs(value) < 2**1000
+    return float(value) if is_number or is_int else _refuse(value)
+
+
 def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
     found = {}
     for name, hint in _hints(kind).items():
@@ -244,8 +270,16 @@ def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def _entries_of(value: Any, kind: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        _refuse(value)
     found = {}
-    for name, entry in value.items() if type(value) is dict else _refuse(value):
+    for name, entry in value.items():
         with contextlib.suppress(ValueError, TypeError):
             found[name] = checked(entry, kind)
     return found
+
+
+def _items_of(value: Any, kinds: Iterable[Any]) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        _refuse(value)
+    return [checked(item, kind) for item, kind in zip(value, kinds, strict=False)]

@@ -28,8 +28,10 @@ from jstep.stores.owners import is_alive, this_process
 from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 from jstep.stores.urls import absolute, is_url, join_path
 
-FOLDER, STALLS_VERSION = "stalls", 1
-CALL, WITH_OTHERS = "call", "agreement"
+FOLDER = "stalls"
+STALLS_VERSION = 1
+CALL = "call"
+AGREEMENT = "agreement"
 """The kinds of waits that are usually for other processes."""
 _SILENT = 60.0
 """Seconds without a renewal after which the file of another host is stale."""
@@ -45,27 +47,41 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
     Files of ended processes are left out, or with `ended` returned alone.
     """
     stalls, problems = _files(where, prefix)
-    kept = [stall for path, stall in stalls if ("exit_code" not in stall and _is_current(path, stall)) != ended]
+    kept: list[Fields] = []
+    for path, stall in stalls:
+        is_waiting = "exit_code" not in stall and _is_current(path, stall)
+        if is_waiting != ended:
+            kept.append(stall)
     return kept, problems
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
+    """Return a line for each thread that at least half of the processes have, and this one does not."""
     names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
-    often = Counter(itertools.chain.from_iterable(names.values()))
-    most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]
-    pairs = [(name, process) for name in most for process, running in names.items() if name not in running]
-    return [f'process {process} has no thread "{name}"' for name, process in pairs]
+    counts = Counter(itertools.chain.from_iterable(names.values()))
+    lines: list[str] = []
+    for name, count in counts.items():
+        if not len(names) / 2 <= count < len(names):
+            continue
+        for process, running in names.items():
+            if name not in running:
+                lines.append(f'process {process} has no thread "{name}"')
+    return lines
 
 
 def _thread_names(stall: Fields) -> set[str]:
+    """Return the names of the threads of the program, without numbers, which differ between processes."""
     names = (str(name) for name in stall["threads"])
     return {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")} - {""}
 
 
-def exit_reason(where: str, prefix: str, since: float) -> str:
+def exit_reason(where: str, prefix: str, began: float) -> str:
+    """Return why `StallHook` has ended the start that began at a time; empty if it did not."""
     ended: list[Fields] = []
     with contextlib.suppress(OSError):
-        ended = [stall for _, stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since]
+        stalls, _ = _files(where, prefix)
+        ended = [stall for _, stall in stalls if "exit_code" in stall and stall["renewed"] >= began]
+    # Rather a process that stalled than one that the others waited for.
     stall = max(ended, key=lambda stall: bool(stall["stall"]), default=None)
     return "" if stall is None else f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
 
@@ -74,8 +90,10 @@ def _is_current(path: str, stall: Fields) -> bool:
     alive = is_alive(stall)
     if alive is not None:
         return alive
+    if is_url(path):
+        return bool(time.time() - stall["renewed"] < _SILENT)
     try:
-        return (time.time() - stall["renewed"] if is_url(path) else abs(seconds_since_write(path))) < _SILENT
+        return abs(seconds_since_write(path)) < _SILENT
     except FileNotFoundError:  # the process continued meanwhile
         return False
 
@@ -85,7 +103,9 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
     stalls = []
     problems = []
     folder = join_path(where, FOLDER)
-    for name in [name for name in _names(folder) if name.endswith(".json")]:
+    for name in _names(folder):
+        if not name.endswith(".json"):
+            continue
         path = join_path(folder, name)
         try:
             stall = _checked_stall(decode_json(read_small(path, MAX_CLAIM_BYTES, follow_link=False)))
@@ -100,8 +120,10 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
 
 
 def _names(folder: str) -> Iterable[str]:
-    # Not `Directory`: an incomplete list loses nothing.
-    return Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
+    # Not a `Bucket`, whose lists are complete: an incomplete one loses nothing here.
+    if is_url(folder):
+        return Objects(folder).list()
+    return names_in(folder) if is_directory(folder) else []
 
 
 def _checked_stall(stall: Any) -> dict[str, Any]:
@@ -117,13 +139,16 @@ def _checked_stall(stall: Any) -> dict[str, Any]:
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    blocking = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
-    often = Counter(stall["what"] for stall in stalls)
-    smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]
-    return blocking if len(blocking) < len(stalls) else smaller
+    """Return what the others wait for: the stalls on the host if not all are there, or else the unusual ones."""
+    blocking = [stall for stall in stalls if stall["kind"] not in (CALL, AGREEMENT)]
+    if len(blocking) < len(stalls):
+        return blocking
+    counts = Counter(stall["what"] for stall in stalls)
+    most = max(counts.values(), default=0)
+    return [stall for stall in stalls if counts[stall["what"]] < most]
 
 
-def in_ranges(numbers: Iterable[int]) -> list[str]:
+def format_ranges(numbers: Iterable[int]) -> list[str]:
     """Write sorted numbers as ranges: 0, 2–4."""
     ends: list[list[int]] = []
     for number in numbers:
@@ -139,10 +164,14 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 
 
 def _as_bytes(fields: Fields) -> bytes:
+    """Return the JSON of a file, with as many lines of each stack as fit."""
     most = 1000
-    while len(data := encoded(fields)) > MAX_CLAIM_BYTES and (threads := fields.get("threads")):
+    data = encoded(fields)
+    while len(data) > MAX_CLAIM_BYTES and fields.get("threads"):
         most //= 2
-        fields = {**fields, "threads": {name: lines[:most] for name, lines in threads.items()} if most else {}}
+        threads = {name: lines[:most] for name, lines in fields["threads"].items()}
+        fields = {**fields, "threads": threads if most else {}}
+        data = encoded(fields)
     return data
 
 
@@ -155,6 +184,7 @@ class StallFiles:
     Attributes:
         others: What the other processes wait for, if this one has read their files.
         is_told: Whether this process reports no others, because one with a lower index does so.
+        shown: The time since which the file of this process exists; None if it does not.
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
@@ -165,29 +195,34 @@ class StallFiles:
         if self._where and not is_url(self._where) and os.path.islink(self._folder):
             raise foreign_file(self._folder, "is a link")
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
-        self._job: Any = None
+        self._job: Any = None  # the latest exchange, of which there is one at a time
+        self._begun = -self.period  # when it began
         self._run_directory: OpenDirectory | None = None  # once it is there
-        self._begun = -self.period
-        self._may_exist = True  # an earlier start may have left one
+        self._may_exist = True  # whether there may be a file of this process: an earlier start may have left one
         self._problems = set[str]()  # that were logged
         self.others: list[Fields] = []
         self.is_told = False
         self.shown: float | None = None
 
-    def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
+    def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, immediately: bool = False) -> None:
         """If it is time, start to write the file (None removes it), and to read the others."""
-        from jstep.core.threads import in_background
+        from jstep.core.threads import in_background  # it imports JAX, which `jstep stalls` does not need
 
-        is_wanted = fields is not None or read or self._may_exist
-        is_time = at_once or time.monotonic() - self._begun >= self.period or (fields is None and self._may_exist)
-        if self._where and is_wanted and is_time and (self._job is None or self._job.done()):
-            stall = None if fields is None else fields()
-            self._begun = time.monotonic()
-            self._job = in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
+        if not self._where or (self._job is not None and not self._job.done()):
+            return
+        is_wrong = fields is None and self._may_exist  # the file of a process that has continued
+        if fields is None and not read and not is_wrong:
+            return
+        is_time = immediately or time.monotonic() - self._begun >= self.period
+        if not is_time and not is_wrong:
+            return
+        stall = None if fields is None else fields()
+        self._begun = time.monotonic()
+        self._job = in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         self._wait()
-        self.exchange(fields, at_once=True)
+        self.exchange(fields, immediately=True)
         self._wait()
         if self._run_directory is not None:
             self._run_directory.close()
@@ -205,14 +240,10 @@ class StallFiles:
 
     def _exchange(self, stall: Fields | None, read: bool) -> None:
         try:
-            if stall is not None or self._may_exist:
-                self._check()
-                self._may_exist = stall is not None or (self._run_directory is None and not is_url(self._where))
-                file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
-                data = _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **(stall or {})})
-                path = join_path(self._folder, f"{self._prefix}.{self._process}.json")
-                remove_file(path) if stall is None else replace_file(path, data)
-                self.shown = None if stall is None else self.shown or time.monotonic()
+            if stall is not None:
+                self._write(stall)
+            elif self._may_exist:
+                self._remove()
         except OSError as error:
             if stall is not None:
                 self._warn("the stall cannot be written", error)
@@ -220,8 +251,28 @@ class StallFiles:
             if read:
                 self._read()
         except OSError as error:
-            self.others, self.is_told = [], True
+            self.others = []
+            self.is_told = True  # what is not known is not reported as missing
             self._warn("the stalls of the other processes cannot be read", error)
+
+    @property
+    def _path(self) -> str:
+        return join_path(self._folder, f"{self._prefix}.{self._process}.json")
+
+    def _write(self, stall: Fields) -> None:
+        self._check()
+        self._may_exist = True
+        file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
+        replace_file(self._path, _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **stall}))
+        if self.shown is None:
+            self.shown = time.monotonic()
+
+    def _remove(self) -> None:
+        self._check()
+        # Before the directory of the run is there, a file of an earlier start may still be.
+        self._may_exist = self._run_directory is None and not is_url(self._where)
+        remove_file(self._path)
+        self.shown = None
 
     def _read(self) -> None:
         # Only the first process that has a file reads and reports all files: if each did, the reads would be n². The

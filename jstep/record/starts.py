@@ -1,7 +1,7 @@
 """The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
 
-It contains a `schema.Start`; `PREFIX.NNNNNN.card.json` beside it contains a `schema.Card`, and `PREFIX.NNNNNN.programs`
-the printed programs, compressed.
+It contains a `schema.Start`, and changes all the time. Beside it, `PREFIX.NNNNNN.card.json` contains its setup, a
+`schema.SetupFile`, and `PREFIX.NNNNNN.programs` the printed programs, compressed.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ from typing import Any, cast
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.record.config import encoded
-from jstep.record.schema import IN_CARD, Card, Start, checked, valid_fields
+from jstep.record.schema import LARGE_CONFIG, SetupFile, Start, checked, valid_fields
 from jstep.stores.files import foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
@@ -28,17 +28,25 @@ from jstep.stores.untrusted import MAX_START_BYTES, decode_json, is_below_or_bes
 from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER = "starts"
-VERSION, CARD_VERSION = 2, 1
-"""The numbers of the formats of a start and of its card; starts of version 1 are older than the first release."""
-KILLED, FINISHED = "killed", "finished"
+VERSION = 2
+"""The number of the format of a start. Those of version 1 are older than the first release."""
+SETUP_VERSION = 1
+KILLED = "killed"
+FINISHED = "finished"
 MAX_STARTS = 1000
 """The number of the newest starts that are read."""
 NOT_WRITTEN = "could not be written, as on a full disk"
-_MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
-"""The maximum bytes of a config outside the card and of a start, and of the padding of its file."""
-_PROGRAM_BYTES, _PROGRAM_CHARACTERS = 2**16, 2**20
-"""The maximum size of the file of printed programs, and of what is compressed."""
-_TRIES = 3
+_MAX_CONFIG = 2**12
+"""The bytes of a config as JSON, above which it is written into the file of the setup."""
+_MAX_START = 15_000
+"""The maximum bytes of a start."""
+_ROOM = 2**12
+"""The blanks after a start in its file, in place of which its end fits on a full disk."""
+_PROGRAM_BYTES = 2**16
+"""The maximum size of the file of printed programs."""
+_PROGRAM_CHARACTERS = 2**20
+"""The maximum number of characters that are compressed into it."""
+_CLOSE_TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
 
@@ -46,7 +54,7 @@ def path_of(where: str, prefix: str, number: int, kind: str = "json") -> str:
     return join_path(where, FOLDER, f"{prefix}.{number:06d}.{kind}")
 
 
-def _card_path(where: str, start: Mapping[str, Any]) -> str:
+def _setup_path(where: str, start: Mapping[str, Any]) -> str:
     return path_of(where, start["prefix"], start["number"], "card.json")
 
 
@@ -61,7 +69,8 @@ class OpenDirectory:
     """A directory that is kept open, so that `check` raises a FileNotFoundError if another is at its path."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._handle = path, -1
+        self._path = path
+        self._handle = -1
         with contextlib.suppress(OSError):  # on other processes it may not exist yet
             self._handle = os.open(path, os.O_RDONLY)
 
@@ -88,8 +97,10 @@ class StartFile:
         fields: What the file holds from its beginning, besides its name.
 
     Attributes:
+        earlier: The starts of the run before it.
         period: The seconds between two writes while the start lives.
         due: Set if it should be written sooner.
+        fields: What the next write writes. Replaced as a whole, so that any thread may read them.
     """
 
     def __init__(self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]) -> None:
@@ -97,17 +108,26 @@ class StartFile:
         self.prefix = prefix
         self.is_url = is_url(where)
         self.earlier = earlier
-        self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
-        self._updating, self._writing = threading.Lock(), threading.Lock()
-        self._is_failing, self._is_closed = False, False
-        self._directory: OpenDirectory | None = None  # once the file is made
-        self._stamp: bytes | None = None  # of the object, once it is made
-        number = earlier[-1]["number"] + 1 if earlier else 1
-        self._config, config = fields["config"], fields["config"]
-        self._card: dict[str, Any] | None = None  # what is not written yet
-        self.programs = dict[str, str]()  # stage → its printed program
+        self.period = 10.0 if self.is_url else 1.0
+        self.due = threading.Event()
+        # Two locks, so that `update` does not wait for a disk.
+        self._updating = threading.Lock()
+        self._writing = threading.Lock()
+        self._is_failing = False
+        self._is_closed = False
+        # Both are None until the file exists: its directory, or the stamp of its object. We replace only a file that we
+        # have made: another process may take the same number at the same time.
+        self._directory: OpenDirectory | None = None
+        self._stamp: bytes | None = None
+        self._unwritten_setup: dict[str, Any] | None = None
+        self._printed_programs = dict[str, str]()  # by stage
+        self._config = fields["config"]
+        config = self._config
         if len(encoded(config)) > _MAX_CONFIG:
-            self._card, config = {}, IN_CARD
+            # Not in this file, which is written each second, but in that of the setup, which is made at once.
+            config = LARGE_CONFIG
+            self._unwritten_setup = {}
+        number = earlier[-1]["number"] + 1 if earlier else 1
         self.fields = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
         self.write()
 
@@ -116,6 +136,7 @@ class StartFile:
         return path_of(self.where, self.prefix, self.fields["number"])
 
     def update(self, fields: Mapping[str, Any]) -> None:
+        """Change what the next write writes."""
         with self._updating:
             self.fields = {**self.fields, **fields}
 
@@ -125,35 +146,37 @@ class StartFile:
             if not self._is_closed:
                 self._try(lambda: self._write(flush))
 
-    def write_card(self, card: Mapping[str, Any]) -> None:
+    def write_setup(self, setup: Mapping[str, Any]) -> None:
         with self._writing:
-            self._card = dict(card)
+            self._unwritten_setup = dict(setup)
         self.write()
 
     def write_program(self, stage: int, text: str) -> None:
-        self.programs[str(stage)] = text
+        self._printed_programs[str(stage)] = text
         path = program_path(self.where, self.fields)
         with self._writing:
             if not self._is_closed and (self.is_url or self._directory is not None):
-                self._try(lambda: self._replace_beside(path, compressed(self.programs)))
+                self._try(lambda: self._replace_beside(path, compressed(self._printed_programs)))
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
+        """Write how an earlier start ended, which was killed before it could."""
         path = path_of(self.where, self.prefix, number)
         self._try(lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False))
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
         self.update(fields or {})
         with self._writing:
-            for number in range(_TRIES):
+            for number in range(_CLOSE_TRIES):
                 if self._is_closed or self._try(lambda: self._write(True, is_end=True)):
                     break
-                if number < _TRIES - 1:
+                if number < _CLOSE_TRIES - 1:
                     time.sleep(0.2)
             self._is_closed = True
             if self._directory is not None:
                 self._directory.close()
 
     def _try(self, write: Callable[[], None]) -> bool:
+        """Write, and return whether it succeeded; the first of several failures is logged."""
         try:
             write()
             self._is_failing = False
@@ -170,10 +193,10 @@ class StartFile:
             directory = self._directory or self._make()
             directory.check()
             self._replace(_as_bytes(self.fields), flush, is_end=is_end)
-        if self._card is not None:
-            card = encoded({"version": CARD_VERSION, "card": self._card, "config": self._config})
-            self._replace_beside(_card_path(self.where, self.fields), card)
-            self._card = None
+        if self._unwritten_setup is not None:
+            setup = {"version": SETUP_VERSION, "card": self._unwritten_setup, "config": self._config}
+            self._replace_beside(_setup_path(self.where, self.fields), encoded(setup))
+            self._unwritten_setup = None
 
     def _replace_beside(self, path: str, data: bytes) -> None:
         if self._directory is not None:
@@ -181,6 +204,7 @@ class StartFile:
         replace_file(path, data, flush=False)
 
     def _make(self) -> OpenDirectory:
+        """Make the file with the next free number, exclusively."""
         directory = join_path(self.where, FOLDER)
         if os.path.islink(directory):
             raise foreign_file(directory, "is a link")
@@ -194,17 +218,23 @@ class StartFile:
         return self._directory
 
     def _replace(self, data: bytes, flush: bool, *, is_end: bool) -> None:
+        if not is_end:
+            replace_file(self._path, data.ljust(len(data) + _ROOM), flush=flush)
+            return
         try:
-            replace_file(self._path, data if is_end else data.ljust(len(data) + _ROOM), flush=flush)
+            replace_file(self._path, data, flush=flush)
         except OSError as error:
             size = os.path.getsize(self._path)
-            if not is_end or error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(data) > size:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or len(data) > size:
                 raise
+            # In place, in the room that the writes before have kept for it: that needs no space on the disk.
             with open(self._path, "r+b") as file:
                 file.write(data.ljust(size))
 
     def _write_object(self) -> None:
-        objects, stamp = Objects(join_path(self.where, FOLDER)), None
+        objects = Objects(join_path(self.where, FOLDER))
+        stamp = None
         while stamp is None:
             name = split_path(self._path)[1]
             stamp = objects.write_if(name, _as_bytes(self.fields), self._stamp or ABSENT)
@@ -216,7 +246,10 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    start = {name: value for name, value in valid_fields(fields, Start).items() if name not in ("card", "problem")}
+    """Return the valid ones of some fields as JSON, without the oldest stalls if they are too many."""
+    start = valid_fields(fields, Start)
+    for name in ("setup", "problem"):  # of what is read
+        start.pop(name, None)
     checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
         start["stalls"] = start["stalls"][len(start["stalls"]) // 2 + 1 :]
@@ -224,6 +257,7 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
 
 
 def compressed(programs: Mapping[str, str]) -> bytes:
+    """Return programs as the bytes of a file, cut if they are too long."""
     text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_PROGRAM_CHARACTERS]
     while len(data := zlib.compress(text.encode(), 9)) > _PROGRAM_BYTES:
         text = text[: len(text) // 2]
@@ -238,22 +272,34 @@ def read_starts(where: str) -> dict[str, list[Start]]:
 
     In a copy of another run's directory, they begin with the first start in the copy.
     """
-    folder, numbers = join_path(where, FOLDER), dict[str, list[int]]()
+    folder = join_path(where, FOLDER)
     names: Sequence[str] = ()
     if is_url(where):
         names = Objects(folder).list()
     elif not os.path.islink(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = names_in(folder)
-    for match in filter(None, map(_NAME.fullmatch, names)):
-        if match[0] == split_path(path_of("", match["prefix"], int(match["number"])))[1]:
-            numbers.setdefault(match["prefix"], []).append(int(match["number"]))
-    found = {prefix: _read_newest(where, prefix, sorted(known)) for prefix, known in numbers.items()}
-    return {prefix: starts for prefix, starts in found.items() if starts}
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        prefix = match["prefix"]
+        number = int(match["number"])
+        # Not with more zeros than we write, which would be another file of the same number.
+        if name == split_path(path_of("", prefix, number))[1]:
+            numbers.setdefault(prefix, []).append(number)
+    found: dict[str, list[Start]] = {}
+    for prefix, known in numbers.items():
+        starts = _read_newest(where, prefix, sorted(known))
+        if starts:
+            found[prefix] = starts
+    return found
 
 
 def find_starts(where: str) -> dict[str, list[Start]]:
-    if not (found := read_starts(where)):
+    found = read_starts(where)
+    if not found:
         raise FileNotFoundError(
             f"{where}: no run is there; give the checkpoint_dir of a run, or its logdir if it has none, with {FOLDER}/"
         )
@@ -261,20 +307,29 @@ def find_starts(where: str) -> dict[str, list[Start]]:
 
 
 def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
-    with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
-        found = (pool.map if pool else map)(functools.partial(_read_start, where, prefix), numbers[-MAX_STARTS:])
-        starts = [start for start in found if start is not None]
-    first = next((i for i in reversed(range(len(starts))) if starts[i].get("copied")), 0)
-    return starts[first:]
+    read = functools.partial(_read_start, where, prefix)
+    newest = numbers[-MAX_STARTS:]
+    if is_url(where):
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(read, newest))
+    else:
+        found = list(map(read, newest))
+    starts = [start for start in found if start is not None]
+    for i in reversed(range(len(starts))):
+        if starts[i].get("copied"):
+            return starts[i:]
+    return starts
 
 
 def _read_start(where: str, prefix: str, number: int) -> Start | None:
+    """Return a start; one that cannot be read has only a `problem`. None if its file has gone."""
     try:
         value = _load(path_of(where, prefix, number))
-        if not (problem := _problem(value, prefix, number)):
-            start = cast(Start, {**checked(value, Start), "card": {}, "problem": ""})
-            if start["config"] == IN_CARD:
-                start["config"] = _load_card(where, start).get("config")
+        problem = _problem(value, prefix, number)
+        if not problem:
+            start = cast(Start, {**checked(value, Start), "setup": {}, "problem": ""})
+            if start["config"] == LARGE_CONFIG:
+                start["config"] = _read_setup(where, start).get("config")
             return start
     except FileNotFoundError:
         return None
@@ -286,52 +341,61 @@ def _read_start(where: str, prefix: str, number: int) -> Start | None:
 
 
 def _problem(start: Any, prefix: str, number: int) -> str:
+    """Return why JSON is not the start that its file is named after, as the end of a sentence; "" if it is."""
+    if start is None:
+        return NOT_WRITTEN
     if not isinstance(start, dict):
-        return NOT_WRITTEN if start is None else "holds no start"
+        return "holds no start"
     version = start.get("version")
     if version != VERSION:
         is_older = type(version) is int and version < VERSION
         why = "it is older than the first release" if is_older else "update jstep"
         return f"has version={format_value(version)}, and this jstep reads {VERSION}: {why}"
-    is_own = (start.get("prefix"), start.get("number")) == (prefix, number)
-    return "" if is_own else "has another prefix or number than its name"
+    if (start.get("prefix"), start.get("number")) != (prefix, number):
+        return "has another prefix or number than its name"
+    return ""
 
 
 def _load(path: str) -> Any:
+    """Return the JSON of a file; None if it holds nothing, as after a power cut."""
     data = read_small(path, MAX_START_BYTES, follow_link=False)
     if not data.strip(b"\0"):
         return None
-    if (value := decode_json(data)) is None:
+    value = decode_json(data)
+    if value is None:
         raise ValueError("cannot be read: it is no JSON")
     return value
 
 
-def with_card(where: str, start: Start) -> Start:
-    card = _load_card(where, start).get("card") or {}
-    return cast(Start, {**start, "card": card, "programs": program_path(where, start)})
+def load_setup(where: str, start: Start) -> Start:
+    """Return a start with its setup, and with the path of its printed programs. A setup that is not valid is {}."""
+    setup = _read_setup(where, start).get("card") or {}
+    return cast(Start, {**start, "setup": setup, "programs": program_path(where, start)})
 
 
-def _load_card(where: str, start: Start) -> dict[str, Any]:
-    path = _card_path(where, start)
+def _read_setup(where: str, start: Start) -> dict[str, Any]:
+    path = _setup_path(where, start)
     with contextlib.suppress(OSError, ValueError, RecursionError):
         whole = _load(path)
-        if isinstance(whole, dict) and whole.get("version") != CARD_VERSION:
+        if isinstance(whole, dict) and whole.get("version") != SETUP_VERSION:
             version = format_value(whole.get("version"))
-            logger.warning("%s has version=%s, and this jstep reads %d: update jstep", path, version, CARD_VERSION)
+            logger.warning("%s has version=%s, and this jstep reads %d: update jstep", path, version, SETUP_VERSION)
             return {}
-        checked(whole, Card)
+        checked(whole, SetupFile)
         return dict(whole)
     return {}
 
 
 def read_programs(path: str) -> dict[str, str]:
+    """Return printed programs by stage; those that are in the file, which is not trusted."""
     with contextlib.suppress(OSError, ValueError, zlib.error):
-        reader = zlib.decompressobj()
-        text = reader.decompress(read_small(path, _PROGRAM_BYTES, follow_link=False), 4 * _PROGRAM_CHARACTERS).decode(
-            "utf-8", "replace"
-        )
-        pages = (page.partition("\n") for page in text.split("\f"))
-        return {stage: program for stage, _, program in pages}
+        data = read_small(path, _PROGRAM_BYTES, follow_link=False)
+        text = zlib.decompressobj().decompress(data, 4 * _PROGRAM_CHARACTERS).decode("utf-8", "replace")
+        programs: dict[str, str] = {}
+        for page in text.split("\f"):
+            stage, _, program = page.partition("\n")
+            programs[stage] = program
+        return programs
     return {}
 
 
@@ -347,21 +411,26 @@ def has_trained(start: Start) -> bool:
 
 
 def last_trained(starts: Sequence[Start]) -> Start | None:
+    """Return the newest valid start that took a step, or None."""
     return next(filter(has_trained, reversed(valid(starts))), None)
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:
     """Return the directory that a run was copied from; None if it was not, or was moved."""
     start = next(reversed(valid(starts)), None)
-    if start is None or start["directory"] in (None, where) or is_url(where) or is_url(start["directory"]):
+    if start is None or is_url(where):
         return None
     source = start["directory"]
+    if source is None or source == where or is_url(source):
+        return None
     # Somebody else's record may name any directory, and to look at some of them mounts a file system.
-    is_of_host = start["process"].get("host") == socket.gethostname()
-    if not is_of_host and not is_below_or_beside(source, where):
+    is_of_this_host = start["process"].get("host") == socket.gethostname()
+    if not is_of_this_host and not is_below_or_beside(source, where):
         return None
     with contextlib.suppress(OSError, ValueError):
-        if not os.path.samefile(source, where):
-            others = valid(read_starts(source).get(start["prefix"], ()))
-            return source if any(other["run"] == start["run"] for other in others) else None
+        if os.path.samefile(source, where):
+            return None
+        others = valid(read_starts(source).get(start["prefix"], ()))
+        if any(other["run"] == start["run"] for other in others):
+            return source
     return None

@@ -6,10 +6,18 @@ from jstep.core import trees
 from jstep.core.checks import truncate, truncate_path
 from jstep.core.trees import Tree
 
-_MAX_KINDS, _MAX_LEAVES, _MAX_STEPS, _MAX_TEXT = 6, 4, 10, 80
-"""The maximum number of kinds of changes, of paths of one, of its first and of its newest steps, and of characters: the
-file of a start is written each second."""
+# Bounds, as the file of a start is written each second.
+
+_MAX_KINDS = 6
+"""The number of kinds of changes."""
+_MAX_LEAVES = 4
+"""The number of paths of a kind."""
+_MAX_STEPS = 10
+"""The number of its first steps, and of its newest ones."""
+_MAX_TEXT = 80
+"""The number of characters of a path, and of a name."""
 _OTHERS = "the body or a hook", ("other leaves",)
+"""The kind of all changes beyond `_MAX_KINDS`."""
 
 
 class StateChanges:
@@ -19,26 +27,32 @@ class StateChanges:
     """
 
     def __init__(self) -> None:
+        # A kind is the name of what changes, with the numbers of the leaves.
         self._kinds: dict[tuple[str, Any], dict[str, Any]] = {}
 
-    def add(self, step: int, by: str, before: Tree, after: Tree) -> None:
-        pairs = zip(trees.flatten(before)[0], trees.flatten(after)[0], strict=True)
+    def add(self, step: int, caller: str, old_state: Tree, new_state: Tree) -> None:
+        pairs = zip(trees.flatten(old_state)[0], trees.flatten(new_state)[0], strict=True)
         changed = tuple(i for i, (old, new) in enumerate(pairs) if old is not new)
         if not changed:
             return
-        key: tuple[str, Any] = (by, changed)
+        key: tuple[str, Any] = (caller, changed)
         if key not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             key = _OTHERS
         kind = self._kinds.get(key)
         if kind is None:
-            paths = _subtrees(trees.leaf_paths(after), changed) if key is not _OTHERS else [*_OTHERS[1]]
+            paths = [*_OTHERS[1]] if key is _OTHERS else _subtrees(trees.leaf_paths(new_state), changed)
             shown = [truncate_path(path, _MAX_TEXT) for path in paths[:_MAX_LEAVES]]
-            by = truncate(key[0], _MAX_TEXT)
-            kind = {"by": by, "leaves": shown, "leaves_left_out": len(paths) - len(shown), "count": 0, "steps": []}
+            kind = {
+                "by": truncate(key[0], _MAX_TEXT),
+                "leaves": shown,
+                "leaves_left_out": len(paths) - len(shown),
+                "count": 0,
+                "steps": [],
+            }
         steps = kind["steps"]
         if step not in steps[-1:]:  # replaced twice at one step
             steps = [*steps, step]
-            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]
+            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]  # of those after the first ones
             kind = {**kind, "count": kind["count"] + 1, "steps": [*steps[:_MAX_STEPS], *newest]}
         self._kinds = {**self._kinds, key: kind}  # not in place: another thread may be writing the record
 
@@ -49,9 +63,15 @@ class StateChanges:
 
 def _subtrees(paths: list[str], changed: tuple[int, ...]) -> list[str]:
     """Return the paths of the largest subtrees of which each leaf has changed."""
-    unchanged = {part for i in {*range(len(paths))}.difference(changed) for part in _prefixes(paths[i])}
-    found = (next((part for part in _prefixes(paths[i]) if part not in unchanged), paths[i]) for i in changed)
-    return list(dict.fromkeys(found))
+    partly_unchanged: set[str] = set()
+    for i in {*range(len(paths))}.difference(changed):
+        partly_unchanged.update(_prefixes(paths[i]))
+    subtrees: dict[str, None] = {}  # an ordered set
+    for i in changed:
+        whole = [prefix for prefix in _prefixes(paths[i]) if prefix not in partly_unchanged]
+        # Two leaves may have one path, such as those of the keys 1 and "1".
+        subtrees[whole[0] if whole else paths[i]] = None
+    return list(subtrees)
 
 
 def _prefixes(path: str) -> list[str]:

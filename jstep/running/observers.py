@@ -7,7 +7,7 @@ from jstep.watching.batch_watch import BatchWatch
 from jstep.watching.process_recorder import ProcessRecorder
 from jstep.watching.progress import Progress
 from jstep.watching.recorder import Recorder
-from jstep.watching.stalls import StallWatch
+from jstep.watching.stall_watch import StallWatch
 from jstep.watching.utilization import Meters
 
 OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (

@@ -168,7 +168,7 @@ def _is_below(path: str, directory: str) -> bool:
 MAX_CLAIM_BYTES = 2**16
 """The maximum bytes of a claim, of the file of a stall, and of that of a process."""
 MAX_START_BYTES = 2**20
-"""The maximum bytes of the file of a start, and of its card."""
+"""The maximum bytes of the file of a start, and of its setup."""
 MAX_MANIFEST_BYTES = 2**28
 """The maximum bytes of the manifest of a checkpoint."""
 MAX_DEPTH = 200

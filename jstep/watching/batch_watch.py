@@ -1,7 +1,7 @@
 """The observer that notices whether a restart reads the batch that was read before.
 
 A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes are in the
-file of the start, or of the process.
+file of the start, or of the process. A start that resumes hashes its first batch, and compares it.
 """
 
 import functools
@@ -23,11 +23,13 @@ from jstep.loop.chunks import Chunk
 from jstep.loop.origin import PAST, START
 from jstep.loop.run_context import Observer, RunContext
 from jstep.record.starts import valid
-from jstep.watching.card import batches_card
+from jstep.watching.start_setup import describe_batches
 
-_KEPT, _END_SECS = 20, 5.0
-"""The hashes that are kept, the seconds to wait for the last hash."""
-_OTHER = (
+_KEPT = 20
+"""The number of newest hashes that are kept."""
+_END_SECS = 5.0
+"""The seconds to wait for the last hash at the end."""
+_OTHER_BATCH = (
     "batch %d does not match the one read before the restart%s: "
     "the loader's state is incomplete, or the dataset changed"
 )
@@ -38,9 +40,11 @@ class BatchWatch(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._step: int | None = None  # of the batch that is to be hashed
-        self._hashes: dict[str, Any] = {}  # step → hashes of layout, content and settings, of earlier batches
+        self._step: int | None = None  # of the batch that is to be hashed, once its step is dispatched
         self._tasks = SerialTasks("jstep-batch-hash", _not_hashed, daemon=True)
+        # Step → hashes of layout, content and settings. Only tasks change it, which run one after the other, and they
+        # replace it: the loop reads it meanwhile.
+        self._hashes: dict[str, Any] = {}
         self._settings_hash = ""
 
     def on_restored(self) -> None:
@@ -52,13 +56,16 @@ class BatchWatch(Observer):
             self._watch(run.course.first)
 
     def on_save(self, step: int) -> dict[str, Any]:
-        if self._run.saver is not None and (step > self._run.course.first or self._run.restored is None):
-            if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
-                self._tasks.add(functools.partial(self._drop_hashes_from, step))
-            self._watch(step)
+        run = self._run
+        if run.saver is None or (step <= run.course.first and run.restored is not None):
+            return {}
+        if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
+            self._tasks.add(functools.partial(self._drop_hashes_from, step))
+        self._watch(step)
         return {}
 
     def on_close(self) -> None:
+        """Hash the batch after the last checkpoint, whose step is not run any more, if reading it changes nothing."""
         batches = self._run.components.batches.source.given if self._run.is_open else None
         step = self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
@@ -84,14 +91,17 @@ class BatchWatch(Observer):
     # In background threads, in order.
 
     def _read_hashes(self) -> None:
+        run = self._run
         known: dict[str, Any] = {}
-        if self._run.process_file is not None:
-            known = self._run.process_file.fields["batches"]
-        elif (file := self._run.file) is not None:
-            made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
-            for start in valid(file.earlier):
-                known |= start["batches"] if start["number"] >= made_by[0] else {}
-        self._hashes |= {step: entry for step, entry in known.items() if step.isdecimal()}
+        if run.process_file is not None:
+            known = run.process_file.fields["batches"]
+        elif run.file is not None:
+            # Of the start that saved the checkpoint, and of later ones, which may have read the batch after it, too.
+            saved_by = (run.origin.extra.get(PAST) or {}).get(START, [math.inf])
+            for start in valid(run.file.earlier):
+                if start["number"] >= saved_by[0]:
+                    known |= start["batches"]
+        self._hashes = {**self._hashes, **{step: entry for step, entry in known.items() if step.isdecimal()}}
 
     def _drop_hashes_from(self, step: int) -> None:
         self._hashes = {known: entry for known, entry in self._hashes.items() if int(known) < step}
@@ -99,39 +109,44 @@ class BatchWatch(Observer):
 
     def _add_hash(self, step: int, args: Sequence[Any], *, is_stacked: bool = False) -> None:
         entry = [*hash_batch(args, is_stacked=is_stacked), self._hash_settings()]
-        before = self._hashes.pop(str(step), None)
-        if before is not None and step == self._run.course.first:
-            self._compare(step, before, entry)
-        self._hashes = dict([*self._hashes.items(), (str(step), entry)][-_KEPT:])
+        hashes = dict(self._hashes)
+        earlier = hashes.pop(str(step), None)
+        if earlier is not None and step == self._run.course.first:
+            self._compare(step, earlier, entry)
+        hashes[str(step)] = entry
+        self._hashes = dict(list(hashes.items())[-_KEPT:])
         self._write_hashes()
 
     def _write_hashes(self) -> None:
-        if (file := self._run.process_file or self._run.file) is not None:
+        file = self._run.process_file or self._run.file
+        if file is not None:
             file.update({"batches": self._hashes})
             file.due.set()
 
     def _hash_settings(self) -> str:
-        """A hash of the config and of the definition of the batches, whose change is intended."""
+        """Return a hash of the config and of the definition of the batches, whose change is intended."""
         if not self._settings_hash:
-            card = batches_card(self._run.components.batches.source.given)
-            definition = {name: part for name, part in card.items() if name not in _ENDS}
+            described = describe_batches(self._run.components.batches.source.given)
+            definition = {name: part for name, part in described.items() if name not in _LENGTHS}
             self._settings_hash = hash_strings(repr(self._run.options.config), repr(definition))[:16]
         return self._settings_hash
 
-    def _compare(self, step: int, before: Sequence[str], entry: Sequence[str]) -> None:
-        layout, content, settings = (old == new for old, new in zip(before, entry, strict=True))
-        if content or not layout:  # other shapes are reported with the program
+    def _compare(self, step: int, earlier: Sequence[str], entry: Sequence[str]) -> None:
+        old_layout, old_content, old_settings = earlier
+        layout, content, settings = entry
+        # Another layout gives another content, and other shapes are reported with the program.
+        if content == old_content or layout != old_layout:
             return
-        level = logging.WARNING if settings else logging.INFO
+        level = logging.WARNING if settings == old_settings else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
-        logger.log(level, _OTHER, step, where)
-        if (file := self._run.file) is not None:
-            file.update({"other_batch": step})
+        logger.log(level, _OTHER_BATCH, step, where)
+        if self._run.file is not None:
+            self._run.file.update({"other_batch": step})
 
 
 def _not_hashed(error: Exception) -> None:
     logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
 
-_ENDS = ("hash", "num_epochs")
-"""What differs if a sequence is only longer."""
+_LENGTHS = ("hash", "num_epochs")
+"""The parts of a definition that differ if a sequence is only longer."""

@@ -20,11 +20,13 @@ _MAX_LINES = 20
 """The maximum number of log lines."""
 _SECS = 0.5
 """The minimum seconds between updates."""
-_SECS_OF_CURVES = 2.0
+_CURVE_SECS = 2.0
 """The minimum seconds between drawings of curves."""
 
 
 class ShownLines(logging.Handler):
+    """The newest log lines, but for those that the bar shows itself."""
+
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.texts: deque[str] = deque(maxlen=_MAX_LINES)
@@ -34,7 +36,9 @@ class ShownLines(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-class Below:
+class BarDetails:
+    """What is below the bar: log lines, a table of evaluations, and curves."""
+
     def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
         self._run = run
         self._histories = histories
@@ -44,7 +48,7 @@ class Below:
         self._drawn_at = float("-inf")
 
     def html(self, *, is_last: bool) -> str:
-        if self._histories and (is_last or self._clock() - self._drawn_at >= _SECS_OF_CURVES):
+        if self._histories and (is_last or self._clock() - self._drawn_at >= _CURVE_SECS):
             self._drawn_at = self._clock()
             self._curves = "".join(history.svg() for history in self._histories)
         return self._lines_html() + self._table_html() + self._curves
@@ -74,10 +78,12 @@ class Below:
 
 
 class NotebookBar:
+    """A bar with those methods of a tqdm bar that `ProgressHook` calls."""
+
     def __init__(
         self,
         *,
-        below: Below,
+        details: BarDetails,
         clock: Clock,
         total: int | None,
         initial: int,
@@ -87,9 +93,9 @@ class NotebookBar:
         self.n = initial
         self.total = total
         self.postfix = postfix
-        self._below = below
+        self._details = details
         self._clock = clock
-        # The rate counts from here; `unpause` counts anew, so that compilation is not in it.
+        # The rate counts from here. `unpause` counts anew, so that compilation is not in it.
         self._first = initial
         self._began = clock()
         self._shown_at = float("-inf")
@@ -136,7 +142,7 @@ class NotebookBar:
         if self.total is not None:
             bar = f'<progress value="{self.n}" max="{self.total}" style="width: 12em"></progress> '
         line = f'<div style="font-variant-numeric: tabular-nums">{bar}{html_text(self._text)}</div>'
-        self._html = line + self._below.html(is_last=is_last)
+        self._html = line + self._details.html(is_last=is_last)
 
     def _words(self, *, is_last: bool) -> str:
         seconds = self._clock() - self._began

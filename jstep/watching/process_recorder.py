@@ -17,16 +17,17 @@ class ProcessRecorder(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="jstep-process-record", daemon=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write_periodically, name="jstep-process-record", daemon=True)
 
     def on_restored(self) -> None:
         run = self._run
-        where = self._run.options.where
+        where = run.options.where
         index = jax.process_index()
         if where is None or index == 0 or not run.start_number:
             return
         prefix = run.options.prefix
+        # The file is replaced, but for the hashes of batches, with which a restart compares its first one.
         earlier = None if run.restored is None else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
         fields = {"start": run.start_number, "process": this_process(), "batches": batches}
@@ -35,14 +36,14 @@ class ProcessRecorder(Observer):
 
     def _current(self) -> dict[str, Any]:
         signals = self._run.signals
-        name = None if signals.received is None else signals.received.name
-        at = signals.received_at
-        own_signal = None if name is None or at is None else [name, at]
+        own_signal = None
+        if signals.received is not None and signals.received_at is not None:
+            own_signal = [signals.received.name, signals.received_at]
         return self._run.recorded_times() | {"written": CLOCKS.wall(), "signal": own_signal}
 
-    def _tick(self) -> None:
+    def _write_periodically(self) -> None:
         file = self._run.process_file
-        while file is not None and not self._over.is_set():
+        while file is not None and not self._ended.is_set():
             file.write(self._current())
             file.due.wait(file.period)
             file.due.clear()
@@ -51,7 +52,7 @@ class ProcessRecorder(Observer):
         file = self._run.process_file
         if file is None:
             return
-        self._over.set()
+        self._ended.set()
         file.due.set()
         self._thread.join(timeout=10)  # it may be blocked on an object store
         if not self._thread.is_alive():

@@ -1,9 +1,7 @@
 """The observer that shows a progress bar, and compilations that the loop waits for."""
 
 import contextlib
-import functools
 import importlib.util
-import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
-from jstep.watching.notebook import Below, NotebookBar, ShownLines
+from jstep.watching.notebook import BarDetails, NotebookBar, ShownLines
 
 
 class Progress(Observer):
@@ -35,7 +33,7 @@ class Progress(Observer):
         wanted = run.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and jax.process_index() == 0
-        # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
+        # `getattr`, as a program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
@@ -87,13 +85,13 @@ class ProgressHook(RunHook):
     ) -> None:
         self._file = file
         self._clock = clock
-        self._new_bar = self._bars()
+        self._new_bar = self._bar_maker()
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         secs = as_number(every_n_secs, "every_n_secs", low=0)
         self._cadence = Cadence(secs=secs, clock=clock, at_last_step=True, again_at_last_step=True)
         self._bar: Any = None
 
-    def _bars(self) -> Callable[..., Any]:
+    def _bar_maker(self) -> Callable[..., Any]:
         try:
             import tqdm
         except ImportError as error:
@@ -106,9 +104,13 @@ class ProgressHook(RunHook):
         self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
         is_over = self._last_step is not None and first >= self._last_step
-        words = {} if is_over else {"postfix": "compiling"}
         self._bar = self._new_bar(
-            total=self._last_step, initial=first, unit="step", file=self._file, dynamic_ncols=True, **words
+            total=self._last_step,
+            initial=first,
+            unit="step",
+            file=self._file,
+            dynamic_ncols=True,
+            **({} if is_over else {"postfix": "compiling"}),
         )
         self._run.poll(self, self._restart_clock)
 
@@ -138,19 +140,24 @@ class ProgressHook(RunHook):
         self._count(step)
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in scalars(self._run.metrics or {}).items() if name in self._names}
+        metrics = scalars(self._run.metrics or {})
+        return {name: value for name, value in metrics.items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        words = ""
-        newest = map(newest_results, self._run.evaluations)
-        results = [as_numbers(results) for results in newest if results is not None]
-        for name, value in functools.reduce(operator.or_, results, numbers).items():  # as many as fit
-            longer = f"{words}  {format_number({name: value})}".lstrip()
-            words = longer if len(longer) <= _WIDTH else words
+        shown = dict(numbers)
+        for hook in self._run.evaluations:
+            shown |= as_numbers(newest_results(hook) or {})
+        text = ""
+        for name, value in shown.items():
+            longer = f"{text}  {format_number({name: value})}".lstrip()
+            if len(longer) <= _WIDTH:  # as many as fit, a shorter one after a longer one, too
+                text = longer
         counter = self._run.counter
-        rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
-        share = format_utilization(counter)
-        self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
+        parts = [text]
+        if counter.examples_per_sec:
+            parts.append(f"{counter.examples_per_sec:.4g} examples/s")
+        parts += format_utilization(counter)
+        self._bar.set_postfix_str("  ".join(parts), refresh=False)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -167,10 +174,12 @@ class _NotebookHook(ProgressHook):
         self._histories = histories
         super().__init__(last_step=last_step)
 
-    def _bars(self) -> Callable[..., Any]:
-        return lambda **options: NotebookBar(
-            below=Below(self._run, self._histories, self._clock, self._lines), clock=self._clock, **options
-        )
+    def _bar_maker(self) -> Callable[..., Any]:
+        def make_bar(**options: Any) -> NotebookBar:
+            details = BarDetails(self._run, self._histories, self._clock, self._lines)
+            return NotebookBar(details=details, clock=self._clock, **options)
+
+        return make_bar
 
     def _use_run(self, run: RunInfo) -> None:
         super()._use_run(run)

@@ -1,10 +1,12 @@
-"""The observer that records a start in a file of its own, and reports what has changed since the last one."""
+"""The observer that records a start in a file of its own.
+
+Besides the loop, three kinds of threads use it: one writes the file every second, those of savers call `flush`, and one
+describes the start and each of its programs.
+"""
 
 import contextlib
 import functools
-import itertools
 import math
-import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
@@ -12,42 +14,35 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.saver import Saver
 from jstep.core import processes, stopwatch
 from jstep.core.checks import truncate
 from jstep.core.jaxprs import without_addresses
 from jstep.core.logs import BELOW_BAR, logger
-from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
-from jstep.core.tables import printable
 from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
-from jstep.data.sequence import BatchSequence
-from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
-from jstep.evaluating.keep_best import KeepBest, data_hash
 from jstep.loop.chunks import Chunk
-from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
+from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED
 from jstep.loop.run_context import Observer, RunContext
-from jstep.loop.stages import Stage, lanes_of
-from jstep.metering.numbers import is_ready, read_values, scalars
+from jstep.loop.stages import Stage
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
-from jstep.record.config import command_line, encoded
-from jstep.record.differences import changes
+from jstep.record.config import command_line
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, KILLED, StartFile, program_path, read_starts, valid, with_card
+from jstep.record.starts import FINISHED, KILLED, StartFile, read_starts, valid
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, location
-from jstep.training.metrics import LOSS
-from jstep.training.step import step_function
-from jstep.watching.card import card, program_card, shortened
+from jstep.watching.record_numbers import RecordNumbers
+from jstep.watching.restart_report import describe_past, report_changes
+from jstep.watching.start_setup import describe_program, describe_setup
 
-_MAX_VALUES = 128
-_MAX_BYTES = 4096
 _MAX_SAVES = 20
-_MAX_LINES = 40
+"""The number of the newest saves that a record lists."""
+_MAX_REASON = 1000
+"""The maximum number of characters of the reason of an end."""
+_JOIN_SECS = 10
+"""The seconds to wait for a thread at the end, which may be blocked on an object store."""
 
 
 class Recorder(Observer):
@@ -58,27 +53,27 @@ class Recorder(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self.run = run
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._tick, name="jstep-record", daemon=True)
-        self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
-        self._ratios = run.sums.follow_ratios()
-        self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
+        self._numbers = RecordNumbers(run)
         self._opening: Task[None] | None = None
-        self._devices: list[Any] = []
-        self._saving: list[list[Any]] = []  # the saves that are not complete
+        self._thread = threading.Thread(target=self._write_periodically, name="jstep-record", daemon=True)
+        self._ended = threading.Event()
         self._has_failed = False
-        self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
-        self._card: dict[str, Any] = {}
-        self._saved_past: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
-        self._tasks = SerialTasks("jstep-card", _not_recorded)
+        # Saves that have begun; `flush` moves them to the file just before they appear.
+        self._begun_saves: list[list[Any]] = []
+        self._lock = threading.Lock()
+        # Once the run is open, these belong to the tasks, which run one after the other.
+        self._setup: dict[str, Any] = {}
+        self._saved_past: Mapping[str, Any] | None = None  # of the restored checkpoint, until it is compared
+        self._tasks = SerialTasks("jstep-setup", _not_recorded)
 
-    # The start and the end.
+    # The start.
 
     def on_open(self) -> None:
         where = self.run.options.where
         if where is None or jax.process_index() != 0:
             return
-        # In a thread: a signal ends this wait, but leaves no start without its file.
+        # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
+        # thread, so that `__exit__` either cancels it, or waits for the file and writes the end of the start.
         self._opening = Task()
         in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
@@ -95,11 +90,14 @@ class Recorder(Observer):
         except (OSError, ValueError) as error:
             logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        newest = None if plan.lineage.is_copy else next(reversed(valid(earlier)), None)
+        newest = None
+        if not plan.lineage.is_copy:
+            newest = next(reversed(valid(earlier)), None)
         if newest is not None:
-            self._numbers = {"values": newest["values"], "best": newest["best"]}
-        where = absolute(where)  # a run may change its folder
-        file = StartFile(where, prefix, earlier, self._initial_fields(where, newest) | self._current_fields())
+            self._numbers.inherit(newest)
+        where = absolute(where)  # the program may change its directory
+        fields = self._initial_fields(where, newest) | self._numbers.fields()
+        file = StartFile(where, prefix, earlier, fields)
         _end_earlier(file, claimed=plan.is_claimed)
         self.run.file = file
 
@@ -107,16 +105,15 @@ class Recorder(Observer):
         options = self.run.options
         state = self.run.state
         lineage = self.run.plan.lineage
-        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        self._devices = list(arrays[0].sharding.addressable_devices) if arrays else []
+        self._numbers.use_devices(state)
         parent_run = lineage.parent_run
         if parent_run is None and newest is not None:
             parent_run = newest[PARENT_RUN]
-        about: dict[str, Any] = {}
+        contents: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # the state may be shapes, or donated
             devices = describe_devices(state)
-            about["devices"] = f"{devices['of_state']}×{devices['kind']}"
-            about["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+            contents["devices"] = f"{devices['of_state']}×{devices['kind']}"
+            contents["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
         return {
             "run": self.run.name,
             "process": this_process(),
@@ -138,286 +135,163 @@ class Recorder(Observer):
             "other_batch": None,
             "end": None,
             "exception": None,
-            **about,
+            **contents,
         }
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._over.set()
-        if self._opening is not None and not self._opening.cancel():
-            wait([self._opening], timeout=10)
-        if not self.run.signals.received_twice:
-            self._tasks.wait(GIT_TIMEOUT_SECS + 1)
-        if (file := self.run.file) is not None:
-            file.due.set()
-            if self._thread.is_alive():
-                self._thread.join(timeout=10)  # it may be blocked on an object store
-            status, reason, exception = _outcome(self.run, error)
-            fields = {"saved": self._complete(file.fields["saved"]), "end": [status, reason], "exception": exception}
-            file.close({**self._current_fields(), **fields})
+    # While it lives.
 
-    def _complete(self, saved: list[Any]) -> list[Any]:
-        with contextlib.suppress(Exception):
-            if self.run.saver is not None and not self.run.signals.received_twice:  # else a save may go on
-                newest = self.run.saver.latest_step() or 0
-                return [save for save in saved if save[0] <= newest]
-        return saved
-
-    # What changes all the time.
-
-    def on_close(self) -> None:
-        self._read_latest_numbers()
-
-    def flush(self) -> None:
-        if (file := self.run.file) is not None:
-            with self._lock:
-                saved = [*file.fields["saved"], *self._saving]
-                self._saving = []
-            file.write({**self._current_fields(), "saved": saved[-_MAX_SAVES:]}, flush=True)
-
-    def _tick(self) -> None:
+    def _write_periodically(self) -> None:
         while (file := self.run.file) is not None:
             file.due.wait(file.period)
             file.due.clear()
-            if self._over.is_set():
+            if self._ended.is_set():
                 return
             try:
-                self._sample()
-                file.write(self._current_fields())
+                self._numbers.sample()
+                file.write(self._numbers.fields())
             except Exception as error:  # it must end neither the run nor its record, which lacks a second
                 if not self._has_failed:
                     self._has_failed = True
                     text = "the record of this run could not be written at one second, at least: %s: %s"
                     logger.warning(text, type(error).__name__, error, extra=BELOW_BAR)
 
-    def _sample(self) -> None:
-        if self.run.watch.current == stopwatch.HOOKS or self.run.watch.body_began is not None:
-            is_busy = self.run.in_flight.unfinished() is not None
-            self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
-
-    def _current_fields(self) -> dict[str, Any]:
-        run = self.run
-        times = self.run.recorded_times()
-        self._read_numbers()
-        counter = run.counter
-        peaks = [0]
-        with contextlib.suppress(Exception):  # a backend may not know it
-            peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
-        hooks, busy = self._samples
-        kept: dict[str, Any] = {}
-        for hook in run.evaluations:
-            for name, callback in watched_metrics(hook):
-                if isinstance(callback, KeepBest):
-                    kept[name] = {"mode": callback.mode, "data": data_hash(callback)}
-        return {
-            "now": stopwatch.CLOCKS.wall(),
-            **times,
-            "computing": times["seconds"].get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
-            **host_memory(),
-            "examples": self._examples(),
-            "state_changes": run.course.state_changes.as_record(),
-            **_bounded(self._numbers["values"]),
-            "best": dict(self._numbers["best"]),
-            "kept": kept,
-            "peak_bytes": max(peaks) or None,
-            "mfu": None if counter is None else counter.mfu,
-        }
-
-    def _examples(self) -> int | None:
-        counted, unknown = self.run.examples if self.run.is_open else (0, 0)
-        return None if unknown else counted
-
-    def _read_numbers(self) -> None:
-        run = self.run
-        if not run.is_open or run.file is None:
-            return
-        with self._lock, contextlib.suppress(Exception), internal_transfers():
-            values = dict(self._numbers["values"])
-            best = dict(self._numbers["best"])
-            if self._pending is None:
-                numbers = scalars(run.metrics or {}, run.constant_metrics())
-                self._pending = dict(itertools.islice(numbers.items(), _MAX_VALUES))
-            if is_ready(self._pending.values()):
-                numbers = self._pending
-                self._pending = None
-                values |= read_values(numbers)
-            values |= self._ratios.arrived()
-            for hook in run.evaluations:
-                values |= read_values(newest_results(hook) or {})
-                for name, kept in best_checkpoints(hook).items():
-                    best[name] = [kept.value, kept.step, absolute(kept.path)]
-            watched = [LOSS, *(name for hook in run.evaluations for name, _ in watched_metrics(hook))]
-            first = {name: values[name] for name in watched if name in values}
-            self._numbers = {"values": first | values, "best": best}
-
-    def _read_latest_numbers(self) -> None:
-        with contextlib.suppress(Exception):  # a step that failed has no metrics
-            self.run.sums.cut()
-        if self._pending is not None:  # the numbers of an earlier step, which were not ready
-            self._read_numbers()
-        self._read_numbers()
-
-    # The card, in background threads, in order.
-
-    def _is_active(self) -> bool:
-        run = self.run
-        return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
-
-    def _add_code(self) -> None:
-        if (code := code_version()) is not None and (file := self.run.file) is not None:
-            file.write(code)
-
-    def on_restored(self) -> None:
-        run = self.run
-        if not self._is_active():
-            return
-        if run.restored is not None and isinstance(past := run.origin.extra.get(PAST), dict):
-            self._saved_past = past
-        first = run.course.first
-        shapes = run.components.dispatch.table.state_shapes
-
-        def record() -> None:
-            self._card = card(run.options, run.train_steps, first, shapes, run.components.batches.source.given)
-            self._write_card()
-
-        self._tasks.add(record)
-
-    def _write_card(self) -> None:
-        if (file := self.run.file) is not None:
-            file.write_card(self._card)
-
-    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
-        if self._is_active():
-            with contextlib.suppress(Exception):
-                traced = chunk.trace(state)
-                args = chunk.step_args
-                stage = chunk.program.stage
-                constants = chunk.program.constants.values
-                self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
-
-    def on_no_steps(self) -> None:
-        self._tasks.add(functools.partial(self._compare, is_idle=True))
-
-    def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
-        added = program_card(stage.first, stage.single, traced, constants, args)
-        self._card = {**self._card, "programs": [*self._card.get("programs", ()), added]}
-        self._write_card()
-        if (file := self.run.file) is not None and traced is not None:
-            file.write_program(stage.first, without_addresses(str(traced.jaxpr)))
-        self._compare()
-
-    def _compare(self, *, is_idle: bool = False) -> None:
-        saved_past = self._saved_past
-        self._saved_past = None
-        run = self.run
-        if saved_past is not None and run.saver is not None and run.restored is not None:
-            self._report(saved_past, run.saver, run.restored, is_idle=is_idle)
-
-    # What a restart says.
-
     def on_save(self, step: int) -> dict[str, Any]:
+        """Return the past of the checkpoint, which its restart compares, with the config and the commit."""
         extra = self.run.origin.extra
         file = self.run.file
         if file is not None:
-            self._read_latest_numbers()
+            self._numbers.read_latest()
             stepping = round(self.run.watch.seconds().get(stopwatch.STEPPING, 0.0), 6)
-            rate = self._numbers["values"].get("learning_rate")
+            save = [step, stepping, self._numbers.examples(), self._numbers.learning_rate()]
             with self._lock:
-                self._saving = [*self._saving, [step, stepping, self._examples(), rate]]
-        if step <= self.run.course.first and (self.run.restored is not None or PAST in extra):  # no step was run
+                self._begun_saves = [*self._begun_saves, save]
+        has_past = self.run.restored is not None or PAST in extra
+        if step <= self.run.course.first and has_past:
+            # No step was run: whoever resumes from here has to be compared with the start that trained this state.
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
             return {}
-        kept: dict[str, Any] = {PAST: functools.partial(self._past, step)}
+        # As a function, which is called while the checkpoint is written: to hash the rows of the batches takes long.
+        kept: dict[str, Any] = {PAST: functools.partial(describe_past, self.run, step)}
         if self.run.options.config is not None:
             kept["config"] = dict(self.run.options.config)
         if file is not None and file.fields["commit"] is not None:
             kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
 
-    def _past(self, step: int) -> dict[str, Any]:
-        past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.value_at(max(step - 1, 0)))}
-        if (file := self.run.file) is not None:
-            past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(batches := self.run.components.batches.source.given, BatchSequence):
-            before = batches[:step]
-            definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
-            past |= {"rows": before.rows_hash(), "batches": definition}
-        return past
-
-    def _report(self, saved_past: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
-        name = checkpoint_name(saver.prefix, step)
-        past = self._past(step)
+    def flush(self) -> None:
         file = self.run.file
-        bits = list[str]()
-        place = list[str]()
-        earlier = [] if file is None else valid(file.earlier)
-        before = next((start for start in earlier if [start["number"], start["began"]] == saved_past.get(START)), None)
-        if file is not None and before is not None:
-            path = program_path(file.where, file.fields)
-            current = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
-            found = changes(with_card(file.where, before), current, leave_out=("batches", "lanes"))
-            bits = [*found.bits, *self._rate_change(before, step, found.bits)]
-            place = found.place
-        elif earlier:
-            logger.info("%s: the start that wrote it has no record, so only lanes and batches are compared", name)
-        if step and saved_past.get("lanes") != past["lanes"]:
-            bits.append(f"lanes: {saved_past.get('lanes')} before, {past['lanes']} now")
-        if "rows" in saved_past and "rows" in past and saved_past["rows"] != past["rows"]:
-            older, newer = ({"card": {"batches": entry["batches"]}} for entry in (saved_past, past))
-            lines = [line.removeprefix("batches: ") for line in changes(older, newer).lines]
-            why = "; ".join(lines) or "their definition is the same, but the rows are not"
-            bits.append(
-                f"batches: those before step {step} are not the ones that {name} was trained on: {why}. The run "
-                f"continues with batch {step} of the new definition, so rows may be repeated or left out."
+        if file is None:
+            return
+        with self._lock:
+            saved = [*file.fields["saved"], *self._begun_saves]
+            self._begun_saves = []
+        file.write({**self._numbers.fields(), "saved": saved[-_MAX_SAVES:]}, flush=True)
+
+    # What the start was given, and its programs: tasks that run in the background, in order.
+
+    def _is_active(self) -> bool:
+        run = self.run
+        return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
+
+    def _add_code(self) -> None:
+        code = code_version()
+        if code is not None and self.run.file is not None:
+            self.run.file.write(code)
+
+    def on_restored(self) -> None:
+        run = self.run
+        if not self._is_active():
+            return
+        saved_past = run.origin.extra.get(PAST)
+        if run.restored is not None and isinstance(saved_past, dict):
+            self._saved_past = saved_past
+        first = run.course.first
+        shapes = run.components.dispatch.table.state_shapes
+
+        def record() -> None:
+            self._setup = describe_setup(
+                run.options, run.train_steps, first, shapes, run.components.batches.source.given
             )
-        if bits:
-            every = [printable(line) for line in (*bits, *place)]
-            ending = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
-            if is_idle:
-                ending.append(_UNTRAINED)
-            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending))
-            message = "%s: the configuration changed since this checkpoint was written:%s"
-            logger.warning(message, name, text, extra=BELOW_BAR)
-        elif place:
-            logger.info("%s: since this checkpoint was written, %s", name, "; ".join(map(printable, place)))
+            self._write_setup()
 
-    def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
-        """Describe how the learning rate of the last step before the checkpoint has changed."""
-        old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
-        pure_step = step_function(self.run.train_steps.value_at(max(step - 1, 0)))
-        is_named = any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits)
-        if not bits or old_rate is None or pure_step is None or is_named:
-            return []
-        with contextlib.suppress(Exception), internal_transfers():  # it is held in the state, or has another name
-            rate = float(pure_step.optimizer.hyperparameters(step - 1)["learning_rate"])  # type: ignore[union-attr]
-            if abs(rate - old_rate) > 1e-5 * max(abs(rate), abs(old_rate)):
-                return [f"learning_rate at step {step}: {old_rate:.6g} before, {rate:.6g} now"]
-        return []
+        self._tasks.add(record)
 
+    def _write_setup(self) -> None:
+        if self.run.file is not None:
+            self.run.file.write_setup(self._setup)
 
-_UNTRAINED = "none of this has an effect, as the run takes no step: pass another checkpoint_dir, or a larger last_step"
+    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
+        if not self._is_active():
+            return
+        with contextlib.suppress(Exception):
+            traced = chunk.trace(state)
+            args = chunk.step_args
+            stage = chunk.program.stage
+            constants = chunk.program.constants.values
+            self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
+
+    def on_no_steps(self) -> None:
+        self._tasks.add(functools.partial(self._compare_once, is_idle=True))
+
+    def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
+        program = describe_program(stage.first, stage.single, traced, constants, args)
+        self._setup = {**self._setup, "programs": [*self._setup.get("programs", ()), program]}
+        self._write_setup()
+        if self.run.file is not None and traced is not None:
+            self.run.file.write_program(stage.first, without_addresses(str(traced.jaxpr)))
+        self._compare_once()
+
+    def _compare_once(self, *, is_idle: bool = False) -> None:
+        """Report what has changed, once the first program is known, or that there is none."""
+        saved_past = self._saved_past
+        self._saved_past = None
+        if saved_past is not None:
+            report_changes(self.run, saved_past, self._setup, is_idle=is_idle)
+
+    # The end.
+
+    def on_close(self) -> None:
+        self._numbers.read_latest()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        run = self.run
+        self._ended.set()
+        # A signal may have interrupted `on_open` while its task was running.
+        if self._opening is not None and not self._opening.cancel():
+            wait([self._opening], timeout=_JOIN_SECS)
+        if not run.signals.received_twice:
+            self._tasks.wait(GIT_TIMEOUT_SECS + 1)
+        file = run.file
+        if file is None:
+            return
+        file.due.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_JOIN_SECS)
+        status, reason, exception = _outcome(run, error)
+        fields = {"saved": self._completed(file.fields["saved"]), "end": [status, reason], "exception": exception}
+        file.close({**self._numbers.fields(), **fields})
+
+    def _completed(self, saves: list[Any]) -> list[Any]:
+        """Return the saves without those that failed after `flush`, which are newer than the newest checkpoint."""
+        saver = self.run.saver
+        # After a second signal the run does not wait for a save that goes on, and which may still succeed.
+        if saver is None or self.run.signals.received_twice:
+            return saves
+        with contextlib.suppress(Exception):
+            newest = saver.latest_step() or 0
+            return [save for save in saves if save[0] <= newest]
+        return saves
 
 
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:
+    """Write the end of the start before, if it was killed before it could."""
     start = file.earlier[-1] if file.earlier else None
     if start is None or start["problem"] or start["end"] is not None:
         return
+    # Whoever has claimed the checkpoints knows that no other start of this run lives, also on another host.
     if claimed or is_alive(start["process"]) is False:
         file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
-
-
-def host_memory() -> dict[str, int | None]:
-    found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
-    with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
-        sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
-        return {name: int(sizes[key]) * 1024 for name, key in zip(found, ("VmRSS", "VmHWM"), strict=True)}
-    return found
-
-
-def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = itertools.accumulate([len(encoded({name: value})) for name, value in values.items()])
-    count = min(_MAX_VALUES, len([size for size in sizes if size <= _MAX_BYTES]))
-    return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
 
 
 def _not_recorded(error: Exception) -> None:
@@ -433,13 +307,16 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
     if error is not None and (isinstance(error, Exception) or not is_signal):
         kind = type(error).__name__
         first_line = error_text(error).strip().partition("\n")[0]
-        return "failed", truncate(f"{kind}: {first_line}".rstrip(": "), 1000), kind
+        return "failed", truncate(f"{kind}: {first_line}".rstrip(": "), _MAX_REASON), kind
     # A signal that came while the end was made leaves a run that is finished, if nothing of its end was left out.
     if is_signal and not course.is_finished:
         return "interrupted", signals.reason, None
-    earlier = run.origin.extra.get(STOPPED) if run.step <= course.first else None  # if this one took no step
-    by = course.stopped_by or earlier
-    if isinstance(by, str):
-        return FINISHED, f"stopped by {by}", None
-    is_at_last_step = course.is_first_known and run.step >= run.options.stop_step
-    return FINISHED, "" if is_at_last_step else "the batches ended", None
+    stopped_by = course.stopped_by
+    if stopped_by is None and run.step <= course.first:
+        # This start took no step, as an earlier one was stopped by a hook.
+        stopped_by = run.origin.extra.get(STOPPED)
+    if isinstance(stopped_by, str):
+        return FINISHED, f"stopped by {stopped_by}", None
+    if course.is_first_known and run.step >= run.options.stop_step:
+        return FINISHED, "", None
+    return FINISHED, "the batches ended", None

@@ -18,9 +18,8 @@ from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
 
-# Peak operations per second of a device, by the format of its matrix products.
-#
-# How a device computes a float32 product: `jax.lax.Precision`.
+# Peak operations per second of a device, by the format of its matrix products. How a device computes a float32 product
+# depends on its `jax.lax.Precision`.
 
 _NEGLIGIBLE = 0.01
 """The share of all operations below which formats without a figure are ignored."""
@@ -47,21 +46,24 @@ def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | No
         if rate is not None:
             counted = counted + flops
             seconds = seconds + flops / rate
-    return None if not counted or counted < (1 - _NEGLIGIBLE) * total else counted / seconds
+    if not counted or counted < (1 - _NEGLIGIBLE) * total:
+        return None
+    return counted / seconds
 
 
 def format_rate(device_kind: str, product: Product) -> float | None:
+    """Return a device's peak for products of one format and precision; None if there is no figure."""
     if product.precision not in (*_PASSES, "ANY_F8"):
         return None
-    on_tpu = device_kind.startswith("TPU")
+    is_tpu = device_kind.startswith("TPU")
     rates = PEAKS.get(device_kind, {})
     is_float8 = product.dtype.startswith("float8") or product.precision == "ANY_F8"
     name = "f8" if is_float8 else _FORMATS.get(product.dtype, "")
     passes = 1
-    if on_tpu and product.dtype in ("float32", "float16"):
+    if is_tpu and product.dtype in ("float32", "float16"):
         name = "bf16"
         passes = _PASSES[product.precision]
-    elif not on_tpu and product.dtype == "float32":
+    elif not is_tpu and product.dtype == "float32":
         name = "tf32" if "tf32" in rates and product.precision != "HIGHEST" else "f32"
     return rates[name] / passes if name in rates else None
 
@@ -78,37 +80,49 @@ class Utilization(NamedTuple):
     value: float
 
 
+class _Work(NamedTuple):
+    """The work of a step of a program.
+
+    Attributes:
+        secs_at_peak: The seconds that it would take at the peak of all devices; None if that is not known.
+        recomputes: Whether it computes anything twice, to save memory.
+    """
+
+    secs_at_peak: float | None
+    recomputes: bool
+
+
 class UtilizationMeter:
     """Meter of the utilization: Σ over steps of operations / (peak · number of devices · seconds)."""
 
     def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
         self._peak = peak_flops
         self._flops = flops_per_step
-        # By program: the seconds that a step would take at the peak, if known, and whether it recomputes anything.
-        self._work: dict[Hashable, tuple[float | None, bool]] = {}
+        self._work: dict[Hashable, _Work] = {}  # by program
         self._steps = Counter[Hashable]()
         self._log_once = functools.cache(_log_unknown)
 
     def steps(self) -> Steps:
         return dict(self._steps)
 
-    def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        at_peak = 0.0
-        is_twice = False
-        for program, count in (Counter(after) - Counter(before)).items():
-            secs, recomputes = self._work[program]
-            if secs is None:
+    def utilization(self, first: Steps, last: Steps, seconds: float) -> Utilization | None:
+        """Return the utilization between two counts of `steps`; None if a program's is not known."""
+        secs_at_peak = 0.0
+        recomputes = False
+        for program, count in (Counter(last) - Counter(first)).items():
+            work = self._work[program]
+            if work.secs_at_peak is None:
                 return None
-            at_peak = at_peak + count * secs
-            is_twice = is_twice or recomputes
-        return Utilization("hfu" if is_twice else "mfu", at_peak / seconds)
+            secs_at_peak = secs_at_peak + count * work.secs_at_peak
+            recomputes = recomputes or work.recomputes
+        return Utilization("hfu" if recomputes else "mfu", secs_at_peak / seconds)
 
     def count(self, chunk: Chunk, state: Tree) -> None:
         if chunk.program not in self._work:
-            self._work[chunk.program] = self._of(chunk, state)
+            self._work[chunk.program] = self._work_of(chunk, state)
         self._steps[chunk.program] += chunk.steps
 
-    def _of(self, chunk: Chunk, state: Tree) -> tuple[float | None, bool]:
+    def _work_of(self, chunk: Chunk, state: Tree) -> _Work:
         tree = (state, chunk.step_args)
         flops = self._flops
         peak = self._peak
@@ -118,19 +132,23 @@ class UtilizationMeter:
             try:
                 traced = chunk.trace(state)
                 if traced is None:
-                    return None, False
+                    return _Work(None, recomputes=False)
                 body = body_of(traced.jaxpr)
             except Exception as error:  # a failure to count must not stop the run
                 logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-                return None, False
+                return _Work(None, recomputes=False)
             work = work_of(body)
-            recomputes = flops is None and has_remat(body)
-            flops = work.all if flops is None else flops
-            peak = peak_rate(kind, work.products) if peak is None else peak
+            if flops is None:
+                flops = work.all
+                recomputes = has_remat(body)
+            if peak is None:
+                peak = peak_rate(kind, work.products)
             if peak is None and work.products:
                 formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
                 self._log_once(f"the peak of {kind!r} is not known for matrix products of {formats}")
-        return None if peak is None else flops / (peak * device_count(tree)), recomputes
+        if peak is None:
+            return _Work(None, recomputes)
+        return _Work(flops / (peak * device_count(tree)), recomputes)
 
 
 def _log_unknown(why: str) -> None:

@@ -6,7 +6,7 @@ import time
 import tracemalloc
 
 import pytest
-from written_runs import card, start, write_run, write_start
+from written_runs import make_setup, start, write_run, write_start
 
 import jstep
 from jstep.look import cli
@@ -183,9 +183,12 @@ def test_control_characters_reach_no_terminal(text, tmp_path, capsys):
 def damaged(folder):
     """A function that writes a start in `folder` with a change, and each change with its name."""
     for name, changed in replaced(start(folder)):
-        yield f"start.{name}", lambda c=changed: write_start(folder, {**c, "prefix": "model", "number": 1}, card())
-    for name, changed in replaced(card()):
-        yield f"card.{name}", lambda c=changed: write_start(folder, start(folder), c)
+        yield (
+            f"start.{name}",
+            lambda c=changed: write_start(folder, {**c, "prefix": "model", "number": 1}, make_setup()),
+        )
+    for name, changed in replaced(make_setup()):
+        yield f"setup.{name}", lambda c=changed: write_start(folder, start(folder), c)
     for name, changed in replaced(stall()):
         text = json.dumps(changed)
         yield f"stall.{name}", lambda t=text: (folder / "stalls" / "model.0.json").write_text(t)

@@ -239,7 +239,7 @@ def test_a_run_of_another_host_is_judged_by_the_clock_of_the_file_system(age, st
     os.utime(tmp_path / "starts" / "model.000001.json", (written, written))
     (run,) = jstep.runs(tmp_path)
     assert run.status == status
-    assert len(os.listdir(tmp_path / "starts")) == 2, "the start and its card"
+    assert len(os.listdir(tmp_path / "starts")) == 2, "the start and its setup"
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name")

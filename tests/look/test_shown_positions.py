@@ -12,8 +12,8 @@ import pytest
 
 import jstep
 from jstep.core.tables import printable
+from jstep.look.checkpoint_positions import lines_of_positions, position_differences, positions_in
 from jstep.look.cli import SHOWN
-from jstep.look.positions import lines_of_positions, position_differences, positions_in
 from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import as_json, copy_encodable
 

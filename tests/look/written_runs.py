@@ -4,7 +4,7 @@ import json
 import os
 
 import jstep
-from jstep.record.starts import CARD_VERSION, VERSION, path_of
+from jstep.record.starts import SETUP_VERSION, VERSION, path_of
 from jstep.stores.owners import this_process
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
@@ -27,30 +27,30 @@ def start(folder, number=1, prefix="model", **fields):
     return own | {"argv": ["a"]} | fields
 
 
-def card(**fields):
+def make_setup(**fields):
     own = {"versions": {"jax": "0.10"}, "environment": {"XLA_FLAGS": "--a=1"}, "settings": {"jax_enable_x64": False}}
     own |= {"devices": {"kind": "cpu"}, "state": {"hash": "1", "sharding": "2"}, "batches": {"hash": "1", "seed": 0}}
     own |= {"stages": {"0": "step"}, "lanes": None, "arguments": {"last_step": 100}}
     return own | {"programs": [PROGRAM]} | fields
 
 
-def write_start(folder, start, card=None):
-    """Write a start, or bytes in place of one, and its card."""
+def write_start(folder, start, setup=None):
+    """Write a start, or bytes in place of one, and its setup."""
     fields = start if isinstance(start, dict) else {"prefix": "model", "number": 1}
     path = path_of(str(folder), fields["prefix"] or "model", fields["number"])
     os.makedirs(os.path.dirname(path), exist_ok=True)
     for name, value in (
         (path, start),
-        (f"{path.removesuffix('.json')}.card.json", {"version": CARD_VERSION, "card": card}),
+        (f"{path.removesuffix('.json')}.card.json", {"version": SETUP_VERSION, "card": setup}),
     ):
-        if name == path or card is not None:
+        if name == path or setup is not None:
             with open(name, "wb") as file:
                 file.write(value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
-def write_run(folder, number=1, card_fields=None, **fields):
-    """Write a start and its card; `fields` replace its own."""
-    write_start(folder, start(folder, number, **fields), card(**(card_fields or {})))
+def write_run(folder, number=1, setup_fields=None, **fields):
+    """Write a start and its setup; `fields` replace its own."""
+    write_start(folder, start(folder, number, **fields), make_setup(**(setup_fields or {})))
 
 
 def starts_of(folder, prefix="model"):

@@ -15,9 +15,9 @@ def write_run_of_sweep(folder, config, scalars, *, rate=0.1, **fields):
     length = max(map(len, scalars.values()), default=1)
     arguments = {"last_step": 10 * length, "logdir": str(folder), "hooks": ["EvaluationHook(validation)"]}
     program = PROGRAM | {"hyperparameters": {"learning_rate": rate}}
-    card = {"arguments": arguments, "programs": [program]}
+    setup = {"arguments": arguments, "programs": [program]}
     own = {"config": config, "last_step": 10 * length, "logdir": str(folder), "step": [0, 10 * length]}
-    write_run(folder, card_fields=card, **{**own, "values": {}, **fields})
+    write_run(folder, setup_fields=setup, **{**own, "values": {}, **fields})
     events = [proto("Event")(wall_time=TIME, file_version="brain.Event:2")]
     for i in range(length):
         event = proto("Event")(wall_time=TIME + 2 * i, step=10 * i)

@@ -9,8 +9,8 @@ import pytest
 from comparisons import same
 
 import jstep
-from jstep.record.starts import read_starts, with_card
-from jstep.watching import card
+from jstep.record.starts import load_setup, read_starts
+from jstep.watching import start_setup
 
 PARAMS = {"w": np.full((8, 8), 0.125, np.float32), "v": np.full((8, 1), 0.125, np.float32)}
 ROWS = np.random.default_rng(0).normal(size=(8, 4, 8)).astype(np.float32)
@@ -140,7 +140,7 @@ def test_each_custom_step_is_recorded_and_resumes(kind, tmp_path, caplog):
     resumed = run(kind, tmp_path / "same", 4)
     assert same(resumed, run(kind, tmp_path / "whole", 4))
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    (program,) = with_card(tmp_path / "same", read_starts(tmp_path / "same")["model"][-1])["card"]["programs"]
+    (program,) = load_setup(tmp_path / "same", read_starts(tmp_path / "same")["model"][-1])["setup"]["programs"]
     assert program["hash"]
     assert ({"gradients", "update"} <= program.keys()) == (kind in TOLD_APART)
     for change in ({"rate": 3e-3}, {"power": 4.0}):
@@ -156,9 +156,9 @@ def test_an_entry_that_fails_costs_no_other_entry_of_the_card(tmp_path, monkeypa
     def failing(program):
         raise KeyError(program)
 
-    monkeypatch.setattr(card, "program_hash", failing)
+    monkeypatch.setattr(start_setup, "program_hash", failing)
     run(teacher, tmp_path, 2)
-    found = with_card(tmp_path, read_starts(tmp_path)["model"][-1])["card"]
+    found = load_setup(tmp_path, read_starts(tmp_path)["model"][-1])["setup"]
     assert found["programs"][0]["hash"] is None
     assert found["programs"][0]["hyperparameters"]["learning_rate"] == pytest.approx(1e-3)
     assert found["state"]["leaves"] > 0

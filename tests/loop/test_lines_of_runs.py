@@ -17,7 +17,7 @@ import pytest
 from scalar_points import read_scalars
 
 import jstep
-from jstep.record.starts import read_starts, with_card
+from jstep.record.starts import load_setup, read_starts
 
 FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
 OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)
@@ -85,11 +85,11 @@ def record(where):
     """Return ten named lines for each start of the run: what it was given, and how far it came."""
     lines = []
     for start in read_starts(where).get("model", ()):
-        full = with_card(where, start)
-        card = full["card"] or {}
-        arguments = card.get("arguments") or {}
+        full = load_setup(where, start)
+        setup = full["setup"] or {}
+        arguments = setup.get("arguments") or {}
         given = [f"{name} {value}" for name, value in sorted(arguments.items()) if value not in (None, [], False)]
-        state = card.get("state") or {}
+        state = setup.get("state") or {}
         named = {
             "steps": f"{full['step'][0]} to {full['step'][1]} of {full['last_step']}" if full["step"] else "",
             "end": ": ".join(full["end"] or []).rstrip(": "),
@@ -98,9 +98,9 @@ def record(where):
             "phases": ", ".join(sorted(full["seconds"].keys() - {"before"})),
             "arguments": ", ".join(given),
             "state": f"{state['leaves']} leaves, slots {', '.join(state['slots'])}" if state else "",
-            "stages": card.get("stages"),
-            "batches": (card.get("batches") or {}).get("kind"),
-            "optimizers": sorted({program["optimizer"] for program in card.get("programs") or ()}),
+            "stages": setup.get("stages"),
+            "batches": (setup.get("batches") or {}).get("kind"),
+            "optimizers": sorted({program["optimizer"] for program in setup.get("programs") or ()}),
         }
         lines += [f"start {full['number']}, {name}: {value or 'none'}" for name, value in named.items()]
     return lines

@@ -117,7 +117,7 @@ def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
 
 def test_names_are_escaped(kernel):
     below = types.SimpleNamespace(html=lambda is_last: "", least_secs=0.0)
-    bar = NotebookBar(below=below, clock=lambda: 0.0, total=None, initial=3, postfix="<script>")
+    bar = NotebookBar(details=below, clock=lambda: 0.0, total=None, initial=3, postfix="<script>")
     assert "&lt;script&gt;" in bar._repr_html_()
     assert repr(bar) == "step 3  <script>"
 

@@ -124,5 +124,7 @@ def test_names_of_variables_do_not_count():
 def test_an_address_of_a_coordinator_is_no_change():
     from jstep.record.differences import changes
 
-    one, other = ({"card": {"environment": {"JAX_COORDINATOR_ADDRESS": place, "JAX_X": 1}}} for place in ("a:1", "b:2"))
+    one, other = (
+        {"setup": {"environment": {"JAX_COORDINATOR_ADDRESS": place, "JAX_X": 1}}} for place in ("a:1", "b:2")
+    )
     assert changes(one, other).lines == []

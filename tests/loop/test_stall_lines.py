@@ -18,8 +18,8 @@ import jstep
 from jstep.checkpoint.saver import Saver
 from jstep.core.threads import Thread
 from jstep.look.cli import main
-from jstep.watching import stalls
-from jstep.watching.stalls import StallWatch, Wait
+from jstep.watching import stall_watch as stalls
+from jstep.watching.stall_watch import StallWatch, Wait
 
 
 def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks import fingerprints
+from jstep.hooks import fingerprint_log
 from jstep.look.cli import main
 from jstep.record.stall_files import StallFiles, read_stalls
-from jstep.record.starts import StartFile, read_starts, with_card
+from jstep.record.starts import StartFile, load_setup, read_starts
 from jstep.stores.owners import this_process
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -51,7 +51,7 @@ def test_fingerprint_logs_across_restarts(store, caplog):
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "was repeated with" in record.message]
-    assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(fingerprint_log.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.thorough
@@ -104,11 +104,11 @@ def test_a_start_is_an_object_that_is_made_once(store):
     together = StartFile(store.run, "model", [], {**GIVEN, "now": 2e9})
     assert [file.fields["number"] for file in (first, second, together)] == [1, 2, 3]
     first.write({"step": [0, 5]})
-    first.write_card({"step": 0})
+    first.write_setup({"step": 0})
     second.end_earlier(1, ["killed", ""])
     (one, *_) = read_starts(store.run)["model"]
     assert (one["step"], one["end"], one["config"]) == ([0, 5], ["killed", ""], GIVEN["config"])
-    assert with_card(store.run, one)["card"] == {"step": 0}
+    assert load_setup(store.run, one)["setup"] == {"step": 0}
     assert store.keys("run/starts/") == [
         f"run/starts/model.00000{n}.{end}" for n in (1, 2, 3) for end in ("card.json", "json")
     ]
@@ -120,7 +120,7 @@ def test_the_record_of_a_run_is_below_its_url(store):
     first, second = read_starts(store.run)["model"]
     assert (first["step"], second["step"], first["run"]) == ([0, 5], [5, 10], second["run"])
     assert first["end"] == ["finished", ""]
-    assert with_card(store.run, second)["card"]["programs"]
+    assert load_setup(store.run, second)["setup"]["programs"]
     assert jstep.Saver(store.run).extra(10)["past"]["start"] == [2, second["began"]]
 
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.hooks import fingerprints
+from jstep.hooks import fingerprint_log
 from jstep.record.starts import FOLDER, read_starts
 
 ACCEPTABLE = "acceptable"
@@ -221,7 +221,7 @@ def _has_records(folder, restored, *, has_ended):
         return True
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
-        logged = fingerprints.read_log(os.path.join(logs, fingerprints.FINGERPRINTS_FILE)).entries
+        logged = fingerprint_log.read_log(os.path.join(logs, fingerprint_log.FINGERPRINTS_FILE)).entries
         starts = read_starts(cut_runs.checkpoints(folder)).get("model", [])
     except (OSError, ValueError):
         return False

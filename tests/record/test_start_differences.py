@@ -4,12 +4,12 @@ import copy
 
 import pytest
 
-from jstep.record.differences import IN_A_AND_B, changes, same
+from jstep.record.differences import PAIR_WORDS, changes, same
 
 PROGRAM = {
     "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"], "hyperparameters": {"learning_rate": 0.1},
 }  # fmt: skip
-CARD = {
+SETUP = {
     "step": 0, "versions": {"jax": "0.10"}, "settings": {"jax_enable_x64": False},
     "environment": {"XLA_FLAGS": "--xla_a=1 --xla_b", "JAX_A": "3", "JAX_DIR": "/a"},
     "devices": {"kind": "cpu", "count": 8}, "state": {"hash": "s", "sharding": "h", "params": 2},
@@ -17,7 +17,7 @@ CARD = {
     "arguments": {"last_step": 6, "batch_sharding": "d", "checkpoint_dir": "/a"}, "lanes": None, "programs": [PROGRAM],
 }  # fmt: skip
 START = {
-    "card": CARD, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"}, "commit": "1" * 40,
+    "setup": SETUP, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"}, "commit": "1" * 40,
     "edits": None,
 }  # fmt: skip
 
@@ -40,11 +40,11 @@ TRACED = "the traced step differs"
 
 
 def program(**more):
-    return changed("card", "programs", to=[PROGRAM | {"hash": "q"} | more])
+    return changed("setup", "programs", to=[PROGRAM | {"hash": "q"} | more])
 
 
 def of(section, **values):
-    return changed("card", section, to=CARD[section] | values)
+    return changed("setup", section, to=SETUP[section] | values)
 
 
 CASES = [
@@ -53,7 +53,7 @@ CASES = [
     (of("settings", jax_new=1), [], [], []),  # of another version
     (of("environment", JAX_A="4", JAX_DIR="/b"), [], [], ["JAX_A: 3 before, 4 now"]),
     (of("environment", JAX_ENABLE_X64="0"), [], [], []),  # the setting is the same
-    (changed("card", to=CARD | {"environment": CARD["environment"] | {"JAX_ENABLE_X64": "1"},
+    (changed("setup", to=SETUP | {"environment": SETUP["environment"] | {"JAX_ENABLE_X64": "1"},
                                 "settings": {"jax_enable_x64": True}}),
      ["jax_enable_x64: false before, true now"], [], []),
     (of("environment", XLA_FLAGS="--xla_b --xla_a=1"), [], [], []),
@@ -78,9 +78,9 @@ CASES = [
     ),
     (program(hash=None), [TRACED], [], []),
     (program(stage=9), [], [], []),  # a later stage
-    (changed("card", "programs", to=[PROGRAM, PROGRAM | {"stage": 9}]), [], [], []),
-    (changed("card", "programs", to=[]), [], [], []),
-    (changed("card", to={}), [], [], []),
+    (changed("setup", "programs", to=[PROGRAM, PROGRAM | {"stage": 9}]), [], [], []),
+    (changed("setup", "programs", to=[]), [], [], []),
+    (changed("setup", to={}), [], [], []),
     (changed("config", "lr", to=ABSENT), ["config: lr: 0.1 before, absent now"], [], []),
     (changed("config", to={"lr": 0.1, "steps": 6, "out": "s3://b/c", "token": "x"}), [], [], []),
     (changed("config", to=None), [], [], []),
@@ -103,22 +103,22 @@ def test_the_lines_about_two_starts(other, bits, place, others):
     found = changes(START, other)
     assert (found.bits, found.place, found.others) == (bits, place, others)
     assert found.lines == [*bits, *place, *others]
-    assert len(changes(other, START, IN_A_AND_B).lines) == len(found.lines)
+    assert len(changes(other, START, PAIR_WORDS).lines) == len(found.lines)
 
 
 def test_optimizers_are_named_in_the_words_of_the_caller():
-    a, b = (changed("card", "programs", to=[PROGRAM | {"hash": name, "optimizer": name}]) for name in ("sgd", "adam"))
+    a, b = (changed("setup", "programs", to=[PROGRAM | {"hash": name, "optimizer": name}]) for name in ("sgd", "adam"))
     assert changes(a, b).bits == [f"{TRACED} (sgd before, adam now)"]
-    assert changes(a, b, IN_A_AND_B).bits == [f"{TRACED} (sgd in A, adam in B)"]
+    assert changes(a, b, PAIR_WORDS).bits == [f"{TRACED} (sgd in A, adam in B)"]
 
 
 @pytest.mark.parametrize(("section", "level"), [("versions", 1), ("settings", 0), ("devices", 1)])
 def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reason(section, level):
     other = program()
-    other["card"][section] = dict.fromkeys(CARD[section], "other")
+    other["setup"][section] = dict.fromkeys(SETUP[section], "other")
     assert TRACED in changes(START, other)[level]
     assert TRACED in changes(START, program() | {"commit": "2" * 40, "config": {"lr": 3}}).bits
-    other["card"] |= {"lanes": 4}
+    other["setup"] |= {"lanes": 4}
     assert (TRACED in changes(START, other).lines) == (section != "devices")
 
 
@@ -138,7 +138,7 @@ def test_an_option_is_an_argument_only_by_its_name():
 
 
 def test_other_values_of_ten_thousand_hyperparameters_are_one_optimizer():
-    """A stranger's card has as many as fit into its bytes: one pass for each of them would take a minute."""
+    """A stranger's setup has as many as fit into its bytes: one pass for each of them would take a minute."""
     starts = []
     for shift in (0.0, 1.0):
         values = {f"part{i}/rate{i}": i + shift for i in range(10_000)}
@@ -147,5 +147,5 @@ def test_other_values_of_ten_thousand_hyperparameters_are_one_optimizer():
     assert TRACED in changes(*starts).bits
     # Another optimizer is named, also if it has the same values.
     other = copy.deepcopy(starts[1])
-    other["card"]["programs"][0]["optimizer"] = starts[1]["card"]["programs"][0]["optimizer"].replace("chain", "sum")
+    other["setup"]["programs"][0]["optimizer"] = starts[1]["setup"]["programs"][0]["optimizer"].replace("chain", "sum")
     assert f"{TRACED} (chain(rate0=0.0" in "".join(changes(starts[0], other).bits)

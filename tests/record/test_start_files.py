@@ -20,9 +20,9 @@ from jstep.record.starts import (
     StartFile,
     has_trained,
     last_trained,
+    load_setup,
     original_of,
     read_starts,
-    with_card,
 )
 from jstep.stores.owners import this_process
 
@@ -46,12 +46,12 @@ def test_a_start_is_a_file_that_is_replaced_as_a_whole(tmp_path):
     file.update({"step": [0, 5]})
     assert read_starts(str(tmp_path))["model"][0]["step"] == [0, 0]
     file.write({"values": {"loss": "nan"}, "best": {"loss": [0.5, 3, "/a/best-3"]}})
-    file.write_card({"step": 0})
+    file.write_setup({"step": 0})
     (start,) = read_starts(str(tmp_path))["model"]
     assert (start["step"], start["number"], start["best"]) == ([0, 5], 1, {"loss": [0.5, 3, "/a/best-3"]})
     assert start["values"]["loss"] != start["values"]["loss"]
-    assert (start["problem"], start["card"], start["argv"], start["exception"]) == ("", {}, [], None)
-    assert with_card(str(tmp_path), start)["card"] == {"step": 0}
+    assert (start["problem"], start["setup"], start["argv"], start["exception"]) == ("", {}, [], None)
+    assert load_setup(str(tmp_path), start)["setup"] == {"step": 0}
     assert files(tmp_path) == ["model.000001.card.json", "model.000001.json"]
     file.close()
     file.write({"step": [0, 9]})
@@ -70,12 +70,12 @@ def test_a_large_config_is_beside_the_card(tmp_path):
     file = start_file(tmp_path, config=config)
     assert os.path.getsize(tmp_path / "starts/model.000001.json") < 6000
     assert read_starts(str(tmp_path))["model"][0]["config"] == config
-    file.write_card({"step": 1})
+    file.write_setup({"step": 1})
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["config"], with_card(str(tmp_path), start)["card"]) == (config, {"step": 1})
+    assert (start["config"], load_setup(str(tmp_path), start)["setup"]) == (config, {"step": 1})
     (tmp_path / "starts/model.000001.card.json").write_text("[")
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["config"], with_card(str(tmp_path), start)["card"], start["problem"]) == (None, {}, "")
+    assert (start["config"], load_setup(str(tmp_path), start)["setup"], start["problem"]) == (None, {}, "")
 
 
 @pytest.mark.parametrize("what", ["makes", "writes"])
@@ -87,7 +87,7 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
         patch.setattr(starts, "make_directories" if what == "makes" else "replace_file", full)
         file = start_file(tmp_path)
         file.write({"step": [0, 1]})
-        file.write_card({"step": 3})
+        file.write_setup({"step": 3})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the record of this run cannot be written" in caplog.text
     assert [start["problem"] for start in read_starts(str(tmp_path)).get("model", ())] == [NOT_WRITTEN] * (
@@ -95,14 +95,14 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
     )
     file.write({"step": [0, 2]})
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["step"], with_card(str(tmp_path), start)["card"]) == ([0, 2], {"step": 3})
+    assert (start["step"], load_setup(str(tmp_path), start)["setup"]) == ([0, 2], {"step": 3})
 
 
 def test_nothing_is_written_where_the_directory_was(tmp_path, caplog):
     file = start_file(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
     file.write_program(0, "x")
-    file.write_card({"step": 0})
+    file.write_setup({"step": 0})
     file.close()
     assert not (tmp_path / "a").exists()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -131,7 +131,7 @@ from jstep.record.starts import StartFile, read_starts
 earlier = read_starts(sys.argv[1]).get("model", [])
 fields = {**json.loads(sys.argv[2]), "values": {"loss": 1.0}}
 file = StartFile(sys.argv[1], "model", earlier, fields)
-file.write_card({"programs": []})
+file.write_setup({"programs": []})
 print("begun", flush=True)
 for i in range(10**9):
     file.write({"step": [0, i], "argv": ["x" * 500] * 40})
@@ -336,7 +336,7 @@ def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path,
     if how == "deleted":
         shutil.rmtree(tmp_path / "b")
     file.write({"step": [0, 2]})
-    file.write_card({"step": 0})
+    file.write_setup({"step": 0})
     file.write_program(0, "HloModule")
     file.close({"end": ["finished", ""]})
     assert (tmp_path / "a").exists() == (how == "replaced")

@@ -17,7 +17,7 @@ OPENS = {
     "debug.verify_resume": "a temporary folder of this process",
     "look.cli": "/dev/null",
     "look.report": "a file of the package",
-    "watching.recorder": "/proc",
+    "watching.record_numbers": "/proc",
     "watching.utilization": "a file of the package",
     "optimizers.muon": "a file of the package",
     "record.starts": "a new file, and none if there is one",

@@ -16,7 +16,7 @@ OF = {
     "watching/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
     "watching/process_recorder": set(),  # other processes than the first have it
     "watching/batch_watch": {"batches"},
-    "watching/stalls": {"stalls"},
+    "watching/stall_watch": {"stalls"},
     "watching/utilization": {"utilization"},
     "watching/progress": {"progress"},
     "look/goodput": {"goodput"},

@@ -16,9 +16,10 @@ from waiting import wait_until
 
 import jstep
 from jstep.record import starts
-from jstep.record.starts import read_starts, with_card
+from jstep.record.starts import load_setup, read_starts
 from jstep.stores.owners import this_process
 from jstep.watching import recorder
+from jstep.watching.record_numbers import RecordNumbers
 
 optimizer, train_step = mean(0.1)
 
@@ -51,9 +52,9 @@ def test_a_start_says_what_it_was_and_did(tmp_path):
     assert [saved[2] for saved in start["saved"]] == [12, 24]
     assert start["saved"][0][3] == pytest.approx(0.1)
     assert abs(start["began"] + sum(start["seconds"].values()) - start["now"]) < 1
-    card = with_card(str(tmp_path), start)["card"]
-    assert (card["step"], card["state"]["params"], card["batches"]["length"]) == (0, 3, 20)
-    (program,) = card["programs"]
+    setup = load_setup(str(tmp_path), start)["setup"]
+    assert (setup["step"], setup["state"]["params"], setup["batches"]["length"]) == (0, 3, 20)
+    (program,) = setup["programs"]
     assert (program["stage"], len(program["hash"])) == (0, 32)
     assert program["hyperparameters"] == {"learning_rate": 0.1}
     extra = jstep.Saver(tmp_path).extra(8)
@@ -86,7 +87,7 @@ def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has
 def test_the_record_of_a_run_without_checkpoints_is_in_its_logdir(tmp_path):
     train(None, 3, logdir=tmp_path)
     assert record(tmp_path)[0]["step"] == [0, 3]
-    assert len(with_card(str(tmp_path), record(tmp_path)[0])["card"]["programs"]) == 1
+    assert len(load_setup(str(tmp_path), record(tmp_path)[0])["setup"]["programs"]) == 1
     train(None, 3)
 
 
@@ -134,7 +135,7 @@ def test_one_failure_in_the_thread_that_writes_does_not_end_the_record(tmp_path,
         if len(calls) < 3:
             raise RuntimeError("once")
 
-    monkeypatch.setattr(recorder.Recorder, "_sample", failing)
+    monkeypatch.setattr(RecordNumbers, "sample", failing)
 
     def slow(step, state, metrics):
         wait_until(lambda: len(calls) > 3 and record(tmp_path)[0]["step"] == [0, 2])
@@ -229,8 +230,8 @@ def test_a_directory_that_is_renamed_while_the_run_goes_on_is_not_made_again(tmp
     assert (first["run"], first["copied"]) == (second["run"], second["copied"]) == (first["run"], False)
 
 
-def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(recorder, "card", lambda *args: 1 / 0)
+def test_an_error_of_the_setup_ends_no_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(recorder, "describe_setup", lambda *args: 1 / 0)
     train(tmp_path, 2)
     assert "this run could not be recorded: ZeroDivisionError" in caplog.text
     assert record(tmp_path)[0]["end"] == ["finished", ""]

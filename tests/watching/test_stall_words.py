@@ -14,8 +14,8 @@ from jstep.hooks.run_hook import HookCall, RunHook
 from jstep.loop import stopping
 from jstep.loop.course import Activity
 from jstep.metering.in_flight import InFlight
-from jstep.watching import stalls
-from jstep.watching.stalls import StallWatch, Wait
+from jstep.watching import stall_watch as stalls
+from jstep.watching.stall_watch import StallWatch, Wait
 
 
 def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
@@ -118,7 +118,7 @@ def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
     wait = watch_of(waits()[what])._now()
     assert (wait.kind, wait.timing_key, wait.what) == (
-        *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
+        *(stalls.AGREEMENT, stalls.AGREEMENT),
         f"waiting for other processes to agree on {topic}",
     )
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
@@ -133,7 +133,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
     agree = "waiting for other processes to agree on what is due at step 4"
     in_calls = [other(i, "in steps 1 to 4", stalls.CALL, steps=[1, 4]) for i in (1, 2)]
-    agreeing = [other(i, agree, stalls.WITH_OTHERS) for i in (3, 4)]
+    agreeing = [other(i, agree, stalls.AGREEMENT) for i in (3, 4)]
     watch = watch_of(run_of(), count=7)
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
@@ -193,7 +193,7 @@ def looked(
     watch = watch_of(run_of(), count=2 if shared else 1, **more)
     exchanged: list[Any] = []
     files: Any = watch._files
-    files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
+    files.exchange = lambda fields, read, immediately=False: exchanged.append((fields and fields(), read, immediately))
     stand_ins = {
         "_now": lambda: Wait("batch", "waiting for batch 6", "key"),
         "_line": lambda wait: f"line at {wait.age:g}",

@@ -1,4 +1,9 @@
-"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long."""
+"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
+
+The loop does not call it. About once a second, in a thread of its own, it reads what the loop says that it is doing
+(`Course.activity`), what waiting threads say (`core.threads.doing`), and how long the same activity has lasted before
+(`Stopwatch.lasted`).
+"""
 
 import faulthandler
 import os
@@ -9,7 +14,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,7 +28,7 @@ from jstep.hooks.run_hook import HookCall, RunHook
 from jstep.loop.course import Activity
 from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
-from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
+from jstep.record.stall_files import AGREEMENT, CALL, StallFiles, silent
 from jstep.summary.writer import request_flush
 
 _BATCH = "batch"
@@ -31,10 +36,14 @@ _COMPILE = "compile"
 _START = "start"
 _HOST_WAITS = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LOOP = os.path.join(_OWN, "running", "run.py")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LOOP = os.path.join(_PACKAGE, "running", "run.py")
 """The file whose frames are the loop: what called them is the user's script, which waits for all of the run."""
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
+_MAX_RECORDED = 100
+"""The number of stalls in the record of a start."""
+_MAX_NAMED = 8
+"""The number of other processes that a line names."""
 
 
 class StallHook(RunHook):
@@ -87,10 +96,12 @@ class Wait(NamedTuple):
 
     Attributes:
         timing_key: The key of its recorded durations, if not the stopwatch's.
+        steps: The first and the last step of a call.
         taken: What it has done, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
-        due: The age at which the next line is due.
+        due: The age at which the next line is due; 0 before it is a stall.
+        part: The phase at the latest line; empty before there is one.
     """
 
     kind: str
@@ -119,16 +130,17 @@ class StallWatch(Observer):
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
         self._every = min(1.0, self._warn / 4)
         self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()
         self._wait = Wait(_START, "")
-        self._recorded: dict[str, Any] | None = None  # the stall that lasts
+        # The entry of the present stall in the record of the start, which `_record` replaces as the stall goes on.
+        self._recorded: dict[str, Any] | None = None
         if self._warn:
             try:
                 self._thread.start()
             except BaseException:  # Ctrl-C, before `__enter__`, so nobody else can stop the thread
-                self._over.set()
+                self._ended.set()
                 raise
 
     @property
@@ -137,27 +149,29 @@ class StallWatch(Observer):
 
     @property
     def _is_shared(self) -> bool:
+        """Whether processes read each other's files."""
         return self.run.options.where is not None and self._count > 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._warn:
             return
-        self._over.set()
+        self._ended.set()
         self._thread.join(timeout=10)
         self._end_wait()
         self._files.finish(None)
 
     def _watch(self) -> None:
-        before = time.monotonic()
-        cpu = time.process_time()
-        while not self._over.wait(self._every):
+        looked_at = time.monotonic()
+        cpu_seconds = time.process_time()
+        while not self._ended.wait(self._every):
             time_now = time.monotonic()
-            used = time.process_time()
+            elapsed = time_now - looked_at
+            looked_at = time_now
+            cpu_seconds_before = cpu_seconds
+            cpu_seconds = time.process_time()
             # If this thread did not run either, the process was stopped, or the machine slept.
-            passed = min(time_now - before, 2 * self._every)
-            computes = used - cpu > 0.1 * (time_now - before)
-            before = time_now
-            cpu = used
+            passed = min(elapsed, 2 * self._every)
+            computes = cpu_seconds - cpu_seconds_before > 0.1 * elapsed
             try:
                 self._check(passed, 0.1 * passed if computes else passed)
             except Exception:  # an error here must not end the run
@@ -165,47 +179,51 @@ class StallWatch(Observer):
 
     def _check(self, passed: float, idle: float) -> None:
         self._follow(self._now(), passed, idle)
-        wait = self._wait
-        files = self._files
-        if not self._is_stall(wait):  # others may wait for this process, though it does not stall
-            is_old = self._is_shared and wait.age > self._warn
-            hang = is_old and (files.is_told or any(other["stall"] for other in files.others))
-            files.exchange((lambda: self._fields(wait, stall=False)) if hang else None, read=is_old)
-            return
+        if self._is_stall(self._wait):
+            self._report(self._wait)
+        else:
+            self._answer_others(self._wait)
+
+    def _answer_others(self, wait: Wait) -> None:
+        """Write what this process does if others wait for it, though it does not stall."""
+        is_old = self._is_shared and wait.age > self._warn
+        is_waited_for = is_old and (self._files.is_told or any(other["stall"] for other in self._files.others))
+        fields = (lambda: self._fields(wait, stall=False)) if is_waited_for else None
+        self._files.exchange(fields, read=is_old)
+
+    def _report(self, wait: Wait) -> None:
         due = wait.due or wait.age
-        files.exchange(lambda: self._fields(wait), read=wait.age >= due, at_once=wait.age >= due)
+        is_due = wait.age >= due
+        self._files.exchange(lambda: self._fields(wait), read=is_due, immediately=is_due)
         self._wait = wait._replace(due=due)
         # Others, which have stalled for as long, need a moment to write their files.
         if wait.age >= due + (3 * self._every if self._is_shared else 0):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             log_in_time(self._line(wait))
-            if (writer := self.run.writer) is not None:  # a stalled run may be killed
-                request_flush(writer)
+            if self.run.writer is not None:  # a stalled run may be killed
+                request_flush(self.run.writer)
         if self._wait.part:
             self._record(self._wait)
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
             self._exit(self._wait)
 
-    # What the run waits for: the host, or the device where the host may wait for that.
+    # What the run waits for.
 
     def _now(self) -> Wait:
         activities = threads.activities_of(self._ident)
-        step = self.run.step
         wait = self._wait_of_run(is_tracing=threads.TRACING in activities)
         unfinished = self.run.in_flight.unfinished()
         if threads.AGREEING in activities:
-            topic = (
-                f"what is due at step {step}" if wait.kind in (CALL, *_HOST_WAITS) else wait.what.removeprefix("in ")
-            )
-            if threads.AGREEING_ON_SHAPES in activities:
-                topic = f"the new shapes of batch {step}"
-            wait = Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
-        return wait if unfinished is None or wait.kind in _HOST_WAITS else _call(unfinished[0], unfinished[1] - 1)
+            wait = self._wait_for_others(wait, are_shapes=threads.AGREEING_ON_SHAPES in activities)
+        if unfinished is None or wait.kind in _HOST_WAITS:
+            return wait
+        # Anything else on the host, such as a hook or a save, may wait for the device.
+        return _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         """Say what the loop says that it is doing."""
         run = self.run
-        course = self.run.course
+        course = run.course
         activity = course.activity
         step = run.step
         if isinstance(activity, HookCall):
@@ -241,6 +259,16 @@ class StallWatch(Observer):
         kind = "hook" if call.is_user_hook else "built-in hook"
         return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", call.timing_key)
 
+    def _wait_for_others(self, wait: Wait, *, are_shapes: bool) -> Wait:
+        step = self.run.step
+        if are_shapes:
+            topic = f"the new shapes of batch {step}"
+        elif wait.kind in (CALL, *_HOST_WAITS):
+            topic = f"what is due at step {step}"
+        else:
+            topic = wait.what.removeprefix("in ")
+        return Wait(AGREEMENT, f"waiting for other processes to agree on {topic}", AGREEMENT)
+
     def _follow(self, present: Wait, passed: float, idle: float) -> None:
         if self._wait.goes_on(present):
             self._wait = self._wait._replace(age=self._wait.age + passed, idle=self._wait.idle + idle)
@@ -255,20 +283,24 @@ class StallWatch(Observer):
             self._recorded = None
 
     def _record(self, wait: Wait) -> None:
+        file = self.run.file
+        if file is None:
+            return
         unfinished = self.run.in_flight.unfinished()
-        fields = {
+        stall = {
             "time": round(time.time(), 6),
             "step": self.run.step if unfinished is None else unfinished[0],
             "part": wait.part or self.run.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,
+            "process": self._index,
         }
-        if (file := self.run.file) is not None:
-            stalls = file.fields["stalls"]
-            earlier = stalls[:-1] if stalls and stalls[-1] is self._recorded else stalls
-            self._recorded = {**fields, "process": self._index}
-            file.update({"stalls": [*earlier, self._recorded][-100:]})
-            file.due.set()
+        stalls = file.fields["stalls"]
+        if stalls and stalls[-1] is self._recorded:
+            stalls = stalls[:-1]
+        self._recorded = stall
+        file.update({"stalls": [*stalls, stall][-_MAX_RECORDED:]})
+        file.due.set()
 
     # The definition of a stall.
 
@@ -276,11 +308,14 @@ class StallWatch(Observer):
         usual = self._usual(wait)
         if usual is None:
             return wait.idle > 10 * self._warn
-        first, last = wait.steps or (1, 0)
         longer = min(self._hook.factor * usual, usual + 10 * self._warn)
+        if wait.steps is None:
+            return wait.age > max(self._warn, longer)
+        first, last = wait.steps
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
+        """Return the usual seconds of the same activity, of a call those of a step; None the first time."""
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
@@ -299,50 +334,71 @@ class StallWatch(Observer):
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:
-        others = self._files.others
-        shown = self._files.shown
-        if self._files.is_told:  # the process before this one names them
+        """Describe the other processes: count those that wait for the same, and name the rest."""
+        files = self._files
+        if files.is_told:  # the process before this one names them
             return
-        often = Counter(other["what"] for other in others)
-        yield from (f"{count} others are {what}" for what, count in often.items() if count > 1)
-        single = [other for other in others if often[other["what"]] == 1]
-        yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in single[:8])
-        missing = silent([{"process": self._index}, *others], self._count) if self._is_shared else []
+        counts = Counter(other["what"] for other in files.others)
+        for what, count in counts.items():
+            if count > 1:
+                yield f"{count} others are {what}"
+        single = [other for other in files.others if counts[other["what"]] == 1]
+        for other in single[:_MAX_NAMED]:
+            yield f"process {other['process']} (host {other['host']}) is {other['what']}"
+        if not self._is_shared or files.shown is None:
+            return
         # Those that live have had the time to write and to be read.
-        if missing and shown is not None and time.monotonic() - shown >= 2.5 * self._files.period:
+        if time.monotonic() - files.shown < 2.5 * files.period:
+            return
+        missing = silent([{"process": self._index}, *files.others], self._count)
+        if missing:
             yield f"no sign of life from process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
         """Return the innermost line outside all libraries, or else outside jstep, or else in jstep."""
         frames = sys._current_frames()
-        python_threads = {thread.ident for thread in threading.enumerate()}
-        makers = [
-            i for i in threads.threads_doing(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.activities_of(i)
-        ]
-        callbacks = [i for i in frames if i not in python_threads]  # threads of XLA
-        first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
-        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), is_whole=False)]
-        outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
-        users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-        return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
+        stacks: list[FrameType] = []
+        for ident in [*self._threads_to_blame(wait, frames), self._ident]:
+            stacks += _stack(frames.get(ident), is_whole=False)
+        others = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_PACKAGE)]
+        users = [frame for frame in others if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+        for frame in users or others or stacks:
+            return os.path.basename(_as_line(frame))
+        return ""
+
+    def _threads_to_blame(self, wait: Wait, frames: Collection[int]) -> list[int]:
+        """Return the threads that the loop's thread may wait for: what they do says more than where it waits."""
+        if wait.kind in (_BATCH, _COMPILE):
+            makers = threads.threads_doing(threads.MAKING)
+            return [ident for ident in makers if threads.WAITING_FOR_ROOM not in threads.activities_of(ident)]
+        if wait.kind == CALL:
+            # Threads of XLA, which run the callbacks of a program.
+            python_threads = {thread.ident for thread in threading.enumerate()}
+            return [ident for ident in frames if ident not in python_threads]
+        return []
 
     def _fields(self, wait: Wait, *, stall: bool = True) -> dict[str, Any]:
+        """Return the fields of the file of this process, but for those that tell whose it is."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {
-            f"{names.get(i, '')} {i}": [_as_line(line) for line in _stack(frame)]
-            for i, frame in sys._current_frames().items()
-        }
-        what = wait.what.replace("in a call of ", "in ")
+        stacks: dict[str, list[str]] = {}
+        for ident, frame in sys._current_frames().items():
+            stacks[f"{names.get(ident, '')} {ident}"] = [_as_line(line) for line in _stack(frame)]
         return {
-            "processes": self._count, "step": self.run.step, "part": self.run.watch.current,
-            "kind": wait.kind, "what": what, "since": time.time() - wait.age, "stall": stall,
-            "line": self._place(wait), "steps": wait.steps, "threads": stacks,
-        }  # fmt: skip
+            "processes": self._count,
+            "step": self.run.step,
+            "part": self.run.watch.current,
+            "kind": wait.kind,
+            "what": wait.what.replace("in a call of ", "in "),
+            "since": time.time() - wait.age,
+            "stall": stall,
+            "line": self._place(wait),
+            "steps": wait.steps,
+            "threads": stacks,
+        }
 
-    # The exit.
+    # The exit. What may need a lock that the stalled code holds has a limited time.
 
     def _exit(self, wait: Wait) -> None:
-        run = self.run
         log_in_time(
             f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {STALL_EXIT_CODE}"
         )
@@ -350,18 +406,20 @@ class StallWatch(Observer):
         threads.done_in_time(lambda: self._record(wait), 5.0, name="jstep-stall")
         self._files.finish(lambda: {**self._fields(wait), "exit_code": STALL_EXIT_CODE})
         usual = self._usual(Wait("save", "", SAVING))
-        if self._count == 1:
-            grace_secs = 0.0
-        else:
-            grace_secs = max(1.5, min(5.0, self._warn))
-            if self._index == 0:
-                grace_secs *= 2  # without process 0, JAX aborts the others, so that waits longest
         exit_after_stall(
-            run,
+            self.run,
             may_save=wait.kind == _BATCH and self._count == 1,
             save_secs=10 * self._warn if usual is None else max(self._warn, 3 * usual),
-            grace_secs=grace_secs,
+            grace_secs=self._grace_secs(),
         )
+
+    def _grace_secs(self) -> float:
+        """Return how long to wait for the other processes, so that each writes what it waited for."""
+        if self._count == 1:
+            return 0.0
+        secs = max(1.5, min(5.0, self._warn))
+        # Without process 0, JAX aborts the others, so that it waits longest.
+        return 2 * secs if self._index == 0 else secs
 
 
 def _compilation(step: int) -> Wait:
@@ -375,7 +433,9 @@ def _call(first: int, last: int) -> Wait:
 
 def _secs(seconds: float) -> str:
     """Format with two digits, or as whole seconds: 0.02, 1.5, 94."""
-    return f"{seconds:.0f}" if seconds >= 9.95 else f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
+    if seconds >= 9.95:
+        return f"{seconds:.0f}"
+    return f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
 
 
 def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:

@@ -66,10 +66,12 @@ class Log(NamedTuple):
     entries: dict[int, Entry]
     corrupted: list[str]
 
-    def add(self, lines: Iterable[bytes], where: str, after: int = -1) -> None:
+    def add(self, lines: Iterable[bytes], where: str, first: int = 0) -> None:
+        """Add the lines of the steps from `first` on; `where` is the end of the errors that name a line."""
         for number, raw in enumerate(lines, 1):
-            begins = _STEP.match(raw)
-            if begins is not None and int(begins[1]) <= after:
+            # Before it is decoded: a log has lines with a fingerprint of each leaf, and a restart needs the last ones.
+            match = _STEP.match(raw)
+            if match is not None and int(match[1]) < first:
                 continue
             entry = parse_line(raw)
             if entry is not None:
@@ -94,10 +96,12 @@ def read_log(path: str) -> Log:
 
 
 def read_later(path: str, step: int) -> Log:
+    """Return the entries after a step that are in the last part of a log."""
     log = Log(path, {}, [])
     for tail in read_tail(path):
         part = "" if tail.part == path else f" of {tail.part}"
-        log.add(tail.lines, part if tail.is_whole else f"{part} from its last {TAIL} bytes on", step)
+        where = part if tail.is_whole else f"{part} from its last {TAIL} bytes on"
+        log.add(tail.lines, where, first=step + 1)
     return log
 
 
@@ -129,11 +133,11 @@ def parse_line(raw: bytes) -> Entry | None:
         leaves = record.get("leaves")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
     if not is_step(step) or not isinstance(leaves, dict | None):
         return None
-    if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
-        return None
+    for text in (state, *(leaves or {}).values()):
+        if not isinstance(text, str) or not _HEX.fullmatch(text):
+            return None
     return Entry(step, state, leaves)
 
 
@@ -143,7 +147,9 @@ def is_line(raw: bytes) -> bool:
 
 def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:
     words = stacked_words(fingerprints.groups)
-    leaves = dict(zip(fingerprints.paths, all_as_hexadecimal(words), strict=True)) if per_leaf else None
+    leaves = None
+    if per_leaf:
+        leaves = dict(zip(fingerprints.paths, all_as_hexadecimal(words), strict=True))
     return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=np.uint32)), leaves)
 
 
@@ -169,9 +175,15 @@ def compare_logs(first: Entry, second: Entry) -> Difference | None:
         return None
     if first.leaves is None or second.leaves is None:
         return Difference(first.step, None)
-    a, b = first.leaves, second.leaves
+    a = first.leaves
+    b = second.leaves
     leaves = tuple(path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path))
-    return Difference(first.step, leaves, tuple(trees.only_in(a, b)), tuple(trees.only_in(b, a)))
+    return Difference(
+        first.step,
+        leaves,
+        first_only=tuple(trees.only_in(a, b)),
+        second_only=tuple(trees.only_in(b, a)),
+    )
 
 
 # The hook.
@@ -187,7 +199,8 @@ class DivergenceError(WrongStateError, RuntimeError):
 
     def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
         super().__init__(message)  # pickle calls it with the message alone
-        self.step, self.leaves = step, leaves
+        self.step = step
+        self.leaves = leaves
 
 
 class FingerprintHook(RunHook):
@@ -242,7 +255,9 @@ class FingerprintHook(RunHook):
         self._path = ""
         self._file: LineFile | LineObject | None = None
         self._claim: FileClaim | None = None
-        self._before: dict[int, Entry] = {}
+        # Step → what an earlier start has logged for it. Each entry is compared once. Only the first process has them,
+        # unless all processes have to raise.
+        self._logged: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
@@ -252,23 +267,25 @@ class FingerprintHook(RunHook):
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
             self._path = join_path(self._path, FINGERPRINTS_FILE)
-        self._pending, self._before = TransferQueue(), {}
+        self._pending = TransferQueue()
+        self._logged = {}
         self._fingerprints = LeafFingerprints(state)  # raises now, not at the first fingerprint
         processes.share_errors(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
-            lines = processes.broadcast_bytes("".join(entry.line() for entry in self._before.values()).encode())
-            self._before = parse_lines(lines)
+            text = "".join(entry.line() for entry in self._logged.values())
+            self._logged = parse_lines(processes.broadcast_bytes(text.encode()))
 
     def _open(self) -> None:
-        if jax.process_index() == 0:
-            if self._run.saver is not None:
-                check_no_links(self._path, self._run.saver.directory)
-            self._claim = None if is_url(self._path) else claim_file(self._path)
-            log = read_later(self._path, self._run.step)
-            if log.corrupted:
-                logger.warning("%s: skipped: %s", self._path, format_list(log.corrupted, 5, "; "))
-            self._before = log.entries
-            self._file = append_to(self._path, is_line)
+        if jax.process_index() != 0:
+            return
+        if self._run.saver is not None:
+            check_no_links(self._path, self._run.saver.directory)
+        self._claim = None if is_url(self._path) else claim_file(self._path)
+        log = read_later(self._path, self._run.step)
+        if log.corrupted:
+            logger.warning("%s: skipped: %s", self._path, format_list(log.corrupted, 5, "; "))
+        self._logged = log.entries
+        self._file = append_to(self._path, is_line)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = self._fingerprints.start(state)
@@ -285,16 +302,20 @@ class FingerprintHook(RunHook):
 
     def end(self, step: int, state: TrainState) -> None:
         self._finish_all()
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with self._deferring_errors(self._path):
                 file.close()
 
     def close(self) -> None:
         super().close()
-        file, pending = self._file, self._pending
-        claim, self._claim = self._claim, None
-        self._pending, self._before = TransferQueue(), {}  # no further comparison
+        file = self._file
+        pending = self._pending
+        claim = self._claim
+        self._claim = None
+        self._pending = TransferQueue()
+        self._logged = {}  # the last fingerprints are written, and compared no more
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             if file is not None:
@@ -319,12 +340,14 @@ class FingerprintHook(RunHook):
         if self._file is not None:
             with self._deferring_errors(self._path):
                 self._file.write(entry.line().encode())
-        before = self._before.pop(step, None)
-        difference = None if before is None else compare_logs(before, entry)
-        if before is None or difference is None:
+        logged = self._logged.pop(step, None)
+        if logged is None:
+            return
+        difference = compare_logs(logged, entry)
+        if difference is None:
             return
         message = (
-            f"step {step} was repeated with a different result than the one logged in {self._path} ({before.state} "
+            f"step {step} was repeated with a different result than the one logged in {self._path} ({logged.state} "
             f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices."
         )
         if self._raises:

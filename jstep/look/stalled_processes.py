@@ -7,7 +7,15 @@ from typing import Any
 
 from jstep.look.cli import DIFFERENT, Command, answer, complain, local_text, local_zone, table
 from jstep.look.runs import find_runs, run_names, runs
-from jstep.record.stall_files import FOLDER, Fields, find_waited_for, in_ranges, missing_threads, read_stalls, silent
+from jstep.record.stall_files import (
+    FOLDER,
+    Fields,
+    find_waited_for,
+    format_ranges,
+    missing_threads,
+    read_stalls,
+    silent,
+)
 from jstep.stores.files import is_directory
 from jstep.stores.urls import absolute, join_path, location, split_path
 
@@ -63,7 +71,7 @@ def _lines(groups: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
         for stall in stalls:
             seconds = f"{group['at'] - stall['since']:.0f} s"
             rows.append({"run": group["run"], **stall, "for": seconds, "": "*" if stall in waited_for else ""})
-        for processes in in_ranges(missing):
+        for processes in format_ranges(missing):
             rows.append({"run": group["run"], "process": processes, "what": "no sign of life", "": "*"})
     names = ["", *(["run"] if are_named else []), "process", "host", "pid", "for", "what", "line"]
     keys = dict(zip(names, names, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core.checks import array_type, format_list, in_own_digits, truncate
 from jstep.look.arrays import is_inexact
-from jstep.record.stall_files import in_ranges
+from jstep.record.stall_files import format_ranges
 
 _MAX_NAME, _MAX_TEXT, _MAX_ITEMS, _MAX_GROUPS = 200, 80, 8, 8
 """The characters of a name and of a value, the items of a list, and the groups of processes that are shown."""
@@ -99,7 +99,7 @@ def lines_of_positions(positions: Positions) -> list[str]:
 
 
 def _named(processes: Sequence[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {format_list(in_ranges(processes), _MAX_GROUPS)}: "
+    return f"process{'es' if len(processes) > 1 else ''} {format_list(format_ranges(processes), _MAX_GROUPS)}: "
 
 
 def position_differences(a: Positions | None, b: Positions | None) -> list[tuple[str, str]]:
