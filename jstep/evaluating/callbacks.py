@@ -43,7 +43,7 @@ class MetricReader(ShownAsTyped):
     def _use_evaluator(self, evaluate: Any) -> None:
         """Called before `begin`, with the function that measures."""
 
-    def _before_run_save(self, step: int) -> None:
+    def _prepare_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run."""
 
     def _wait_until_finished(self) -> None:
@@ -117,10 +117,10 @@ def use_evaluation(callback: object, prefix: str, names: Collection[str] | None,
         callback._use_evaluator(evaluate)
 
 
-def before_run_save(callback: object, step: int) -> None:
+def prepare_run_save(callback: object, step: int) -> None:
     # Not `before_save`, which users' callbacks may have: an object with it is a hook, and `KeepBest` is none.
     if isinstance(callback, MetricReader):
-        callback._before_run_save(step)
+        callback._prepare_run_save(step)
 
 
 def wait_until_finished(callback: object) -> None:
@@ -284,9 +284,9 @@ class EarlyStopping(MetricCallback):
         progress = self._progress
         if progress.wait < self._patience:
             return None
-        at_step = "" if progress.stopped_at is None else f" at step {progress.stopped_at}"
+        place = "" if progress.stopped_at is None else f" at step {progress.stopped_at}"
         return (
-            f"{hook_key(self)} stopped the run{at_step}: {self._failure('had')}. To continue, give "
+            f"{hook_key(self)} stopped the run{place}: {self._failure('had')}. To continue, give "
             "EarlyStopping(…, reset=True)"
         )
 
@@ -398,13 +398,14 @@ class ReduceOnPlateau(MetricCallback):
         if self._progress.wait <= self._patience:
             return None
         self._progress = CallbackState(best=self._progress.best, cooldown_counter=self._cooldown)
-        return self._reduced(step, state)
+        return self._reduce(step, state)
 
     def _count(self, value: float) -> None:
         """Count an evaluation, as torch does: during the cooldown, also the newest one is not bad."""
         progress = self._progress
         best = progress.best
         if best is None:
+            # Not None, with which an infinite first value would be an improvement.
             best = math.inf if self._mode == "min" else -math.inf
         margin = self._threshold * abs(best) if math.isfinite(best) else 0.0
         is_good = is_better(value, best, self._mode, margin)
@@ -415,7 +416,7 @@ class ReduceOnPlateau(MetricCallback):
             cooldown_counter=max(progress.cooldown_counter - 1, 0),
         )
 
-    def _reduced(self, step: int, state: TrainState) -> TrainState | None:
+    def _reduce(self, step: int, state: TrainState) -> TrainState | None:
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)

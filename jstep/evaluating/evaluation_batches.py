@@ -56,6 +56,7 @@ class EvaluationBatches:
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
         self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
         self._used = False
+        # A loader's first batch, which `first_shapes` has read ahead of an evaluation, and the iterator of the others.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -93,8 +94,8 @@ class EvaluationBatches:
         args = trees.batch_to_args(batch)
         if shardings is None:
             is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
-            return jax.tree.map(lambda leaf: _on_device(leaf) if isinstance(leaf, is_host) else leaf, args)
-        return _map_leaves(_on_device, args, shardings)
+            return jax.tree.map(lambda leaf: _device_shape(leaf) if isinstance(leaf, is_host) else leaf, args)
+        return _map_leaves(_device_shape, args, shardings)
 
     def first_hash(self) -> str | None:
         batches = self.source
@@ -105,14 +106,15 @@ class EvaluationBatches:
 
     def _items(self) -> Iterator[Any]:
         if self._begun is not None:  # no batch of a loader is read twice
-            (first, others), self._begun = self._begun, None
+            first, others = self._begun
+            self._begun = None
             return itertools.chain([first], others)
         if self._is_iterator and not hasattr(self.source, "__iter__"):  # some only have __next__
             return map(next, itertools.repeat(self.source))
         return iter(self.source)  # also by __getitem__, until IndexError
 
 
-def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+def _device_shape(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return shape_of(leaf, fitting(sharding, np.shape(leaf)))
 
 
@@ -185,8 +187,8 @@ def num_examples(args: Any) -> int | str:
 
 def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
-    of_leaves = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
-    return tuple(jax.tree.map(fn, args, of_leaves if batch is args else (of_leaves,)))
+    leaf_shardings = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
+    return tuple(jax.tree.map(fn, args, leaf_shardings if batch is args else (leaf_shardings,)))
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
@@ -199,7 +201,9 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
             args = next(batches, None)
             count = _ENDED if args is None else _number_of_rows(args)
         except Exception as error:
-            failure, count = error, _FAILED
+            # Not raised before the others know it: they would wait for the numbers of this process for ever.
+            failure = error
+            count = _FAILED
         with internal_transfers():
             counts = np.asarray(multihost_utils.process_allgather(np.array([count], np.int32))).reshape(-1)
         if failure is not None:
@@ -235,18 +239,32 @@ def _number_of_rows(args: tuple[Any, ...]) -> int:
 def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.Array:
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
-    whole = rows = np.asarray(rows)
-    if rows.ndim:
-        counts, owners = np.maximum(counts, 0), part_owners(sharding)
-        shape = (int(counts[0]) * len(owners), *rows.shape[1:])
-        if counts[0] and (counts == counts[0]).all() and fitting(sharding, shape).spec == sharding.spec:
-            return place_rows(rows, sharding)
-        # The rows of all processes, as bytes, so that no conversion changes them.
-        rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
-        most, tail = int(counts.max()), rows.shape[1:]
-        padded = np.zeros((most, *tail), rows.dtype)
-        padded[: len(rows)] = rows
-        gathered = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
-        parts = gathered.reshape(len(counts), -1)
-        whole = np.concatenate([parts[p].copy().view(rows.dtype).reshape(most, *tail)[: counts[p]] for p in owners])
+    rows = np.asarray(rows)
+    if not rows.ndim:
+        return _place_whole(rows, sharding)
+    counts = np.maximum(counts, 0)
+    owners = part_owners(sharding)
+    shape = (int(counts[0]) * len(owners), *rows.shape[1:])
+    are_equal = counts[0] and (counts == counts[0]).all()
+    if are_equal and fitting(sharding, shape).spec == sharding.spec:
+        return place_rows(rows, sharding)
+    # Parts of different sizes are no shards of one array: each process gets the rows of all.
+    parts = _gather_rows(rows, counts)
+    return _place_whole(np.concatenate([parts[process] for process in owners]), sharding)
+
+
+def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Return the rows of each process, which are exchanged as bytes, so that no conversion changes them."""
+    rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
+    shape = (int(counts.max()), *rows.shape[1:])
+    padded = np.zeros(shape, rows.dtype)
+    padded[: len(rows)] = rows
+    gathered = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
+    parts: list[np.ndarray[Any, Any]] = []
+    for data, count in zip(gathered.reshape(len(counts), -1), counts, strict=True):
+        parts.append(data.copy().view(rows.dtype).reshape(shape)[:count])
+    return parts
+
+
+def _place_whole(whole: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])

@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.evaluating.callbacks import before_run_save, use_evaluation, use_run, wait_until_finished
+from jstep.evaluating.callbacks import prepare_run_save, use_evaluation, use_run, wait_until_finished
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
@@ -98,7 +98,7 @@ class EvaluationHook(RunHook):
         clock: Clock = time.monotonic,
         at_start: bool = False,
     ) -> None:
-        self._at_start = as_bool(at_start, "at_start")
+        self._evaluates_first = as_bool(at_start, "at_start")
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
         self.prefix = as_string(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
@@ -108,8 +108,12 @@ class EvaluationHook(RunHook):
             check_spellings(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
         self._stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
-        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self._cadence = make_cadence(
+            steps=("every_n_steps", every_n_steps),
+            secs=("every_n_secs", every_n_secs),
+            clock=clock,
+            together=True,
+        )
         self.results: dict[int, Mapping[str, Any]] = {}
         self._newest: dict[str, Any] | None = None  # the last results, by their logged names
         self._restored_step = -1  # the step whose result is that of an earlier start
@@ -170,28 +174,29 @@ class EvaluationHook(RunHook):
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
     def _evaluate_first(self, step: int, state: TrainState) -> Any:
-        return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
+        return self._evaluate_at(step, state, is_scheduled=False) if self._evaluates_first else None
 
     def _evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
         if not self._owes(step):
             return None
-        result = self._evaluate_at(step, state, on_cadence=True)
+        result = self._evaluate_at(step, state, is_scheduled=True)
         return True if self._owes(step) else result  # interrupted again
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        return self._evaluate_at(step, state, on_cadence=True)
+        return self._evaluate_at(step, state, is_scheduled=True)
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         if step in self.results:
             return None
-        result = self._evaluate_at(step, state, self._is_on_cadence(step))
-        result = result.state if isinstance(result, StopWith) else result
+        result = self._evaluate_at(step, state, self._is_scheduled(step))
+        if isinstance(result, StopWith):
+            return result.state
         return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
         for callback in self._callbacks:
-            before_run_save(callback, step)
+            prepare_run_save(callback, step)
         return any(self._call_each("before_save", step))
 
     def flush(self) -> None:
@@ -202,18 +207,19 @@ class EvaluationHook(RunHook):
         super().close()
         self._call_each("close")
 
-    def _is_on_cadence(self, step: int) -> bool:
+    def _is_scheduled(self, step: int) -> bool:
         is_due = self._cadence is not None and self._cadence.has_multiple(step)
         return is_due or self._owes(step)
 
     def _owes(self, step: int) -> bool:
         return self._interrupted_step == step
 
-    def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+    def _evaluate_at(self, step: int, state: TrainState, is_scheduled: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
-        # If a signal abandons this evaluation, the checkpoint of this step records it. Not one that was not due: the
-        # next start makes it again with the whole end, and none before the first step.
-        self._interrupted_step = step if on_cadence else None
+        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_evaluate_owed`. Not one
+        # that is not scheduled: that of the end is made again with the whole end, and that before the first step is
+        # made by a fresh run only.
+        self._interrupted_step = step if is_scheduled else None
         try:
             results = self._results_of(state)
         except EvaluationAbandoned:
@@ -222,7 +228,7 @@ class EvaluationHook(RunHook):
             return None
         self._interrupted_step = None
         self._report(step, results)
-        return self._run_callbacks(step, state, results, on_cadence)
+        return self._run_callbacks(step, state, results, is_scheduled)
 
     def _results_of(self, state: TrainState) -> Mapping[str, Any]:
         check_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
@@ -238,9 +244,11 @@ class EvaluationHook(RunHook):
                 raise TypeError(
                     f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate"
                 )
-        if (path := trees.find_donated(state)) is not None:
-            raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
+        donated = trees.find_donated(state)
+        if donated is not None:
+            raise RuntimeError(f"evaluate: must not donate the state, and donated its {donated!r}; compile it without")
         if self._callbacks and not processes.is_single_process():
+            # Callbacks decide from these, and a user's function may return other numbers on another process.
             return {**results, **_broadcast_from_0(results)}
         return results
 
@@ -262,12 +270,13 @@ class EvaluationHook(RunHook):
         except Exception as error:
             self._run.log_failed(self, error)  # callbacks may save
 
-    def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
-        if not on_cadence:
+    def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], is_scheduled: bool) -> Any:
+        if not is_scheduled:
             self._run.freeze_batch_position()
-        new_state, stopped_by = state, None
+        new_state = state
+        stopped_by: str | None = None
         for function in self._callbacks:
-            if not on_cadence and getattr(function, "on_cadence_only", False):
+            if not is_scheduled and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, new_state, results)
             stop, new_state = as_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")

@@ -22,7 +22,11 @@ _MUST_BE = (
     "or an object with the methods merge and compute"
 )
 _REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
-PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
+EXAMPLES = "per example"
+MEAN = "mean"
+PAIR = "sum and count"
+OBJECT = "object"
+"""The kinds of metrics."""
 
 _AHEAD = 2
 """The number of batches to dispatch before the metrics of the first one are read."""
@@ -34,7 +38,7 @@ class Metric:
     """A metric of one batch. All but the value is static.
 
     Attributes:
-        kind: PER_EXAMPLE, MEAN, PAIR or OBJECT.
+        kind: EXAMPLES, MEAN, PAIR or OBJECT.
         rows: The number of examples, or why it is unknown.
     """
 
@@ -52,14 +56,19 @@ def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     for name in returned:
         if not isinstance(name, str):
             raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
-    pairs = {name: (x.total, x.count) if isinstance(x, MeanOf) else x for name, x in returned.items()}
-    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in pairs.items()]
+    metrics: list[Metric] = []
+    for name, value in returned.items():
+        if isinstance(value, MeanOf):
+            value = (value.total, value.count)
+        metrics.append(Metric(value, name, _kind(name, value, rows), rows))
+    return metrics
 
 
 def _kind(name: str, value: Any, rows: int | str) -> str:
     if _is_object(name, value):
         return OBJECT
-    what, several = f"metric_fn: the metric {name!r}", isinstance(value, tuple | list)
+    what = f"metric_fn: the metric {name!r}"
+    several = isinstance(value, tuple | list)
     if not all(map(is_numeric, value if several else (value,))):
         raise TypeError(f"{what} is {describe_type(value)}: {_MUST_BE}")
     if several:
@@ -74,24 +83,31 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
         raise ValueError(f"{what} {problem}; return a pair (sum, count)")
     if shape not in ((), (rows,)):
         raise ValueError(f"{what} has shape {shape} for a batch of {rows} examples: {_MUST_BE}")
-    return PER_EXAMPLE if shape else MEAN
+    return EXAMPLES if shape else MEAN
 
 
 class MetricTotals:
+    """The totals of the metrics of some batches.
+
+    Objects are merged on the device as they come. All other metrics are summed exactly on the host, some batches later,
+    so that the device does not wait for it.
+    """
+
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
         self._merge = merge
+        # By name: a merged object, or the list of the sums and counts of the batches that were read.
         self._totals: dict[str, Any] = {}
-        self._pending: deque[Sequence[Metric]] = deque()
+        self._pending: deque[Sequence[Metric]] = deque()  # of the batches that were not read
 
     def add(self, metrics: Sequence[Metric]) -> None:
         objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
-        before = {name: self._totals[name] for name in objects if name in self._totals}
+        earlier = {name: self._totals[name] for name in objects if name in self._totals}
         for metric in metrics:
             total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else [])
             if isinstance(total, list) == (metric.kind == OBJECT):
                 raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
-        if before:
-            self._totals |= self._merge(before, {name: objects[name] for name in before})
+        if earlier:
+            self._totals |= self._merge(earlier, {name: objects[name] for name in earlier})
         self._pending.append(metrics)
         if len(self._pending) > _AHEAD:
             self._read()
@@ -179,7 +195,8 @@ def _merged(name: str, total: Any, new: Any) -> Any:
 
 
 def _require_like(value: object, total: object, what: str, must: str) -> None:
-    structure, wanted = trees.structure(value), trees.structure(total)
+    structure = trees.structure(value)
+    wanted = trees.structure(total)
     if type(value) is not type(total) or structure != wanted:
         raise TypeError(f"{what} {describe_type(value)} of another structure: {must} {wanted}, got {structure}")
 
@@ -191,13 +208,14 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
         note(error, f"metric_fn: in compute of the metric {name!r}")
         raise
     values = computed if isinstance(computed, Mapping) else {None: computed}
-    what, numbers = f"metric_fn: the metric {name!r}: compute returned", {}
+    what = f"metric_fn: the metric {name!r}: compute returned"
+    numbers: dict[str, float] = {}
     for key, value in values.items():
         if key is not None and not isinstance(key, str):
             raise TypeError(f"{what} the key {key!r}: must be a string")
         if not is_number(value):
-            at = "" if key is None else f" at {key!r}"
-            raise TypeError(f"{what} {describe_type(value)}{at}: must be a number, or a dict of numbers")
+            place = "" if key is None else f" at {key!r}"
+            raise TypeError(f"{what} {describe_type(value)}{place}: must be a number, or a dict of numbers")
         with internal_transfers():
             numbers[name if key is None else f"{name}/{key}"] = float(read_value(value))
     return numbers

@@ -112,8 +112,14 @@ def evaluator(
     has_model_state = as_bool(has_model_state, "has_model_state")
     evaluation_batches = EvaluationBatches(batches)
     check_sharding(batch_sharding)
-    compute, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(merge_objects)
-    return Evaluator(compute, merge, evaluation_batches, use_averages, has_model_state, batch_sharding)
+    return Evaluator(
+        compute=_replicated(_computing(metric_fn, as_lanes(lanes))),
+        merge=_replicated(merge_objects),
+        batches=evaluation_batches,
+        use_averages=use_averages,
+        has_model_state=has_model_state,
+        batch_sharding=batch_sharding,
+    )
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # not frozen: a user may name it, as by functools.update_wrapper
@@ -142,7 +148,8 @@ class Evaluator:
     def __call__(self, state: TrainState) -> dict[str, float]:
         self._check_state(state)
         params = self._evaluated(state)
-        totals, stop_requested = MetricTotals(self.merge), STOP_REQUESTED.get()
+        totals = MetricTotals(self.merge)
+        stop_requested = STOP_REQUESTED.get()
         shardings = batch_shardings(self.batch_sharding, state)
         for args in place_batches(self.batches, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
@@ -206,22 +213,24 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
     def metrics(params: Evaluated, args: tuple[Any, ...]) -> list[Metric]:
         rows = num_examples(args)
-        return [
-            dataclasses.replace(metric, name=f"{prefix}{metric.name}")
-            for prefix, values in params.items()
-            for metric in classify_metrics(metric_fn(*values, *args), rows)
-        ]
+        found: list[Metric] = []
+        for prefix, values in params.items():
+            for metric in classify_metrics(metric_fn(*values, *args), rows):
+                found.append(dataclasses.replace(metric, name=f"{prefix}{metric.name}"))
+        return found
 
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [fallback(metrics, params, args)]
-        return list(on_lanes(number, functools.partial(_of_lanes, metrics), params, args))
+        return list(on_lanes(number, functools.partial(_metrics_of_lanes, metrics), params, args))
 
     compute.__name__ = name
     return compute
 
 
-def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
+def _metrics_of_lanes(
+    metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any
+) -> list[list[Metric]]:
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())
@@ -250,8 +259,11 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of_processes(tree: Tree) -> Any:
+    """Return the mesh of a tree if it has devices of other processes, too; else None."""
     mesh = None if processes.is_single_process() else mesh_of(tree)
-    return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
+    if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
+        return None
+    return mesh
 
 
 Evaluated: TypeAlias = dict[str, tuple[Any, ...]]

@@ -8,7 +8,7 @@ checkpoints continue, so the two are kept in step:
 | before | a save of the run appears only after the best checkpoints of evaluations up to it | `_wait_until_finished` |
 | failure | after one that failed no save appears, and the run ends: its evaluation is made again | `_fail` |
 | after | one that is superseded goes only when a save appears that has seen it superseded | `_superseded` |
-| restart | those beyond the step from which the run resumes count for nothing | `_beyond` |
+| restart | those beyond the step from which the run resumes count for nothing | `_lost_steps` |
 """
 
 import math
@@ -55,11 +55,11 @@ class _SavedPaths:
     """The paths of the checkpoints that are on disk, by step; a listener of a `Saver` that passes all on."""
 
     def __init__(self, listener: Listener | None = None) -> None:
-        self.by_step: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
         self._listener = listener
 
     def saved(self, step: int, path: str) -> None:
-        self.by_step[step] = path
+        self.paths[step] = path
         if self._listener is not None:
             self._listener.saved(step, path)
 
@@ -136,21 +136,22 @@ class KeepBest(MetricReader):
         self._prefix = prefix
         self._run: RunInfo | None = None  # None if it is called outside of a run
         self._saver: Saver | None = None
-        self._at_start: StateContents | None = None
+        self._initial_contents: StateContents | None = None
         # How values are measured.
         self._are_averages = False
         self._data: Task[str | None] | None = None
         self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
         # A checkpoint in the directory is in exactly one of these, by its step. All processes have the same `values`,
         # as these decide what is saved. Only the first process deletes, so the other two count there alone.
-        self._of_others = set[int]()  # steps of checkpoints of other runs, which are left to them
         self.values: dict[int, float] = {}  # those that count: the best ones of the history so far
         self._superseded: dict[int, int] = {}  # → the number of the run's save after which no restart needs it
-        self._beyond: set[int] = set()  # of a part of this run that is lost
+        self._lost_steps: set[int] = set()  # of a part of this run that is lost
+        # Of the steps in `values`: those of other runs, whose checkpoints are left to them.
+        self._foreign_steps = set[int]()
         # Of the steps in `values`: those that this run has saved, in this start or an earlier one, and the number of
         # the first save of the run that follows. It is 0 for an earlier start, whose checkpoints the run's own follow.
-        self._of_run: dict[int, int] = {}
-        self._paths = _SavedPaths()
+        self._own_saves: dict[int, int] = {}
+        self._saved = _SavedPaths()
         self._failed: _FailedSave | None = None
         self._saving_step: int | None = None  # that of the latest save, which may be in progress
         self._saving_run_step = 0  # the step of the latest save of the run
@@ -177,7 +178,7 @@ class KeepBest(MetricReader):
 
     def begin(self, state: TrainState) -> None:
         saver = self._open()
-        self._at_start = StateContents(state, params_only=True)
+        self._initial_contents = StateContents(state, params_only=True)
         run = self._run
         if run is None or self._is_resumed:
             self._warn_of_config(saver)
@@ -192,8 +193,8 @@ class KeepBest(MetricReader):
         leave_out = None if run is None or run.saver is None else run.saver.leave_out
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
         self._saver = saver
-        self._paths = _SavedPaths(None if run is None else run.background)
-        engine_of(saver).set_listener(self._paths)
+        self._saved = _SavedPaths(None if run is None else run.background)
+        engine_of(saver).set_listener(self._saved)
         self._failed = None
         self._saving_step = None
         self._read(saver)
@@ -213,9 +214,9 @@ class KeepBest(MetricReader):
     def _read(self, saver: Saver) -> None:
         self.values = {}
         self._superseded = {}
-        self._beyond = set()
-        self._of_run = {}
-        self._of_others = set()
+        self._lost_steps = set()
+        self._own_saves = {}
+        self._foreign_steps = set()
         for step in saver.all_steps():
             try:
                 record = engine_of(saver).best(step)
@@ -228,17 +229,17 @@ class KeepBest(MetricReader):
                 text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
                 logger.warning(text, checkpoint_name(self._prefix, step), error)
                 continue
-            if self._is_of_run(record):
-                if self._is_beyond(step):
-                    self._beyond.add(step)
+            if self._is_own(record):
+                if self._is_lost(step):
+                    self._lost_steps.add(step)
                     continue
-                self._of_run[step] = 0
-            elif self._is_of_others(record, saver):
-                self._of_others.add(step)
+                self._own_saves[step] = 0
+            elif self._is_foreign(record, saver):
+                self._foreign_steps.add(step)
             self.values[step] = record.value
-            self._paths.by_step[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
+            self._saved.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
 
-    def _is_of_others(self, record: BestRecord, saver: Saver) -> bool:
+    def _is_foreign(self, record: BestRecord, saver: Saver) -> bool:
         """Whether another run has saved a checkpoint, in a directory that is not this run's."""
         run = self._run
         if run is None or record.run is None:
@@ -248,11 +249,11 @@ class KeepBest(MetricReader):
         # Starts that ended before their first checkpoint had other names.
         return not run.had_name(record.run)
 
-    def _is_of_run(self, record: BestRecord) -> bool:
+    def _is_own(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
         return record.run is not None and self._run is not None and record.run == self._run.name
 
-    def _is_beyond(self, step: int) -> bool:
+    def _is_lost(self, step: int) -> bool:
         return self._run is not None and self._run.restored is not None and step > self._run.restored
 
     def _warn_of_config(self, saver: Saver) -> None:
@@ -261,14 +262,15 @@ class KeepBest(MetricReader):
             return
         extra = saver.extra(best)
         config = extra.get("config") if isinstance(extra, dict) else None
-        if found := changes({"config": config}, {"config": self._config}).lines:
+        found = changes({"config": config}, {"config": self._config}).lines
+        if found:
             logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
 
     def _warn_of_others(self, state: TrainState, run: RunInfo) -> None:
         best = self._best_step()
         if best is None or jax.process_index() != 0:
             return
-        is_earlier_start = run.was_best_checkpoint(absolute(self._paths.by_step[best]))
+        is_earlier_start = run.was_best_checkpoint(absolute(self._saved.paths[best]))
         logger.warning(
             "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
             "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
@@ -301,7 +303,8 @@ class KeepBest(MetricReader):
         kept = self._kept_text(best)
 
         def compare(task: Future[str | None]) -> None:
-            if None not in (measured_on, self._data_hash()) and measured_on != self._data_hash():
+            data = self._data_hash()
+            if measured_on is not None and data is not None and measured_on != data:
                 logger.warning(_CHANGED, kept, "data of the evaluation", "")
 
         self._data.add_done_callback(compare)
@@ -321,7 +324,7 @@ class KeepBest(MetricReader):
             if was_saved:
                 self._delete(step)
             return
-        worse, _ = contents.worse_since(self._at_start)
+        worse, _ = contents.worse_since(self._initial_contents)
         try:
             self._save(saver, step, state, value, is_finite=not worse)
         except Exception as error:
@@ -331,20 +334,20 @@ class KeepBest(MetricReader):
             return
         self.values[step] = value
         if self._run is not None:
-            self._of_run[step] = self._next_run_save()
+            self._own_saves[step] = self._next_run_save()
             self._run.poll(self, self._check_save)
         if len(self.values) > self._max_to_keep:
             self._supersede(self._worst())
 
     def _forget(self, step: int) -> bool:
         """Forget what this run has saved at this step: its evaluation is made again, and replaces it."""
-        if step in self._of_run:
-            del self._of_run[step]
+        if step in self._own_saves:
+            del self._own_saves[step]
             del self.values[step]
             return True
-        was_beyond = step in self._beyond
-        self._beyond.discard(step)
-        return was_beyond
+        was_lost = step in self._lost_steps
+        self._lost_steps.discard(step)
+        return was_lost
 
     def _is_among_best(self, step: int, value: float) -> bool:
         if not math.isfinite(value):
@@ -374,7 +377,7 @@ class KeepBest(MetricReader):
         extra[self.metric] = value
         record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.name)
         self._saving_step = step
-        self._of_others.discard(step)
+        self._foreign_steps.discard(step)
         with internal_transfers():
             saver.save(state, extra=as_checkpoint_extra(extra)._replace(finite=is_finite, best=record))
         data = self._data_hash()
@@ -383,7 +386,7 @@ class KeepBest(MetricReader):
 
     # The order of best checkpoints and of the checkpoints of the run.
 
-    def _before_run_save(self, step: int) -> None:
+    def _prepare_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run, which waits for what is being saved now."""
         self._saving_run_step = step
         self._delete_superseded()
@@ -404,8 +407,10 @@ class KeepBest(MetricReader):
     def _check_save(self, *, wait: bool = False) -> bool:
         """Called after each call of the loop, until the save in progress has ended: the run ends soon if it failed."""
         saver = self._saver
-        if saver is None or (engine_of(saver).is_saving() and not wait):
-            return saver is not None
+        if saver is None:
+            return False
+        if engine_of(saver).is_saving() and not wait:
+            return True
         self._wait(saver)
         return False
 
@@ -439,9 +444,9 @@ class KeepBest(MetricReader):
 
         A start that resumes from before this evaluation has to find what was the best then.
         """
-        made_before = self._of_run.pop(step, 0)
+        made_before = self._own_saves.pop(step, 0)
         del self.values[step]
-        self._paths.by_step.pop(step, None)
+        self._saved.paths.pop(step, None)
         run = self._run
         if run is None or run.saver is None:
             self._delete(step)
@@ -465,12 +470,12 @@ class KeepBest(MetricReader):
         number = 0 if published is None else published.number
         self._delete_all([step for step, needed in self._superseded.items() if needed <= number])
         if published is not None:
-            self._delete_all([step for step in self._beyond if step <= published.step])
+            self._delete_all([step for step in self._lost_steps if step <= published.step])
 
     def _delete_all(self, steps: Iterable[int]) -> None:
         for step in tuple(steps):
             self._superseded.pop(step, None)
-            self._beyond.discard(step)
+            self._lost_steps.discard(step)
             self._delete(step)
 
     def _delete(self, step: int) -> None:
@@ -479,7 +484,7 @@ class KeepBest(MetricReader):
         One that cannot be deleted is in the way of nothing, so that is only logged.
         """
         saver = self._saver
-        if saver is None or jax.process_index() != 0 or step in self._of_others:
+        if saver is None or jax.process_index() != 0 or step in self._foreign_steps:
             return
         self._wait(saver)
         if self._failed is not None:
@@ -498,7 +503,7 @@ class KeepBest(MetricReader):
 
     def _best_on_disk(self) -> Best | None:
         values = dict(self.values)  # the loop's thread changes it
-        paths = dict(self._paths.by_step)
+        paths = dict(self._saved.paths)
         complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
         return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
 
@@ -520,7 +525,8 @@ class KeepBest(MetricReader):
 
     def _rank(self, step: int, value: float) -> tuple[float, int]:
         """Sort key, worst first; of equal values, the later one is worse."""
-        return (-value if self._mode == "min" else value), -step
+        quality = -value if self._mode == "min" else value
+        return quality, -step
 
     def _kept_text(self, best: int) -> str:
         return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
