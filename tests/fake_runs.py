@@ -24,7 +24,7 @@ class FakeRun:
         self.counter = counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
         self.sums, self.transfers = MetricSums(getattr(hook, "max_skipped_steps", None)), TransferQueue()
         self.steps_by_rows = Counter()
-        self.watch, self.in_flight, self.at_start = Stopwatch(), InFlight(), StateContents(state)
+        self.watch, self.in_flight, self.initial_contents = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
         for each in {counter, hook}:
             use_run(each, self)
@@ -49,8 +49,8 @@ class FakeRun:
     def poll(self, hook, check):
         self.polls.append(check)
 
-    def stop(self, by):
-        self.stopped.append(by)
+    def stop(self, caller):
+        self.stopped.append(caller)
 
     def log_failed(self, log, error, method="flush"):
         raise error
@@ -64,7 +64,7 @@ class FakeRun:
     def poll_stop_signal(self):
         return False
 
-    def before_save(self, step):
+    def prevents_save(self, step):
         return False
 
     def require_finite(self, step, saver):

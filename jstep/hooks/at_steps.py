@@ -42,7 +42,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
 
 class _Every(Hook):
     def __init__(self, n: int, fn: Callable[..., Any]) -> None:
-        self._n, self._fn = n, fn
+        self._n = n
+        self._fn = fn
         self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
@@ -116,33 +117,40 @@ class ProfilerHook(RunHook):
     _instead = "call jax.profiler.start_trace and jax.profiler.stop_trace"
 
     def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
-        start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
+        start_step = as_int(start_step, "start_step")
+        stop_step = as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir = location(logdir, "logdir")
-        self._start, self._stop = start_step, stop_step
+        self._start = start_step
+        self._stop = stop_step
         if is_url(self._logdir) and not self._logdir.startswith("gs://"):
             raise ValueError(
                 f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes"
             )
-        self._running = self._is_refused = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._running = False
+        self._is_refused = False  # because another trace was running: no other try is made
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._running = self._is_refused = False
-        self.after_step(state_step(state), state, {})
+        self._reset()
+        self.after_step(state_step(state), state, {})  # a trace from the first step on begins now
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         if self._running and step >= self._stop:
             self.end(step, state)
-        elif not self._running and not self._is_refused and self._start <= step < self._stop:
-            try:
-                jax.profiler.start_trace(self._logdir)
-            except RuntimeError as error:
-                self._is_refused = True
-                logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
-            else:
-                self._running = True
+            return
+        if self._running or self._is_refused or not self._start <= step < self._stop:
+            return
+        try:
+            jax.profiler.start_trace(self._logdir)
+            self._running = True
+        except RuntimeError as error:
+            self._is_refused = True
+            logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
 
     def end(self, step: int, state: TrainState) -> None:
         if self._running:

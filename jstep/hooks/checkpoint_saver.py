@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,11 +45,16 @@ class CheckpointSaverHook(SaverHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        steps = ("save_steps", save_steps)
-        secs = ("save_secs", save_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
+        self._cadence = make_cadence(
+            steps=("save_steps", save_steps),
+            secs=("save_secs", save_secs),
+            clock=clock,
+            required=False,
+            together=True,
+        )
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
-        self._before_save = as_functions(before_save, "before_save", "of the step")
+        self._checks = as_functions(before_save, "before_save", "of the step")
+        # A Saver that was passed belongs to the caller; one of a directory is closed with each run, and opened again.
         self._directory = None if isinstance(saver, Saver) else saver
         self.saver = saver if isinstance(saver, Saver) else Saver(saver)
         self._is_closed = False
@@ -67,7 +73,7 @@ class CheckpointSaverHook(SaverHook):
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
         if self._saved is None or not self._saved.holds(step, state):
-            if not may_save(self._run, step, state, self._before_save):
+            if not may_save(self._run, step, state, self._checks):
                 return False
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver = Saver(self._directory)
@@ -75,7 +81,7 @@ class CheckpointSaverHook(SaverHook):
             is_finite = self._run.require_finite(step, self.saver)
             extra = as_checkpoint_extra(self._extra() if self._extra else None)
             write(self._run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
-            self._saved = LatestSave.of(step, state)
+            self._saved = LatestSave(step, weakref.ref(state))
         if wait and not self._is_closed:
             try:
                 self.saver.wait()

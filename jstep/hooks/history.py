@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import threading
@@ -33,6 +32,7 @@ from jstep.training.metrics import Metrics
 MOST_ROWS = 1000
 """The maximum number of rows of metrics in a checkpoint; even."""
 _SHOWN = 10
+"""The number of newest rows in the table of a notebook."""
 _DIGITS = 9
 """The digits of a mean, which must not depend on where its sum was cut."""
 
@@ -84,12 +84,17 @@ class History(ReportingHook):
         self._path = None if path is None else as_path(path)
         self._lock = threading.RLock()
         self._file: HistoryFile | None = None
+        # The rows are of the steps (_first, _last_row]. A row is in memory, and in the file unless a write failed: then
+        # all rows from `_unwritten` on are written again. Without a path, `_counts` has how many numbers each value is
+        # the mean of, for merging rows.
+        self._first = 0
+        self._last_row = 0
         self._rows: Rows = {}
-        self._counts: Rows = {}  # of the numbers that these rows are means of; without a path
-        self._since = math.inf  # the first step whose row is not in the file
-        self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
-        self._first = 0  # the step at which the rows begin
-        self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
+        self._unwritten = math.inf
+        self._counts: Rows = {}
+        # The unfinished row: the sums over the steps (_last_row, _reached], when they were last brought to the host.
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._reached = 0
         # Without means, the metrics of the step of a checkpoint that has no row yet. If a signal ends the run there,
         # and the next start finds no batch, that step is the last one, and its row is made of these.
         self._newest: Row = {}
@@ -128,7 +133,8 @@ class History(ReportingHook):
         super().begin(state)
         step = self._run.step
         self._pulled = {}
-        self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
+        # Rows of an earlier run with this object, which this one may continue.
+        self._rows = {row_step: row for row_step, row in self._rows.items() if row_step <= step} if step else {}
         if not self._rows:
             self._first = step
             self._counts = {}
@@ -146,6 +152,7 @@ class History(ReportingHook):
     def _set_interval(self, step: int) -> None:
         every = self._base
         if self._path is None and self._run.last_step is None:
+            # The rows of a checkpoint are bounded: the interval doubles when MOST_ROWS of them are reached.
             while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
                 every *= 2
         self._interval = every
@@ -159,23 +166,26 @@ class History(ReportingHook):
         self._file = HistoryFile(
             self._path, self._run.step, resumes=self._run.restored is not None and not self._run.is_new_branch
         )
-        self._rows = dict(sorted((self._rows | self._file.rows).items()))  # some may not be there: the disk was full
-        self._since = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
+        # Rows that are not in the file could not be written, as on a full disk, and are in the checkpoint.
+        self._rows = dict(sorted((self._rows | self._file.rows).items()))
+        self._unwritten = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._pull()
         self._last_row = step
         super()._when_due(step, state, metrics)
-        before = self._interval
+        earlier_interval = self._interval
         self._set_interval(step)
         if self._interval > self._base:
-            after = step - 2 * self._interval
-            if self._interval > before:
-                after = self._first
+            # The rows of the last two intervals are merged at each row, all of them when the interval has doubled.
+            first = step - 2 * self._interval
+            if self._interval > earlier_interval:
+                first = self._first
                 if jax.process_index() == 0:
                     text = "History: from step %d on, a row is kept every %d steps; earlier ones are merged (see path)"
                     logger.info(text, step, self._interval)
-            merge = functools.partial(self._merge, after, self._interval)
+            # In the queue of rows, as some of these may still be in transfer.
+            merge = functools.partial(self._merge, first, self._interval)
             self._run.transfers.add(step, PendingTransfer(lambda: True, lambda: None), merge, self)
         self._write()
 
@@ -191,22 +201,29 @@ class History(ReportingHook):
         self._write()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Keep a row; if it cannot be written, the next `when_due`, `end` or `flush` raises."""
+        """Keep a row; if it cannot be written, the next row, `end` or `flush` raises."""
         if values:
             self._put(step, values)
             with contextlib.suppress(OSError):  # this may be a save, which it must not prevent
                 self._write()
 
-    def _merge(self, after: int, every: int, step: int, _: None) -> None:
+    def _merge(self, first: int, every: int, step: int, _: None) -> None:
+        """Merge the rows of each interval of `every` steps after `first` that has ended before a step."""
         with self._lock:
-            rows: Rows = {at: row for at, row in self._rows.items() if at <= after}
-            later = [pair for pair in self._rows.items() if pair[0] > after]
-            for end, group in itertools.groupby(later, lambda pair: -(-pair[0] // every) * every):
-                of_interval = dict(group)
-                rows |= of_interval if end >= step else self._merged(of_interval)
+            rows: Rows = {}
+            intervals: dict[int, Rows] = {}  # by their last step
+            for row_step, row in self._rows.items():
+                if row_step <= first:
+                    rows[row_step] = row
+                else:
+                    end = -(-row_step // every) * every
+                    intervals.setdefault(end, {})[row_step] = row
+            for end, interval_rows in intervals.items():
+                rows |= interval_rows if end >= step else self._merge_interval(interval_rows)
             self._rows = rows
 
-    def _merged(self, rows: Rows) -> Rows:
+    def _merge_interval(self, rows: Rows) -> Rows:
+        """Return one row with the means of all, at the last step; a result of an evaluation stays at its own."""
         last_steps = {name: step for step, row in rows.items() for name in row}
         end = max(rows)
         sums: dict[str, tuple[float, float]] = {}
@@ -216,7 +233,8 @@ class History(ReportingHook):
             counts = self._counts.pop(step, {})
             for name, value in row.items():
                 if name in counts:
-                    sums = merge_sums(sums, {name: (value * counts[name] if counts[name] else 0.0, counts[name])})
+                    count = counts[name]
+                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})  # not NaN · 0
                 elif step == end:
                     merged[end].setdefault(name, value)
         self._counts[end] = {name: count for name, (_, count) in sums.items()}
@@ -229,8 +247,10 @@ class History(ReportingHook):
         with self._lock:
             with contextlib.suppress(OSError):
                 self._write()
-            since = 0 if self._path is None else min(self._since, next(reversed(self._rows), 0))
-            rows = {step: row for step, row in self._rows.items() if step >= since}
+            first = 0
+            if self._path is not None:
+                first = min(self._unwritten, next(reversed(self._rows), 0))
+            rows = {step: row for step, row in self._rows.items() if step >= first}
             return {
                 "at": self._reached,
                 "last_row": self._last_row,
@@ -245,13 +265,15 @@ class History(ReportingHook):
 
     def set_state(self, value: Any) -> None:
         with self._lock:
-            self._reached, self._last_row = value["at"], value["last_row"]
-            self._first, self._evaluated = value["first"], set(value["evaluated"])
+            self._reached = value["at"]
+            self._last_row = value["last_row"]
+            self._first = value["first"]
+            self._evaluated = set(value["evaluated"])
             self._sums = {name: (total, count) for name, (total, count) in value["sums"].items()}
-            rows = _from_columns(value["rows"])
+            rows = _rows(value["rows"])
             if self._path is None:
                 self._rows = {}
-                self._counts = _from_columns(value["counts"])
+                self._counts = _rows(value["counts"])
             if self._sums:
                 self._run.sums.has_ratios = True
             for step, row in rows.items():
@@ -285,17 +307,18 @@ class History(ReportingHook):
             try:
                 self._write()
             except OSError as error:  # the run ends with it, or with another error that this one must not replace
-                logger.warning("%s; the rows from step %d on are only in memory", error, self._since)
-            opened, self._file = self._file, None
-            if opened is not None:
-                opened.close()
+                logger.warning("%s; the rows from step %d on are only in memory", error, self._unwritten)
+            file = self._file
+            self._file = None
+            if file is not None:
+                file.close()
         super().close()
 
     def _write(self) -> None:
         with self._lock:
-            if self._file is not None and self._since < math.inf:
-                self._file.put(self._rows, self._since)
-            self._since = math.inf
+            if self._file is not None and self._unwritten < math.inf:
+                self._file.put(self._rows, self._unwritten)
+            self._unwritten = math.inf
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         return super()._numbers(metrics, {*leave_out, *self._constants()})
@@ -326,14 +349,24 @@ class History(ReportingHook):
 
     def _pull(self) -> None:
         for hook in self._run.evaluations:
-            pulled = self._pulled.get(hook.prefix, -1)
-            new = [*itertools.takewhile(lambda pair: pair[0] > pulled, reversed(hook.results.items()))]  # noqa: B023
-            for step, values in reversed(new):
+            for step in self._new_steps(hook):
                 self._pulled[hook.prefix] = step
-                row = {f"{hook.prefix}/{name}": number for name, number in read_values(as_numbers(values)).items()}
+                row: Row = {}
+                for name, number in read_values(as_numbers(hook.results[step])).items():
+                    row[f"{hook.prefix}/{name}"] = number
                 self._evaluated |= row.keys()
                 if not row.items() <= self._rows.get(step, {}).items():  # not of an earlier start, which has written it
                     self._put(step, row)
+
+    def _new_steps(self, hook: Any) -> list[int]:
+        """Return the steps of an evaluation whose results have no row yet; a run may have thousands that do."""
+        pulled = self._pulled.get(hook.prefix, -1)
+        new: list[int] = []
+        for step in reversed(hook.results):
+            if step <= pulled:
+                break
+            new.append(step)
+        return new[::-1]
 
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
         with self._lock:
@@ -342,7 +375,7 @@ class History(ReportingHook):
             row |= {_key(name): float(value) for name, value in values.items()}
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
-            self._since = min(self._since, step)
+            self._unwritten = min(self._unwritten, step)
 
     # Views of the rows.
 
@@ -389,7 +422,8 @@ class History(ReportingHook):
             metric = name.partition("/")[2]
             pictures.setdefault(metric if metric in self.names else name, []).append(name)
         for title, names in pictures.items():
-            curves = [Curve(name, *self[name], 0, i) for i, name in enumerate(sorted(names, key=title.__ne__))]
+            names.sort(key=title.__ne__)  # the metric itself first
+            curves = [Curve(name, *self[name], 0, i) for i, name in enumerate(names)]
             parts.append(picture(title, curves, style=style and not parts))
         return "".join(parts)
 
@@ -442,32 +476,35 @@ def _key(name: str) -> str:
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
     totals = interval.totals
-    return merge_sums(sums, {} if totals is None else totals.sums)
+    return {**sums} if totals is None else merge_sums(sums, totals.sums)
 
 
 def _mean(total: float, count: float) -> float:
     if not count:
         return math.nan
-    return total if count == 1 or not math.isfinite(total) else float(f"{total / count:.{_DIGITS}g}")
+    if count == 1 or not math.isfinite(total):
+        return total
+    return float(f"{total / count:.{_DIGITS}g}")
 
 
 # The state in a checkpoint: a column for each metric.
 
 
 def _columns(rows: Rows) -> dict[str, Any]:
+    """Return rows as columns: for each metric, the numbers of the rows that have it, and its values."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {}
     for name in names:
-        places = [i for i, row in enumerate(rows.values()) if name in row]
+        numbers = [i for i, row in enumerate(rows.values()) if name in row]
         values = [row[name] for row in rows.values() if name in row]
-        columns[name] = {"rows": np.array(places, np.int64), "values": np.array(values, np.float64)}
+        columns[name] = {"rows": np.array(numbers, np.int64), "values": np.array(values, np.float64)}
     return {"steps": np.array(list(rows), np.int64), "columns": columns}
 
 
-def _from_columns(value: Any) -> Rows:
-    steps = [int(step) for step in value["steps"]]
+def _rows(saved: Any) -> Rows:
+    steps = [int(step) for step in saved["steps"]]
     rows: Rows = {step: {} for step in steps}
-    for name, column in value["columns"].items():
-        for place, number in zip(column["rows"], column["values"], strict=True):
-            rows[steps[int(place)]][name] = float(number)
+    for name, column in saved["columns"].items():
+        for number, value in zip(column["rows"], column["values"], strict=True):
+            rows[steps[int(number)]][name] = float(value)
     return rows

@@ -126,13 +126,14 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
 
 # The hooks that `train` is given, checked before anything is opened.
 
-_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
-_OF_CALLBACKS = ("begin", "get_state", "set_state")
+_HOOK_METHODS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
+_CALLBACK_METHODS = ("begin", "get_state", "set_state")
 """Methods that callbacks of evaluations have, too."""
-_OF_FILES = ("flush", "close")
-_ALL = (*_OF_HOOKS, *_OF_CALLBACKS, *_OF_FILES)
+_FILE_METHODS = ("flush", "close")
+"""Methods that files have, too: an object with nothing else is no hook."""
+_ALL_METHODS = (*_HOOK_METHODS, *_CALLBACK_METHODS, *_FILE_METHODS)
 
-_OF_OTHERS = {
+_NAMES_ELSEWHERE = {
     **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "after_create_session", "setup"), "begin"),
     **dict.fromkeys(("on_train_batch_begin", "on_train_batch_start", "on_batch_begin"), "before_step"),
     **dict.fromkeys(("on_step_begin", "before_run"), "before_step"),
@@ -149,7 +150,7 @@ _SIMILAR = 0.84
 """How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like `closed`."""
 
 
-def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL) -> None:
+def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL_METHODS) -> None:
     """Refuse an object that has a method which looks like one of a hook, and which nothing would call.
 
     Args:
@@ -160,7 +161,7 @@ def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str]
     """
     missing = [name for name in known if not defines(hook, name)]
     for name in _own_methods(hook):
-        if name in _ALL:
+        if name in _ALL_METHODS:
             continue
         meant = _nearest(name, missing)
         if meant:
@@ -172,13 +173,13 @@ def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str]
 
 def _own_methods(hook: object) -> list[str]:
     """Return the names of the methods that the user's classes of an object define."""
-    classes = type(hook).__mro__[:-1]
-    of_jstep = [cls for cls in classes if cls.__module__.partition(".")[0] == "jstep"]
+    classes = type(hook).__mro__[:-1]  # without `object`
+    jstep_classes = [cls for cls in classes if cls.__module__.partition(".")[0] == "jstep"]
     # A method that a hook of jstep has, and a subclass overrides, is meant: `save` of a CheckpointSaverHook.
-    overridden = {name for cls in of_jstep for name in vars(cls)}
+    overridden = {name for cls in jstep_classes for name in vars(cls)}
     names: list[str] = []
     for cls in classes:
-        if cls in of_jstep:
+        if cls in jstep_classes:
             continue
         for name, value in vars(cls).items():
             is_method = callable(value) and not isinstance(value, type)
@@ -230,19 +231,19 @@ def _is_hook(hook: object) -> bool:
     if type(hook) is Hook:
         return True
     if isinstance(hook, Hook):
-        return any(defines(hook, name) for name in _ALL)
+        return any(defines(hook, name) for name in _ALL_METHODS)
     if callable(hook):  # a callback, if it has nothing else than these
-        return any(defines(hook, name) for name in _OF_HOOKS)
-    return any(defines(hook, name) for name in (*_OF_HOOKS, *_OF_CALLBACKS))
+        return any(defines(hook, name) for name in _HOOK_METHODS)
+    return any(defines(hook, name) for name in (*_HOOK_METHODS, *_CALLBACK_METHODS))
 
 
 def _name_in_jstep(hook: object) -> str:
     """Say which method of a hook is called like one that an object has instead."""
-    names = [name for name in _OF_OTHERS if callable(getattr(hook, name, None))]
+    names = [name for name in _NAMES_ELSEWHERE if callable(getattr(hook, name, None))]
     if names:
-        return f": {names[0]} is {_OF_OTHERS[names[0]]} here"
+        return f": {names[0]} is {_NAMES_ELSEWHERE[names[0]]} here"
     for name, value in getattr(hook, "__dict__", {}).items():  # a namespace of functions
-        meant = "" if name.startswith("_") or not callable(value) else _nearest(name, _ALL)
+        meant = "" if name.startswith("_") or not callable(value) else _nearest(name, _ALL_METHODS)
         if meant:
             return f": {name} is none, {meant} is one"
     return ""
@@ -256,20 +257,21 @@ class StopWith:
     state: TrainState
 
 
-def as_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+def as_hook_result(result: object, state: TrainState, step: int, caller: str) -> tuple[bool, TrainState]:
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
-        return False, as_returned_state(result, state, step, f"{by} returned")
+        return False, as_returned_state(result, state, step, f"{caller} returned")
     if isinstance(result, StopWith):
-        return True, as_returned_state(result.state, state, step, f"{by} returned")
+        return True, as_returned_state(result.state, state, step, f"{caller} returned")
+    hint = "; make a bool of it: bool(…)" if trees.is_array(result) else ""
     raise TypeError(
-        f"{by} returned {describe_type(result)}: must be None, True (stop after this step), "
-        "or a TrainState to continue with" + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
+        f"{caller} returned {describe_type(result)}: must be None, True (stop after this step), or a TrainState to "
+        f"continue with{hint}"
     )
 
 
-def as_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+def as_returned_state(other: TrainState, state: TrainState, step: int, caller: str) -> TrainState:
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
@@ -278,22 +280,23 @@ def as_returned_state(other: TrainState, state: TrainState, step: int, by: str) 
     old = trees.leaves_with_paths(state)
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
-        raise ValueError(f"{by} a state of another structure: {different}")
+        raise ValueError(f"{caller} a state of another structure: {different}")
     check_alive(other)
-    warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
+    warn_of_copies(state, other.params, other.slots, f"{caller} a state with other parameters")
     with internal_transfers():
-        leaves = _without_shared(
-            [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
-        )
+        leaves: list[Any] = []
+        for (path, leaf), (_, old_leaf) in zip(new, old, strict=True):
+            leaves.append(_placed_like(leaf, old_leaf, path, caller))
+        leaves = _copy_shared(leaves)
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
-                f"{by} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
+                f"{caller} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run takes steps: in a loop, by run.train_step(*batch) if it is given no batches"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
 
 
-def _without_shared(leaves: list[Any]) -> list[Any]:
+def _copy_shared(leaves: list[Any]) -> list[Any]:
     """Copy an array that is at a second place, such as parameters that a target network takes over.
 
     The next step donates each leaf, and XLA refuses to donate one buffer twice.
@@ -308,17 +311,19 @@ def _without_shared(leaves: list[Any]) -> list[Any]:
     return distinct
 
 
-def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
-    if leaf is was:
+def _placed_like(leaf: Any, old_leaf: Any, path: str, caller: str) -> Any:
+    """Return a leaf with the placement of the one that it replaces, which must be of the same kind."""
+    if leaf is old_leaf:
         return leaf
-    leaf = trees.native(leaf, path, by)
-    if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
-        want = f"{was.dtype} of shape {was.shape}"
+    leaf = trees.native(leaf, path, caller)
+    if not trees.is_array(leaf) or leaf.shape != old_leaf.shape or leaf.dtype != old_leaf.dtype:
+        want = f"{old_leaf.dtype} of shape {old_leaf.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
-        raise ValueError(f"{by} a state whose {path!r} is {got}: must be {want}, as before")
+        raise ValueError(f"{caller} a state whose {path!r} is {got}: must be {want}, as before")
     if trees.is_weak(leaf):
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
-    if isinstance(leaf, jax.Array) and leaf.sharding == was.sharding:
+    if isinstance(leaf, jax.Array) and leaf.sharding == old_leaf.sharding:
         return leaf
-    is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
-    return jax.device_put(trees.copy_numpy(leaf, by), was.sharding if is_placed else None)
+    # A NumPy array in place of an uncommitted array stays uncommitted, or the step would be compiled again.
+    is_placed = getattr(old_leaf, "committed", True) or isinstance(leaf, jax.Array)
+    return jax.device_put(trees.copy_numpy(leaf, caller), old_leaf.sharding if is_placed else None)

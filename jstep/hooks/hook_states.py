@@ -112,19 +112,10 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
     hooks: dict[_HookIdentity, list[Any]] = {}
     for identity, hook in _stateful(objects):
         hooks.setdefault(identity, []).append(hook)
-    saved_records: dict[_HookIdentity, list[Any]] = {}
     reader = _Reader(argument, saved["jstep"])
     reader.check("their record in the checkpoint", saved, _RECORD_KEYS, RECORD_FORMAT)
-    own_keys = {record["key"] for record in saved["states"] if record["class"] is None}
-    for record in saved["states"]:
-        reader.check(_state_of(record), record, _STATE_KEYS)
-        identity = _HookIdentity(record["key"], record["class"])
-        # Perhaps the hook had no `key` of its own then, and has this one now; not if another one had it then.
-        if identity not in hooks and record["key"] not in own_keys:
-            identity = _HookIdentity(record["key"], None)
-        saved_records.setdefault(identity, []).append(record)
-    stop = False
-    for identity, records in saved_records.items():
+    stops = False
+    for identity, records in _records_by_identity(saved["states"], hooks, reader).items():
         same_key = hooks.get(identity, [])
         if len(same_key) != len(records):
             what = "they start fresh" if same_key else "their state is dropped"
@@ -134,21 +125,39 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
         for hook, record in _matched(same_key, records, argument):
             state = reader.state(hook, record)
             try:
-                stop = bool(hook.set_state(state)) or stop
+                # Each is set, also after one that ends the run.
+                if hook.set_state(state):
+                    stops = True
             except Exception as error:
                 note(error, f"jstep: {argument}: in {identity.key}.set_state(), with its state in the checkpoint")
                 raise
-    return stop
+    return stops
+
+
+def _records_by_identity(
+    states: Sequence[Any], hooks: Collection[_HookIdentity], reader: "_Reader"
+) -> dict[_HookIdentity, list[Any]]:
+    """Return the saved records by the identity of the hooks of this run that may have saved them."""
+    own_keys = {record["key"] for record in states if record["class"] is None}
+    records: dict[_HookIdentity, list[Any]] = {}
+    for record in states:
+        reader.check(_state_of(record), record, _STATE_KEYS)
+        identity = _HookIdentity(record["key"], record["class"])
+        # Perhaps the hook had no `key` of its own then, and has this one now; not if another one had it then.
+        if identity not in hooks and record["key"] not in own_keys:
+            identity = _HookIdentity(record["key"], None)
+        records.setdefault(identity, []).append(record)
+    return records
 
 
 def _is_valid(saved: Any) -> bool:
     if not isinstance(saved, dict) or not {"format", "jstep", "states"} <= saved.keys():
         return False
+    if not isinstance(saved["jstep"], str):
+        return False
     if saved["format"] != RECORD_FORMAT:  # of a later version, whose states may be anything
-        return type(saved["format"]) is int and isinstance(saved["jstep"], str)
-    return (
-        isinstance(saved["jstep"], str) and isinstance(saved["states"], list) and all(map(_is_record, saved["states"]))
-    )
+        return type(saved["format"]) is int
+    return isinstance(saved["states"], list) and all(map(_is_record, saved["states"]))
 
 
 def _is_record(record: object) -> bool:
@@ -215,9 +224,13 @@ def _format_of(hook: object) -> StateFormat | None:
 
 def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> Iterator[tuple[Any, Any]]:
     """Pair each object with its record: a single one as it is, several by settings, then by order."""
+    if len(records) == 1:
+        yield same_key[0], records[0]
+        return
     left = list(records)
     for hook in same_key:
-        alike = [record for record in left if len(records) == 1 or record.get("settings", {}) == _settings(hook)]
+        settings = _settings(hook)
+        alike = [record for record in left if record.get("settings", {}) == settings]
         if alike:
             left.remove(alike[0])
             yield hook, alike[0]
@@ -227,9 +240,11 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> 
 
 def _settings(hook: object) -> dict[str, Any]:
     # Of a subclass with a `get_state` of its own, too: two of them are told apart as those of its base class.
-    formats = (_FORMATS[cls] for cls in type(hook).__mro__ if cls in _FORMATS)
-    found = next(formats, None)
-    return {} if found is None or found.settings is None else found.settings(hook)
+    for cls in type(hook).__mro__:
+        if cls in _FORMATS:
+            settings = _FORMATS[cls].settings
+            return {} if settings is None else settings(hook)
+    return {}
 
 
 def hook_key(hook: object) -> str:
@@ -240,7 +255,8 @@ def _identity(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
     if isinstance(key, str) and key:  # another attribute of this name is ignored
         return _HookIdentity(key, None)
-    named: Any = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)  # a function has its name
+    has_name = isinstance(getattr(hook, "__qualname__", None), str)  # as a function has
+    named: Any = hook if has_name else type(hook)
     watches = getattr(hook, "watches", None)
     suffix = f"({watches})" if isinstance(watches, str) else ""
     return _HookIdentity(f"{named.__qualname__}{suffix}", public_name(named))

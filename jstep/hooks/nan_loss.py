@@ -56,9 +56,10 @@ class NanLossHook(RunHook):
         self._reset()
 
     def _reset(self) -> None:
-        self._held: Interval | None = None
-        self._bad = self._over = False
-        self._gradient: int | None = None
+        self._unchecked: Interval | None = None  # the latest interval, which is checked one interval later
+        self._is_bad = False  # a loss or the state is not finite: nothing is saved any more
+        self._is_over_limit = False  # more updates in a row were skipped than `max_skipped_steps`
+        self._bad_gradient: int | None = None  # the first step with one since the state was found finite
         self._has_warned_of_slots = False
 
     def _use_run(self, run: RunInfo) -> None:
@@ -68,10 +69,12 @@ class NanLossHook(RunHook):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         self._reset()
-        self._began = self._checked = state_step(state)
-        finite = [state.slots[slot] for slot in roles_in(state).of(Role.LAST_FINITE) if slot in state.slots]
-        if self.max_skipped_steps is not None and finite:
-            latest = max(int(np.max(read_value(step))) for step in finite)
+        self._began = state_step(state)
+        self._checked = self._began  # the latest step at which the state was found finite
+        finite_steps = [state.slots[slot] for slot in roles_in(state).of(Role.LAST_FINITE) if slot in state.slots]
+        if self.max_skipped_steps is not None and finite_steps:
+            # The updates that were skipped before the restart count, too.
+            latest = max(int(np.max(read_value(step))) for step in finite_steps)
             self._run.sums.begin_skipped(max(0, self._began - latest))
         self._run.poll(self, self._check_first)
 
@@ -81,14 +84,15 @@ class NanLossHook(RunHook):
 
     def _check_first(self, *, wait: bool = False) -> None:
         _check_loss(self._run.metrics)
-        if with_nan := self._run.at_start.with_nan():
-            logger.warning("NanLossHook: %s", describe_nan_at_start(with_nan, self._began))
+        nan_leaves = self._run.initial_contents.with_nan()
+        if nan_leaves:
+            logger.warning("NanLossHook: %s", describe_initial_nan(nan_leaves, self._began))
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
-        interval = self._held
-        self._held = self._run.sums.take(self._number)
+        interval = self._unchecked
+        self._unchecked = self._run.sums.take(self._number)
         try:
             self._check_interval(interval)
         except NanLossDuringTrainingError as error:
@@ -97,51 +101,53 @@ class NanLossHook(RunHook):
             # Raised between two iterations instead, where the state can be saved.
             self._run.log_failed(self, error, "after_step")
             return False
-        return self._bad or (self._over and not self._fail)
+        return self._is_bad or (self._is_over_limit and not self._fail)
 
     def before_save(self, step: int) -> bool:
         """Return True, to prevent the save, if a loss or the state is not finite."""
         self._check_all(step, self._run.state)
-        return self._bad
+        return self._is_bad
 
     def end(self, step: int, state: TrainState) -> None:
         self._check_all(step, state)
 
     def _check_interval(self, interval: Interval | None) -> None:
-        if interval is None or self._bad or self._over:
+        if interval is None or self._is_bad or self._is_over_limit:
             return
         with contextlib.nullcontext() if interval.is_ready() else self._run.watch.phase(STEPPING):
             totals = interval.totals
         if totals is None:
             return
-        if self._gradient is None:
-            self._gradient = totals.bad_gradient
+        if self._bad_gradient is None:
+            self._bad_gradient = totals.bad_gradient
         bad = totals.bad
-        over = totals.skip_limit if self.max_skipped_steps else None
-        if bad is not None and (over is None or bad.step <= over):
+        limit_step = totals.skip_limit if self.max_skipped_steps else None
+        if bad is not None and (limit_step is None or bad.step <= limit_step):
             # Set before raising, so that the state is not saved when the run fails.
-            self._bad = True
-            origin = bad.step if self._gradient is None else min(bad.step, self._gradient)
-            before = f", after a gradient that is not finite {_at(origin)}" if origin < bad.step else ""
-            self._stop(f"the loss is {bad.loss} {_at(bad.step)}{before}{_advice(origin)}", origin)
-        elif over is not None:
-            self._over = True
-            self._bad = bad is not None
+            self._is_bad = True
+            origin = bad.step if self._bad_gradient is None else min(bad.step, self._bad_gradient)
+            cause = f", after a gradient that is not finite {_step_text(origin)}" if origin < bad.step else ""
+            self._stop(f"the loss is {bad.loss} {_step_text(bad.step)}{cause}{_advice(origin)}", origin)
+        elif limit_step is not None:
+            self._is_over_limit = True
+            self._is_bad = bad is not None
             self._stop(
-                f"{self.max_skipped_steps} updates in a row were skipped up to step {over}, because their losses or "
-                f"gradients were not finite. Look at batch {over - 1}, lower the learning rate, or clip gradients.",
-                over,
+                f"{self.max_skipped_steps} updates in a row were skipped up to step {limit_step}, because their losses "
+                f"or gradients were not finite. Look at batch {limit_step - 1}, lower the learning rate, or clip "
+                "gradients.",
+                limit_step,
             )
 
     def _check_all(self, step: int, state: TrainState) -> None:
-        before, self._held = self._held, None
-        self._check_interval(before)
+        unchecked = self._unchecked
+        self._unchecked = None
+        self._check_interval(unchecked)
         self._check_interval(self._run.sums.take(self._number))
-        if self._bad or self._over or step == self._began:
+        if self._is_bad or self._is_over_limit or step == self._began:
             return
         with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.at_start)
+        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.initial_contents)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             logger.warning(
@@ -151,21 +157,23 @@ class NanLossHook(RunHook):
                 format_list(infinite_slots),
             )
         if not nonfinite:
-            self._checked, self._gradient = step, None
+            self._checked = step
+            self._bad_gradient = None
             return
-        self._bad = True
-        kind, leaves = "NaN" if NAN in nonfinite.values() else "infinite numbers", format_list([*nonfinite])
+        self._is_bad = True
+        kind = "NaN" if NAN in nonfinite.values() else "infinite numbers"
+        leaves = format_list([*nonfinite])
         message = f"the state contains {kind} after step {step}, though each loss is finite: {leaves}"
-        if self._gradient is not None:
-            message += f"; the gradient is not finite {_at(self._gradient)}"
+        if self._bad_gradient is not None:
+            message += f"; the gradient is not finite {_step_text(self._bad_gradient)}"
         elif self._checked < step - 1:
             message += f"; one of the updates {self._checked} → {step} made it"
-        origin = self._gradient or step
+        origin = self._bad_gradient or step
         self._stop(message + _advice(origin), origin)
 
     def _stop(self, message: str, step: int) -> None:
         if self._fail:
-            raise NanLossDuringTrainingError(message, step, may_save=not self._bad)
+            raise NanLossDuringTrainingError(message, step, may_save=not self._is_bad)
         logger.warning("%s Stopping.", message)
         self._run.stop(hook_name(self))
 
@@ -179,14 +187,14 @@ def _check_loss(metrics: Metrics) -> None:
         raise TypeError(f"NanLossHook: {kinds}; must be numbers, or arrays of numbers")
 
 
-def describe_nan_at_start(with_nan: list[str], step: int) -> str:
+def describe_initial_nan(nan_leaves: list[str], step: int) -> str:
     return (
-        f"{format_list(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that "
+        f"{format_list(nan_leaves)} contained NaN when this run began, at step {step}: delete the checkpoints that "
         "contain NaN (`jstep inspect` shows it), and start again"
     )
 
 
-def _at(step: int) -> str:
+def _step_text(step: int) -> str:
     return f"at step {step} (the update {step - 1} → {step})"
 
 

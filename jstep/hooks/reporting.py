@@ -70,8 +70,12 @@ class ReportingHook(RunHook):
         leave_out: LeaveOut = tuple,
         clock: Clock = time.monotonic,
     ) -> None:
-        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last_step=True)
+        self._cadence = make_cadence(
+            steps=("every_n_steps", every_n_steps),
+            secs=("every_n_secs", every_n_secs),
+            clock=clock,
+            at_last_step=True,
+        )
         self._mean = as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
@@ -196,7 +200,7 @@ class MetricsHook(ReportingHook):
         self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
-        self._named: set[str] = set()
+        self._named: set[str] = set()  # the metrics that a line has named as left out
         self.constants: dict[str, float] = {}
         super().__init__(mean=mean)
         self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last_step=True)
@@ -275,8 +279,9 @@ class SummarySaverHook(ReportingHook):
     ) -> None:
         super().__init__(mean=mean, leave_out=leave_out)
         # The state is sharded over all processes, so all of them compute histograms.
-        steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        self._cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self._cadence = make_cadence(
+            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
+        )
         self._given_writer = as_writer(summary_writer)
         self._histograms = _globs(histograms)
 
@@ -286,7 +291,9 @@ class SummarySaverHook(ReportingHook):
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        leave_out = {*self._leave_out(), *(self._run.constant_metrics() if uses_writer_of_run(self) else ())}
+        leave_out = {*self._leave_out()}
+        if uses_writer_of_run(self):
+            leave_out.update(self._run.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else numbers.scalars(metrics, leave_out), metrics)
@@ -312,14 +319,13 @@ def uses_writer_of_run(hook: SummarySaverHook) -> bool:
 
 
 def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
-    leaves = [
-        (path, leaf)
-        for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})
-        if trees.is_trainable(leaf)
-    ]
+    leaves: dict[str, Any] = {}
+    for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots}):
+        if trees.is_trainable(leaf):
+            leaves[path] = leaf
     chosen: dict[str, Any] = {}
     for glob in globs:
-        matching = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
+        matching = {path: leaf for path, leaf in leaves.items() if fnmatch.fnmatchcase(path, glob)}
         if not matching:
             raise ValueError(f"histograms: {glob!r} matches nothing; parameters are 'params/…', slots 'slots/name/…'")
         chosen |= matching

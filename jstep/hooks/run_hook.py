@@ -18,6 +18,8 @@ from jstep.metering.cadence import Cadence
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
+from jstep.record.schema import Start
+from jstep.record.starts import StartFile, valid
 from jstep.state.global_step import check_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
@@ -72,6 +74,9 @@ class HookCall(NamedTuple):
 class RunInfo(abc.ABC):
     """The part of a run that built-in hooks see.
 
+    It exists because `hooks` is below `loop`, which has the run: `RunContext` is its only subclass, and answers what is
+    abstract here. The attributes are what hooks share with each other and with the loop.
+
     Attributes:
         last_step: None if the batches, a hook or a signal end the run.
         config: The program's own options.
@@ -85,8 +90,9 @@ class RunInfo(abc.ABC):
         evaluations: The `EvaluationHook`s.
         counter: The `StepCounterHook`; None until the hooks are built.
         writer: The writer of the run's event file.
-        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
-        right_at: The latest step that the state was found to be at, as the loop was; None before the first call.
+        file: The record of this start, while it is open; any thread writes it. Only process 0 has it.
+        initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
+        checked_step: The latest step that the state was found to be at, as the loop was; None before the first call.
     """
 
     last_step: int | None
@@ -104,8 +110,9 @@ class RunInfo(abc.ABC):
     evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
     counter: Any = dataclasses.field(default=None, init=False)
     writer: SummaryWriter | None = dataclasses.field(default=None, init=False)
-    at_start: StateContents = dataclasses.field(init=False)
-    right_at: int | None = dataclasses.field(default=None, init=False)
+    file: StartFile | None = dataclasses.field(default=None, init=False)
+    initial_contents: StateContents = dataclasses.field(init=False)
+    checked_step: int | None = dataclasses.field(default=None, init=False)
 
     # What the run begins from.
 
@@ -124,13 +131,19 @@ class RunInfo(abc.ABC):
     def restored(self) -> int | None:
         """The step that the run resumes from, or None."""
 
-    @abc.abstractmethod
     def had_name(self, name: str) -> bool:
         """Whether an earlier start in this directory had this name, such as one that ended before its first save."""
+        return any(start["run"] == name for start in self._earlier_starts())
 
-    @abc.abstractmethod
     def was_best_checkpoint(self, path: str) -> bool:
         """Whether an earlier start of this run has kept a checkpoint as the best."""
+        kept_paths: set[str] = set()
+        for start in self._earlier_starts():
+            kept_paths.update(kept for _, _, kept in start["best"].values())
+        return path in kept_paths
+
+    def _earlier_starts(self) -> list[Start]:
+        return [] if self.file is None else valid(self.file.earlier)
 
     # Where the run is.
 
@@ -173,15 +186,16 @@ class RunInfo(abc.ABC):
 
     def check_step(self, first: int | None = None) -> None:
         """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""
-        check_step(self.step, self.state, first, self.right_at)
-        self.right_at = self.step
+        check_step(self.step, self.state, first, self.checked_step)
+        self.checked_step = self.step
 
     def poll(self, hook: Any, check: Poll) -> None:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
         self.pending.append((hook, check))
 
     @abc.abstractmethod
-    def stop(self, by: str) -> None: ...
+    def stop(self, caller: str) -> None:
+        """End the run after this step; `caller` is the hook that wants it."""
 
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
         """End the run with this error between two iterations, once the checkpoint that is due is saved."""
@@ -200,8 +214,8 @@ class RunInfo(abc.ABC):
         """Whether a signal stops the run; to be called equally often on all processes."""
 
     @abc.abstractmethod
-    def before_save(self, step: int) -> bool:
-        """Called before each save; if it returns True, nothing must be saved."""
+    def prevents_save(self, step: int) -> bool:
+        """Call `before_save` of each hook, before each save; if it returns True, nothing must be saved."""
 
     @abc.abstractmethod
     def require_finite(self, step: int, saver: Saver) -> bool:
@@ -257,10 +271,12 @@ class RunHook(Hook):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         run = self._run
-        when = self._cadence
-        # A subclass may be called at other steps, and a state that was restored may have changed the cadence.
-        if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
-            return None
+        cadence = self._cadence
+        if cadence is not None and cadence.secs is None and cadence.ends_calls:
+            # A subclass may be called at other steps. And the interval of a History may be restored after the loop has
+            # planned its next call.
+            if not run.is_over and not cadence.has_multiple(step):
+                return None
         return self._when_due(step, state, metrics)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
@@ -275,7 +291,9 @@ class RunHook(Hook):
 
     def next_due(self, step: int) -> int | None:
         """Return the next multiple of the cadence's steps; None if it depends on the clock."""
-        return None if self._cadence is None or self._cadence.secs is not None else self._cadence.next_multiple(step)
+        if self._cadence is None or self._cadence.secs is not None:
+            return None
+        return self._cadence.next_multiple(step)
 
     @contextlib.contextmanager
     def _deferring_errors(self, path: str = "") -> Iterator[None]:

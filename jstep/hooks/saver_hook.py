@@ -1,6 +1,5 @@
 """What all hooks that save have in common: their place in a run, the checks before a save, and the write."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,18 +45,12 @@ class LatestSave(NamedTuple):
     step: int
     state: Callable[[], TrainState | None]
 
-    @classmethod
-    def of(cls, step: int, state: TrainState) -> "LatestSave":
-        return cls(step, weakref.ref(state))
-
     def holds(self, step: int, state: TrainState) -> bool:
         """Whether it holds this state: a hook may have replaced it at the same step."""
         return self.step == step and self.state() is state
 
 
-def may_save(
-    run: RunInfo, step: int, state: TrainState, before_save: Sequence[Callable[[int], bool | None]] = ()
-) -> bool:
+def may_save(run: RunInfo, step: int, state: TrainState, checks: Sequence[Callable[[int], bool | None]] = ()) -> bool:
     """Call all that want to be called before a save; return False if one of them prevents it.
 
     They come before anything of the checkpoint is read: they deliver the rows of metrics, which are part of it.
@@ -65,8 +58,9 @@ def may_save(
     if processes.any_process(run.best_failure is not None):
         raise run.best_failure or RuntimeError("another process could not save a best checkpoint: see its error")
     check_alive(state)
-    prevented = [bool(check(step)) for check in (run.before_save, *before_save)]  # a list: each must be called
-    if any(prevented):
+    # A list, as each must be called: `any` of a generator would stop at the first one that prevents the save.
+    answers = [bool(check(step)) for check in (run.prevents_save, *checks)]
+    if any(answers):
         return False
     run.check_step()
     return True

@@ -20,10 +20,11 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
             return step + 1, NEVER
         return named, named
     multiple = cadence.next_multiple(step)
-    end = multiple if named is None else named
-    if not cadence.ends_calls:
-        end = NEVER
+    end = NEVER
+    if cadence.ends_calls:
+        end = multiple if named is None else named
     if cadence.secs is not None:
+        # Its seconds have a deadline of their own.
         return multiple, end
     return (step + 1 if named is None else named), end
 
@@ -49,6 +50,7 @@ class HookSchedule:
     Attributes:
         cadence: That of the hook when the run began; `next` follows one that a hook changes.
         next: The next step at which the hook is due by steps.
+        deadline: The time at which it is due by seconds; infinite if it is not, or if all processes agree on it.
         called: The last step at which the hook was called, or the first step of the run.
     """
 

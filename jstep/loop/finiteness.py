@@ -31,7 +31,7 @@ class Finiteness:
     """Whether the parameters and the loss of a run are finite; parameters that were not when it began do not count.
 
     Attributes:
-        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
+        initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Finiteness:
         self.has_nan_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
         is_checked = self.has_nan_hook or self.savers
         state = course.position.state if is_checked else {}
-        self.at_start = StateContents(state, params_only=not self.has_nan_hook)
+        self.initial_contents = StateContents(state, params_only=not self.has_nan_hook)
         self._finite_at = course.first  # the latest step with parameters that were found to be finite
         self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
 
@@ -53,7 +53,7 @@ class Finiteness:
         """Return the parameters that have become not finite. Reads the device once for a state, which savers share."""
         state = self._course.position.state
         if self._known is None or self._known[0]() is not state:
-            bad, _ = StateContents(state, params_only=True).worse_since(self.at_start)
+            bad, _ = StateContents(state, params_only=True).worse_since(self.initial_contents)
             self._known = weakref.ref(state), bad
         return self._known[1]
 

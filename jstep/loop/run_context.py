@@ -31,7 +31,6 @@ from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
 from jstep.record.process_files import ProcessFile
-from jstep.record.starts import StartFile, valid
 from jstep.state.train_state import TrainState
 
 
@@ -103,7 +102,6 @@ class RunContext(RunInfo):
     Attributes:
         observers: They are entered before anything is opened.
         closing: Closes what the run has opened.
-        file: The record of this start, while it is open; any thread writes it. Only process 0 has it.
         process_file: The record of another process.
         start_number: The number of the recorded start, once all processes have opened it; 0 if it is not recorded.
         new_name: Its name if no earlier start gave it one.
@@ -129,7 +127,6 @@ class RunContext(RunInfo):
         self.plan = ResumePlan()
         self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
-        self.file: StartFile | None = None
         self.process_file: ProcessFile | None = None
         self.start_number = 0
         self.new_name = secrets.token_hex(4)
@@ -188,14 +185,6 @@ class RunContext(RunInfo):
     def is_new_branch(self) -> bool:
         return isinstance(self.origin, Branched)
 
-    def had_name(self, name: str) -> bool:
-        earlier = [] if self.file is None else valid(self.file.earlier)
-        return any(start["run"] == name for start in earlier)
-
-    def was_best_checkpoint(self, path: str) -> bool:
-        earlier = [] if self.file is None else valid(self.file.earlier)
-        return any(kept == path for start in earlier for _, _, kept in start["best"].values())
-
     @property
     def position(self) -> LoopState:
         return self.course.position
@@ -211,9 +200,9 @@ class RunContext(RunInfo):
         meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
         return next((meter for meter in meters if meter is not None), None)
 
-    def stop(self, by: str) -> None:
+    def stop(self, caller: str) -> None:
         if not self.is_over:
-            self.course.stop(by)
+            self.course.stop(caller)
 
     def poll_stop_signal(self) -> bool:
         # An evaluation that something of its iteration follows is finished: the next start would make it again with
@@ -229,7 +218,7 @@ class RunContext(RunInfo):
             return True
         return self.components.runner.may_change_state_after(activity.hook)
 
-    def before_save(self, step: int) -> bool:
+    def prevents_save(self, step: int) -> bool:
         return self.components.runner.before_save(step)
 
     def require_finite(self, step: int, saver: Saver) -> bool:

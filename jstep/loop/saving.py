@@ -6,6 +6,7 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
-from jstep.hooks.nan_loss import describe_nan_at_start
+from jstep.hooks.nan_loss import describe_initial_nan
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.loop.arguments import MAX_SECS
 from jstep.loop.contents import BEFORE_END, NOTHING, Contents, RunContents
@@ -146,7 +147,7 @@ class RunSaverHook(SaverHook):
         return self._latest_save is not None and self._latest_save.holds(step, state)
 
     def _mark_saved(self, step: int, state: TrainState, taken: Contents) -> None:
-        self._latest_save = LatestSave.of(step, state)
+        self._latest_save = LatestSave(step, weakref.ref(state))
         self._saved_contents = taken
         # `save_without_peers` and a second save of the boundary read these files, once they are no longer in memory.
         for name, file in (*taken.hooks.files.items(), *taken.positions.files.items()):
@@ -209,8 +210,8 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
-        if bad := self._context.at_start.with_nan():
-            logger.warning("%s", describe_nan_at_start(bad, self._context.course.first))
+        if bad := self._context.initial_contents.with_nan():
+            logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 
 
 # What prevents a save after an error or a stall, and where the next start begins then.

@@ -70,7 +70,7 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     chunks = _make_chunks(run, dispatch, runner, reader)
     feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
-    run.at_start = finiteness.at_start
+    run.initial_contents = finiteness.initial_contents
     run.closing.callback(_close_batches, run, reader, feeder)
     return RunComponents(
         dispatch=dispatch, batches=reader, feeder=feeder, hooks=hooks, runner=runner, finiteness=finiteness

@@ -111,7 +111,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     errors.end()
     runner.raise_log_errors_of_all()
     if len(savers) < len(finiteness.savers):
-        run.before_save(run.step)  # `NanLossHook` raises a more specific error
+        run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
             finiteness.check_params(run.step, hook.saver)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
