@@ -247,7 +247,7 @@ class History(ReportingHook):
         with self._lock:
             with contextlib.suppress(OSError):
                 self._write()
-            first = 0
+            first = 0.0
             if self._path is not None:
                 first = min(self._unwritten, next(reversed(self._rows), 0))
             rows = {step: row for step, row in self._rows.items() if step >= first}

@@ -126,7 +126,7 @@ def test_a_hook_in_several_runs_keeps_no_state():
             train(20, [hook], batches=nan_at(6))
         assert caught.value.step == 6
     train(20, [hook])
-    assert hook._given_run is hook._held is None  # it holds nothing of the run
+    assert hook._given_run is hook._unchecked is None  # it holds nothing of the run
 
 
 @pytest.mark.thorough(except_for=["11-1"])

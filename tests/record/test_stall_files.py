@@ -59,7 +59,7 @@ def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
     for name in names:
         assert [one["what"] for one in read_stalls(str(tmp_path), name)[0]] == [name]
     other = StallFiles(str(tmp_path), 0, warn_secs=60.0)
-    other.exchange(None, read=True, at_once=True)
+    other.exchange(None, read=True, immediately=True)
     other.finish(None)
     assert [one["what"] for one in other.others] == ["model"]
 
@@ -75,7 +75,7 @@ def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypat
     for rounds in (1, 2):
         for process, files in enumerate(everyone, 2):
             files.exchange(
-                lambda process=process: fields_of(processes=64, what=f"batch {process}"), read=True, at_once=True
+                lambda process=process: fields_of(processes=64, what=f"batch {process}"), read=True, immediately=True
             )
             futures.wait([files._job])
         assert len(reads) <= len(everyone) * rounds
@@ -93,7 +93,7 @@ def test_files_of_the_others_that_cannot_be_listed(tmp_path, monkeypatch, caplog
     write(tmp_path, process=1)
     files = StallFiles(str(tmp_path), 0, warn_secs=60.0)
     for expected in ([1], [], []):
-        files.exchange(fields_of, read=True, at_once=True)
+        files.exchange(fields_of, read=True, immediately=True)
         futures.wait([files._job])
         assert [stall["process"] for stall in files.others] == expected
         assert files.is_told == (not expected)
@@ -236,7 +236,7 @@ def test_no_file_is_written_where_another_run_has_taken_the_place(tmp_path):
     for is_taken in (False, True):
         if is_taken:
             write(tmp_path / "a", process=0)
-        files.exchange(lambda: {"what": "mine"}, at_once=True)
+        files.exchange(lambda: {"what": "mine"}, immediately=True)
         wait_until(lambda: files._job.done())
         assert (tmp_path / "a").exists() == is_taken
     files.finish(None)
