@@ -281,7 +281,7 @@ def _is_checkpoint(path: str) -> bool:
     prefix, _, digits = checkpoint.rpartition("-")
     step = step_in(digits)
     with contextlib.suppress(Exception):
-        return step is not None and open_store(above).at(prefix, step) is not None
+        return step is not None and open_store(above).find_path(prefix, step) is not None
     return False
 
 

@@ -337,7 +337,7 @@ def _is_in(directory: str, path: str, prefix: str) -> bool:
     place = resolve_path(directory)
     if match is None or resolve_path(above) != place:
         return resolve_path(path) == place
-    return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
+    return match[1] == prefix or open_store(above).find_path(match[1], int(match[2])) is not None
 
 
 def _agreed_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
