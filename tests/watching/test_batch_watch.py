@@ -54,7 +54,9 @@ def lose(where, step):
 
 
 def said(caplog):
-    found = [(record.levelname, record.getMessage()) for record in caplog.records if "was read" in record.getMessage()]
+    found = [
+        (record.levelname, record.getMessage()) for record in caplog.records if "read before" in record.getMessage()
+    ]
     caplog.clear()
     return found
 
