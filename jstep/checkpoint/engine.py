@@ -79,7 +79,7 @@ class SaverEngine:
         """Return the lock; raise an error if a save may wait for this thread."""
         if self._listener is not None and self._listener.is_calling():
             raise RuntimeError(
-                f"Hook.saved: a save of this Saver may wait for this call, and the call for the save; read checkpoints "
+                f"Hook.saved: must not use the Saver that calls it, as each could wait for the other; read checkpoints "
                 f"with another one, jstep.Saver({self.directory!r})"
             )
         return self._lock

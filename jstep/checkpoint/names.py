@@ -160,8 +160,8 @@ def as_directory(directory: object) -> str:
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
     if not is_url(path) and os.path.isfile(os.path.join(path, MANIFEST_FILE)):
         raise ValueError(
-            f"directory={path!r}: must be a directory of checkpoints, and this is a checkpoint; its directory is "
-            f"{os.path.dirname(path)!r}, in which it is found by its step"
+            f"directory={path!r}: must be a directory of checkpoints, got a checkpoint; pass "
+            f"{os.path.dirname(path)!r}, and restore by its step"
         )
     return path
 

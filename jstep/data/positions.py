@@ -184,8 +184,9 @@ def _require_alike(progress: Sequence[str]) -> None:
         noun = "processes" if len(indices) > 1 else "process"
         groups.append(f"{text} on {noun} {format_list(indices, 8)}")
     raise RuntimeError(
-        f"the processes of this run must iterate alike, got at this save: {format_list(groups, 8, '; ')}. Nothing is "
-        "saved; decide from numbers that all processes have, such as the step or metrics, not from local ones"
+        "the processes of this run must run the same iterations, got at this save: "
+        f"{format_list(groups, 8, '; ')}. Nothing is saved; branch only on values that are equal on all processes, "
+        "such as the step or metrics"
     )
 
 

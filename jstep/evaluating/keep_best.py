@@ -272,8 +272,8 @@ class KeepBest(MetricReader):
             return
         is_earlier_start = run.was_best_checkpoint(absolute(self._saved.paths[best]))
         logger.warning(
-            "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of %s with "
-            "%s=%g, which is kept unless this %s does better; give a new directory to keep only its own",
+            "KeepBest: this run starts at step %d, not from its own checkpoint, but %s contains %s of %s with "
+            "%s=%g, which is kept unless this %s does better; pass a new directory to keep only this run's best",
             state_step(state),
             self._directory,
             checkpoint_name(self._prefix, best),

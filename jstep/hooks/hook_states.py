@@ -103,7 +103,7 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
         return False
     if isinstance(saved, list):
         raise UnsupportedFormatError(
-            f"{argument}: their states in the checkpoint are as they were before the first release of jstep. The "
+            f"{argument}: their states in the checkpoint have a format from before the first release of jstep. The "
             "checkpoint is intact: restore it with the version that wrote it"
         )
     if not _is_valid(saved):

@@ -72,7 +72,7 @@ class Finiteness:
         if saver.allow_nonfinite:
             return False
         raise NanLossDuringTrainingError(
-            f"the parameters are not finite at step {step}, where a checkpoint is due: "
+            f"the parameters are not finite at step {step}, when a checkpoint is due: "
             f"{describe_contents(bad) or _ELSEWHERE}. "
             f"The cause is one of the updates {self._finite_at} → {step}: jstep.NanLossHook() in hooks "
             "names its batch, see docs: help/errors#not-finite",

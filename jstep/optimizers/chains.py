@@ -160,8 +160,8 @@ class _Chain:
         for name, size in _bytes_of_frozen(params, self.labels(params), slots).items():
             if not self._has_warned:
                 logger.warning(
-                    "%s: its slots of parameters that are trained under no label take %s; whether it can do without "
-                    "is not known of an Optax transformation or a custom optimizer: put it below the labels",
+                    "%s: its slots of frozen parameters (of no label) take %s; jstep cannot tell whether an Optax "
+                    "transformation or a custom optimizer needs them: put it inside the partition",
                     name,
                     format_bytes(size),
                 )

@@ -169,9 +169,9 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     trees.check_arrays(new, f"train_step={name}: the state that it returns")
     different = describe_difference(jax.tree.map(type_of, new), jax.tree.map(type_of, old))
     raise TypeError(
-        f"train_step={name}: must return a state of the kind that it was given, got one "
+        f"train_step={name}: must return a state of the structure, shapes and dtypes of its argument, got one "
         f"{different or _describe_container(new, old)}; cast such a leaf, or create the state as it is "
-        "returned: no run could resume from a checkpoint of another kind"
+        "returned: otherwise no run could resume from its checkpoints"
     )
 
 

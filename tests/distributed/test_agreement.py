@@ -62,7 +62,8 @@ def test_a_save_of_processes_that_did_not_iterate_alike_is_an_error_of_all(three
     exchanges = len(three.exchanges)
     errors = three.each(lambda i: gather(i, "step 4", "step 5", "step 4"))
     text = (
-        "the processes of this run must iterate alike, got at this save: step 4 on processes 0, 2; step 5 on process 1"
+        "the processes of this run must run the same iterations, got at this save: "
+        "step 4 on processes 0, 2; step 5 on process 1"
     )
     assert {(type(error), text in str(error)) for error in errors} == {(RuntimeError, True)}
     assert len(three.exchanges) == 2 * exchanges

@@ -186,7 +186,7 @@ FOUND = {
 @pytest.mark.parametrize("kind", FOUND)
 def test_processes_that_do_not_iterate_alike_are_named_and_not_saved(kind, tmp_path):
     for lines in run(APART, 2, tmp_path, kind):
-        text = "the processes of this run must iterate alike, got at this save: "
+        text = "the processes of this run must run the same iterations, got at this save: "
         assert printed(lines, "raised").startswith(f"{text}{FOUND[kind]}. Nothing is saved")
         assert printed(lines, "saved") == "None"
 

@@ -266,7 +266,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert (
-        f"this run starts at step {start}, not from a checkpoint of its own, but {tmp_path} holds {best}" in caplog.text
+        f"this run starts at step {start}, not from its own checkpoint, but {tmp_path} contains {best}" in caplog.text
     )
 
 

@@ -103,7 +103,7 @@ def test_slots_of_frozen_parameters_that_a_custom_optimizer_keeps_are_one_line(
         state = jstep.TrainState.create(PARAMS, optimizer, **where)
         jstep.minimize(loss_fn, optimizer)(state, X)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("optimizers[0]: its slots of parameters that are trained under no label take 256 B")
+    assert line.startswith("optimizers[0]: its slots of frozen parameters (of no label) take 256 B")
 
 
 @pytest.mark.thorough(except_for=["microbatches"])

@@ -46,7 +46,8 @@ def test_a_step_returns_the_kind_of_state_that_it_was_given(said, where):
     read, replace = WHERE[where]
     step = step_of(lambda state: replace(state, {**read(state), **WRONG[said](read(state))}))
     state, x = state_of_trees(), ROWS[0]
-    match = f"train_step=step: must return a state of the kind that it was given, got one {said.format(where)}; cast"
+    kind = "of the structure, shapes and dtypes of its argument"
+    match = f"train_step=step: must return a state {kind}, got one {said.format(where)}; cast"
     pure = jstep.scan_steps(step)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     for call, arguments in (
