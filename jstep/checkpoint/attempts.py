@@ -305,7 +305,7 @@ class Attempt(abc.ABC):
             return
         stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
         raise CheckpointError(
-            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, and not finished, as "
+            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s without having finished, which "
             f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
         )
 

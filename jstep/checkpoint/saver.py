@@ -24,37 +24,38 @@ from jstep.state.train_state import TrainState
 
 @explains_attributes
 class Saver:
-    """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
+    """Saves and restores training states: the checkpoint `directory/model-1000` is the state after exactly 1000 steps.
 
-    The arrays are written in the background. A step may donate the state right after `save`, but until the arrays are
-    copied, their memory is not used again. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays
-    have checksums, which `restore` verifies. Orbax can open a checkpoint.
+    The arrays are written in the background; you may donate the state right after `save`. A checkpoint is atomic: it
+    gets its name once all of it is on disk. Arrays have checksums, which `restore` verifies. Orbax can open the
+    checkpoints.
 
-    The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
-    ones. Saving a step again replaces its checkpoint. Every call except `read_file` first waits for a save in progress,
-    and raises its error if it failed. What `wait`, or the next call, has acknowledged survives SIGKILL and a power cut;
-    a save in progress may be lost.
+    The newest checkpoint is the one with the highest step. To return to an earlier one permanently, delete all later
+    ones. Saving a step again replaces its checkpoint.
 
-    One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close` or the end of its
-    process; another one is rejected. Any number of Savers may restore meanwhile. With several processes, all of them
-    call `save` and `restore`.
+    Every call except `read_file` first waits for a save in progress, and raises its error if it failed. A checkpoint
+    survives SIGKILL and a power cut once `wait` or the next call has returned; a save in progress may be lost.
+
+    Only one Saver at a time may write a prefix in a directory, from its first save (or `claim`) until `close` or the
+    end of its process; a second one gets an error. Any number of Savers may restore at the same time. With several
+    processes, all of them must call `save` and `restore`.
 
     Args:
         directory: The directory of the checkpoints: a path on a file system that all processes share, created by the
             first `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
         prefix: The prefix of the checkpoint names.
-        max_to_keep: The number of checkpoints to keep: each save deletes the lowest steps beyond it. None or 0 keeps
-            all.
-        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: one per interval stays of
-            those that `max_to_keep` would delete. The interval is remembered across restarts.
+        max_to_keep: The number of checkpoints to keep: each save deletes those with the lowest steps beyond this
+            number. None or 0 keeps all.
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: of the checkpoints that
+            `max_to_keep` would delete, one per interval is kept. The interval is remembered across restarts.
         async_save: Whether to write in the background.
-        leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
-            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or
-            `"frozen"` for those that the optimizer trains under no label of a `partition`. `restore`, with any Saver,
-            takes them from its target and warns if their values differ from those at the time of the save.
-        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, instead of ending there with a
+        leave_out: Parameters that are not saved, nor their slots, such as the frozen base model of LoRA: a predicate
+            `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or `"frozen"` for the
+            parameters that have no label in a `partition`. `restore`, with any Saver, takes them from its target, and
+            warns if their values differ from those at the time of the save.
+        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, instead of ending with a
             `NanLossDuringTrainingError`. A manual `save` saves any values. `max_to_keep` never deletes the newest
-            checkpoint whose parameters are finite, and may therefore be exceeded by one.
+            checkpoint whose parameters are finite, so there may be one more.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -107,7 +108,7 @@ class Saver:
         )
 
     def claim(self, state: Tree = None) -> None:
-        """Claim the prefix before the first save: check that this Saver can write and that no other one does.
+        """Lock the prefix before the first save: check that this Saver can write, and that no other one does.
 
         `save` does this, too; a second call costs almost nothing.
 
@@ -193,16 +194,17 @@ class Saver:
                 nested dict of NumPy arrays, for inspection (PRNG keys as their data).
             step: The step to restore; None for the newest.
             partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
-                kept. In a `TrainState`, a slot that begins as a copy of the parameters (`master_weights`, `lookahead`,
-                averages, ...) begins as a copy of the restored ones if the checkpoint lacks it, and slots of which none
-                was restored are as old as they are in target: fresh ones count from the restored step. A warning lists
-                leaves that were copied or kept, unused arrays, and new slots that share their age with restored ones.
+                kept. In a `TrainState`, if the checkpoint lacks a slot that starts as a copy of the parameters
+                (`master_weights`, `lookahead`, averages, ...), the slot becomes a copy of the restored parameters. If
+                no slot of an optimizer was restored, its age is that of target: a fresh one counts from the restored
+                step. A warning lists leaves that were copied or kept, unused arrays, and new slots that share their age
+                with restored ones.
             use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
                 evaluation, and those of the model state if it has any. A string names their slot; a list names slots
                 with averages of different leaves.
-            names: Leaves that have another path in the checkpoint: a mapping from paths of target
-                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
-                to the other. Leaves that are not mentioned, or for which it returns None, have the same path.
+            names: Leaves that have a different path in the checkpoint: a mapping from paths in target
+                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function that does
+                this. Leaves that are not mentioned, or for which it returns None, have the same path in both.
                 `{"params/w": ema.average_name("w")}` restores an average in place of a parameter.
 
         Returns:
@@ -314,7 +316,7 @@ class Saver:
         """Return the steps of all complete checkpoints, in ascending order.
 
         Raises:
-            CheckpointError: A save failed in the background; so do `latest_step` and `last_checkpoints`.
+            CheckpointError: A save failed in the background. `latest_step` and `last_checkpoints` raise this, too.
         """
         return self._engine.all_steps()
 
@@ -325,7 +327,7 @@ class Saver:
     def best_step(self) -> int | None:
         """Return the step of the best checkpoint that a `KeepBest` has kept, for `restore(state, step=…)`.
 
-        Those with the metric and the mode of the newest one compete; on a tie, the earlier one is the best.
+        Checkpoints compete if they have the metric and the mode of the newest one; on a tie, the earlier one is best.
 
         Returns:
             The step; None if there is no checkpoint.

@@ -85,37 +85,40 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
 
 @explains_attributes
 class Run(Generic[P]):
-    """A training run for a loop of your own; `train` is `with Run(…) as run: for _ in run: pass`.
+    """A context manager around your own training loop, which runs the steps, saves checkpoints and resumes.
 
-    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the last hooks,
-    saves and closes. Each iteration is one call of the step, of up to `steps_per_call` steps, followed by the hooks
-    that are due. `next(run)` works as `for` does.
+    `train` is `with Run(…) as run: for _ in run: pass`. The number that the loop yields is the number of steps
+    completed.
 
-    A restart resumes only between two iterations: savers, signals, stops and `last_step` take effect there. An
-    exception in the body, or in a hook, saves nothing of its iteration: the state is in the exception's `state`, and a
-    note names the checkpoint that the next start resumes from.
+    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the `end` of
+    hooks, saves and closes. Each iteration runs one call of the step (of up to `steps_per_call` steps), then the hooks
+    that are due, then your loop body. You can also call `next(run)` instead of using `for`.
 
-    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times in an
-    iteration, so the last one may pass last_step.
+    Checkpoints are taken only between iterations, and signals, stops and `last_step` also take effect there. If an
+    exception leaves the body or a hook, nothing of its iteration is saved: the exception's attribute `state` holds the
+    state, and a note names the checkpoint that a restart resumes from.
 
-    A run is iterated over in the thread that entered it, on several processes alike. In a notebook, one cell holds the
-    block.
+    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step` itself, any number of times
+    in an iteration. The last iteration may therefore pass last_step.
+
+    Iterate over a run in the thread that entered it, and execute the same iterations on all processes. In a notebook,
+    put the whole block into one cell.
 
     Args:
-        train_step: As in `train`, like the arguments that are not named here.
+        train_step: As in `train`, like all arguments that are not listed here.
         batches: As in `train`, or None or `from_loop(…)` if the body makes the batches.
 
     Attributes:
         step: The number of training steps completed.
-        state: The latest state, which is donated to the next step. In the body it may be replaced by a state of the
-            same step, structure, shapes and dtypes. After the block it is the last complete state, or None if that was
-            donated.
+        state: The latest state, which is donated to the next step. In the body, you may replace it by a state of the
+            same step, structure, shapes and dtypes. After the block, it is the last complete state, or None if that
+            was donated.
         metrics: The metrics of the latest call, on the device; None before the first one.
 
     Raises:
-        RuntimeError: It is entered twice, or used where it must not be: `run.state = …` and `train_step` outside of the
-            body, `every` after the first step.
-        Preempted: From the loop, or where the block ends: see `train`, also for the other exceptions.
+        RuntimeError: The run is entered twice, `run.state = …` or `train_step` is used outside of the body, or `every`
+            is called after the first step.
+        Preempted: Raised by the `for` statement, or at the end of the block: see `train`, also for other exceptions.
 
     Example:
         >>> import jax.numpy as jnp, jstep
