@@ -7,6 +7,7 @@
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
 | `ended` | the mark: the step at which all `end`s were made | `_hooks` | `Course`, which then owes no end |
+| `last_body` | the step, if its body ran because the run ended there | `_hooks` | `Course`, which then owes no body |
 | `before_end` | true in the boundary before the `end`s, until the end is whole | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
@@ -22,7 +23,7 @@ from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.hook_states import get_states, set_states
-from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
+from jstep.loop.origin import ENDED, HELD_VALUES, LAST_BODY, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.summary.writer import drain
@@ -100,6 +101,7 @@ class RunContents:
             HOOK_STATES: get_states(run.components.hooks),
             STOPPED: course.stopped_by,
             ENDED: run.step if course.has_ended else None,
+            LAST_BODY: run.step if course.has_run_last_body else None,
         }
         if course.stopped_by is None and not course.has_begun:
             # A run that takes no step keeps the name of the hook that stopped the earlier one.

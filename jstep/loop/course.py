@@ -149,14 +149,23 @@ class Course:
         self.is_first_known = True
         self.restoring = restoring
 
-    def begin_at(self, step: int, state: Tree, ended_at: int | None = None, *, is_restored: bool = False) -> None:
+    def begin_at(
+        self,
+        step: int,
+        state: Tree,
+        ended_at: int | None = None,
+        last_body: int | None = None,
+        *,
+        is_restored: bool = False,
+    ) -> None:
         """Begin with this state. A restored run may owe the body of its step: see `owes_body`."""
         self.expect(step, None)
         self.position = LoopState(step, state)
         self.ended_at = ended_at
         self.has_found_end = ended_at == step
         self.is_restored = is_restored
-        self.body_ended_at = None if is_restored and ended_at != step else step
+        may_owe_body = is_restored and step not in (ended_at, last_body)
+        self.body_ended_at = None if may_owe_body else step
 
     def get_ready(self) -> None:
         """`BEGINNING` → `READY`: the hooks have begun, and there is a step to take."""
@@ -189,11 +198,24 @@ class Course:
         """Whether the batches have ended after a step that had no body: the end of the loop is a multiple, too.
 
         An earlier start may owe it as well: if it was stopped at such a step, and the batches turn out to be used up
-        there. It does not if its hooks have ended at that step, as the body ran before them.
+        there. It does not if its hooks have ended at that step, as the body ran before them, nor if the checkpoint says
+        that the body has run: an `end` has failed after it.
         """
-        step = self.position.step
-        is_skipped = self.body_interval is not None and step % self.body_interval > 0 and self.body_ended_at != step
+        is_skipped = self._is_between_bodies() and self.body_ended_at != self.position.step
         return self.has_body and self.has_begun and is_skipped and not self.is_leaving
+
+    def begin_last_body(self) -> None:
+        """→ `WITHIN`, before a body that was owed. If it fails, nothing is saved, and the next start owes it again."""
+        self.body_ended_at = self.position.step
+        self.begin_iteration()
+
+    @property
+    def has_run_last_body(self) -> bool:
+        """Whether the body of this step has run only because the run ends here: the next start cannot know it."""
+        return self.has_body and self._is_between_bodies() and self.body_ended_at == self.position.step
+
+    def _is_between_bodies(self) -> bool:
+        return self.body_interval is not None and self.position.step % self.body_interval > 0
 
     # What the run is doing.
 

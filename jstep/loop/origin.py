@@ -37,10 +37,11 @@ from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 ENDED: Final = "ended"
+LAST_BODY: Final = "last_body"
 STOPPED: Final = "stopped"
 HELD_VALUES: Final = "held"
-"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, and the
-initial values of held hyperparameters."""
+"""Keys of a checkpoint's `extra`: the steps at which its hooks have ended and at which the body of the end has run, the
+name of the hook that stopped it, and the initial values of held hyperparameters."""
 PAST: Final = "past"
 START: Final = "start"
 """Keys of what an observer saves: what a restart compares; in that, the number and `began` of the start."""

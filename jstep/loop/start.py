@@ -34,7 +34,7 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import ENDED, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
+from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
@@ -145,7 +145,9 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
         if run.plan.parent is None:
             course.expect(assumed_first or 0, latest)
         run.origin, state = restore(saver, run.state, run.plan)
-        course.begin_at(run.origin.step, state, run.origin.extra.get(ENDED), is_restored=run.restored is not None)
+        extra = run.origin.extra
+        is_restored = run.restored is not None
+        course.begin_at(run.origin.step, state, extra.get(ENDED), extra.get(LAST_BODY), is_restored=is_restored)
     if started is not None and started.source.is_seekable and course.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started.wait_for_first()  # the thread ends before the batches are opened again

@@ -322,7 +322,7 @@ class Run(Generic[P]):
                 # the batch is made again after the restart.
                 course.leave()
             if course.owes_body():
-                course.begin_iteration()
+                course.begin_last_body()
                 self._resume_body()
                 yield course.position.step
                 self._pause_body()

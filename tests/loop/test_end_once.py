@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from children import end, read_until, start
-from loop_runs import train
+from loop_runs import DATA, STEP, make_state, train
 
 import jstep
 
@@ -125,3 +125,55 @@ train(int(sys.argv[3]), hooks=[Hangs()], checkpoint_dir=directory, save_checkpoi
     assert jstep.Saver(tmp_path).all_steps() == [3, 5]
     assert end(start(script, tmp_path, "ends", "8"))[0].split("\n") == ["told 5", "told 6", "end 8", "told 8", ""]
     assert jstep.Saver(tmp_path).all_steps() == [3, 5, 6, 8]
+
+
+class Notes(jstep.Hook):
+    """Remembers the bodies of a run; its first `end` fails."""
+
+    key = "notes"
+
+    def __init__(self, fails):
+        self.bodies, self.fails = [], fails
+
+    def end(self, step, state):
+        if self.fails:
+            raise OSError("away")
+
+    def get_state(self):
+        return list(self.bodies)
+
+    def set_state(self, value):
+        self.bodies = list(value)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["to its end", "by break"])
+@pytest.mark.parametrize("save_steps", [1, None])
+@pytest.mark.parametrize("ending", ["last_step", "batches"])
+def test_the_body_of_an_end_that_failed_is_not_made_again(ending, save_steps, leaves, tmp_path):
+    """The loop ends between two multiples, and its body follows: the next start makes the end without it."""
+
+    def bodies(last_step, *, until=99, fails=False):
+        hook = Notes(fails)
+
+        def batches(n):
+            if n >= until:
+                raise jstep.OutOfRangeError("used up")
+            return DATA[n]
+
+        with jstep.Run(
+            STEP, make_state(), batches, last_step, hooks=[hook], progress=False,
+            checkpoint_dir=tmp_path, save_checkpoint_steps=save_steps,
+        ) as run:  # fmt: skip
+            for step in run.every(3):
+                hook.bodies.append(step)
+                if leaves and step == 8:
+                    break
+        return hook.bodies
+
+    end = (11, 8) if ending == "batches" else (8, 99)
+    with pytest.raises(OSError, match="away"):
+        bodies(end[0], until=end[1], fails=True)
+    assert bodies(end[0], until=end[1]) == [3, 6, 8]
+    assert bodies(end[0], until=end[1]) == [3, 6, 8]
+    leaves = False
+    assert bodies(11) == [3, 6, 8, 9, 11]
