@@ -1,14 +1,14 @@
 """How is a state saved, and restored? tensorstore is imported when a Saver saves or restores.
 
-- `array_index`: where the database of arrays has which bytes, before tensorstore reads it.
-- `array_reader`: arrays are read, and verified.
-- `array_writer`: arrays are written by tensorstore.
+- `array_index`: the index of the array database, checked before tensorstore reads it.
+- `array_reader`: reading and verification of arrays.
+- `array_writer`: writing of arrays by tensorstore.
 - `attempts`: one save, in a thread of each process.
 - `best_record`: which checkpoint of a `KeepBest` is the best.
-- `chunk_files`: chunks are read from the files of a directory.
+- `chunk_files`: reading of chunks from the files of a directory.
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
-- `engine`: what a `Saver` does, and what only a run may call of it.
+- `engine`: the implementation of `Saver`, and what only a run may call.
 - `host_copies`: copies of arrays on CPUs, whose memory is kept between saves.
 - `leaf_records`: records of a state's leaves.
 - `listing`: which checkpoints a directory has.
@@ -24,5 +24,5 @@
 - `shared_directory`: whether all processes see one directory.
 - `shared_reads`: arrays that several processes need are read once.
 - `store`: the base class of stores.
-- `targets`: a target is filled from saved arrays.
+- `targets`: filling a target from saved arrays.
 """

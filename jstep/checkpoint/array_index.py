@@ -1,9 +1,9 @@
 """The index of the database that holds the arrays of a checkpoint: what is stored under which key, and where.
 
-It is read here before tensorstore reads it, because tensorstore believes what an index says. A tree may name one child
-many times, or one chunk under many keys, so that some kilobytes are a list without end. Keys that share a long
-beginning may take thousands of times the bytes of their node (`tensorstore.ocdbt.dump` writes them all out: 200 kB take
-2.3 GB). Here the memory and the time are some times the bytes of the nodes.
+It is read here before tensorstore reads it, because tensorstore trusts an index. In a malicious one, a tree may name
+one child many times, or one chunk under many keys, so that a few kilobytes are an endless list. Keys that share a long
+prefix may expand to thousands of times the bytes of their node (`tensorstore.ocdbt.dump` writes them all out: 200 kB
+take 2.3 GB). Here, time and memory are proportional to the bytes of the nodes.
 
 An OCDBT database is a tree of nodes. The manifest names its root, an interior node its children, and a leaf the values,
 which lie in files, or in the node itself if they are small:

@@ -1,6 +1,7 @@
-"""Arrays of checkpoints, each verified when it is read; imported on first use, which is slow.
+"""Reading of checkpoint arrays, each of which is verified. Imported on first use, because the import is slow.
 
-Chunks in a directory are read by `chunk_files`. tensorstore reads the others, and whatever is not as it should be.
+Chunks in a directory are read by `chunk_files`. tensorstore reads all others, and anything that is not as jstep
+writes it.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Arrays of checkpoints in Orbax's format, written by tensorstore; imported on first use, which is slow.
+"""Writing of checkpoint arrays in Orbax's format, by tensorstore. Imported on first use, because the import is slow.
 
 The arrays of a checkpoint are one OCDBT database: a tree of nodes, each with a CRC-32C, in files that also hold the
 chunks of the arrays. These are zarr3, each with a CRC-32C, which tensorstore checks whenever anything reads it.

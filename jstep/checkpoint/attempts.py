@@ -1,4 +1,4 @@
-"""One save, in a background thread of each process: the same in a directory and below a URL.
+"""One save of a checkpoint, in a background thread of each process: the same in a directory and below a URL.
 
     1. Each process writes its arrays. If there are several processes, it then writes an empty file below `parts/`.
     2. The first process waits for these files, by one list at a time, merges the databases, and commits: the manifest,

@@ -1,4 +1,4 @@
-"""What a `KeepBest` notes in the manifest of its checkpoint, and which of several checkpoints is the best."""
+"""The record that a `KeepBest` keeps in the manifest of its checkpoints, and the choice of the best of them."""
 
 import math
 from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """Chunks of a database in a directory, read from its files into the memory of an array.
 
-tensorstore's wheels compute CRC-32C by a table, and copy each chunk twice. Here `array_index` says where the chunks
-lie, a system call reads a chunk to where it belongs, and the processor computes the checksum.
+tensorstore's wheels compute CRC-32C by a table, and copy each chunk twice. Here, `array_index` finds the chunks, a
+system call reads each chunk into its place in the array, and the processor computes the checksum.
 
-Nothing here explains an error: whatever is not exactly what jstep writes is left to tensorstore, which then reads it or
-says what is wrong with it.
+This module explains no errors: anything that is not exactly as jstep writes it is left to tensorstore, which either
+reads it or reports what is wrong.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Claims: the lock of the one writer of a prefix, in a directory and in an object store."""
+"""Claims: the lock that allows only one writer of a prefix, in a directory or in an object store."""
 
 import contextlib
 import errno

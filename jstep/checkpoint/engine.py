@@ -1,6 +1,6 @@
 """The engine of a `Saver`: one save at a time in the background, and reads between saves.
 
-`Saver` is what users see of it. The run of a Saver calls the engine for what no user may do: with another listener, or
+`Saver` is its public interface. A run calls the engine itself for what users must not call: with another listener, or
 without the other processes, a checkpoint could be lost.
 """
 

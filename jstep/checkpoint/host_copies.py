@@ -1,4 +1,4 @@
-"""Copies of arrays that a step reads and writes in the host's memory, so that it may reuse that memory during a save.
+"""Copies of arrays in the host's memory, made so that a step on CPUs may reuse their memory during a save.
 
 On CPUs, the writer could read the arrays of the state where they are. But XLA cannot reuse the memory of an array to
 which something else refers, so that the next step would take memory for a second state, whose pages the kernel clears

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, opened in one call: what it resumes from, and the right to write."""
+"""Opening the checkpoints of a run in one call: find what it resumes from, and lock the prefix."""
 
 import contextlib
 from collections.abc import Callable

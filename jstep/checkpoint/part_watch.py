@@ -1,7 +1,7 @@
-"""Whether another process still writes its part of a checkpoint, as seen from outside.
+"""Detection, from outside, of a process whose write of its part of a checkpoint hangs.
 
-A write that hangs and a slow flush look alike: bytes that are flushed do not grow. How long a flush may take is known
-from the part that this process has written and flushed itself, on the same storage.
+A write that hangs and a slow flush look alike, because the number of bytes does not grow during a flush. This process
+has written and flushed a part of its own on the same storage, from which it estimates how long a flush may take.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`Saver`: what users see of `SaverEngine`, which writes checkpoints one at a time in the background."""
+"""`Saver`: the public interface of `SaverEngine`, which writes checkpoints one at a time in the background."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What several processes read of arrays that more than one of them needs: each byte once; the others are sent it.
+"""Reading of arrays that several processes need: each byte is read once, and sent to the other processes.
 
 A large array is divided between its replicas, in parts of at least 1 MiB, and JAX brings the parts together. Arrays for
 which this leaves bytes that two processes would read are read in groups of about 1 MiB: each by one process, as they

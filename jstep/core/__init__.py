@@ -13,7 +13,7 @@
 - `new_arrays`: arrays made without compiling a program.
 - `path_matching`: leaves are matched to sources by path.
 - `placement`: shardings and memory kinds.
-- `processes`: what processes tell each other.
+- `processes`: communication between processes.
 - `public_names`: public names, and hints for names of others.
 - `recorded_calls`: a `repr` that is a call.
 - `secret_text`: removal of secrets.

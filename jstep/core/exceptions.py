@@ -1,4 +1,4 @@
-"""Context variables, notes on exceptions, and the one that ends an input."""
+"""Context variables, notes on exceptions, and the exception that ends an input."""
 
 import contextlib
 import contextvars

@@ -1,8 +1,8 @@
 """Matching by path: the source of each leaf of a tree, the leaves without one, and the sources that are left over.
 
 The leaves of a target are matched to those of a checkpoint (`checkpoint/match.py`) or to tensors
-(`weights/matching_tensors.py`), and the leaves of a tree to those that it had before (`slots/matching.py`). Whether a
-source fits its leaf, and what a message says of it, is theirs.
+(`weights/matching_tensors.py`), and the leaves of a tree to those that it had before (`slots/matching.py`). These
+modules decide whether a source fits its leaf, and write the messages.
 """
 
 from collections.abc import Mapping, Sequence

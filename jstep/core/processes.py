@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other: when to stop, numbers, texts and errors.
+"""Communication between the processes of a run: requests to stop, numbers, strings and errors.
 
 All functions that exchange something block, and all processes must call them; with a single process there is no
-communication. How processes begin is `jstep.distributed`; when a period is over for all is `agreed_clock`.
+communication. `jstep.distributed` starts the processes; `agreed_clock` decides when a period is over for all of them.
 """
 
 import itertools

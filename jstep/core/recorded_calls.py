@@ -1,4 +1,4 @@
-"""Recorded calls: the `repr` of a result is the call that one would type to create it, and so is its pickle."""
+"""Recorded calls: the `repr` of a result, and its pickle, are the call that creates it."""
 
 import dataclasses
 import functools

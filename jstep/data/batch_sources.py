@@ -1,6 +1,6 @@
 """Batches from one step on, as a run sees them: `BatchSource`, and a class for each way in which batches are made.
 
-| class | batches | a restart continues | ahead of the loop | a signal may leave a batch |
+| class | batches | a restart continues | read ahead | a signal may interrupt the wait for a batch |
 |---|---|---|---|---|
 | `Indexed` | a function of the step | at the step | yes | yes |
 | `Loader` | an iterator with a position | at the position that was read after a batch | yes | yes |
@@ -8,7 +8,7 @@
 | `FromLoop` | `from_loop` | at the objects' states between two iterations | no | no: the body has used it up |
 | `Unseekable` | any other iterator | where the iterator is | yes | yes, with a warning that it is lost |
 
-`loaders.open_source` chooses the class, and is the only function that asks of which kind batches are.
+`loaders.open_source` chooses the class, and is the only function that checks the kind of batches.
 """
 
 import contextlib

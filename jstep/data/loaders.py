@@ -1,4 +1,4 @@
-"""Opens all kinds of batches, whose kind is asked only here; `from_state` and `replayed`."""
+"""Opening of all kinds of batches, which is the only place that checks their kind; `from_state` and `replayed`."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""A background thread reads and transfers batches ahead of the loop."""
+"""Prefetching: a background thread reads and transfers batches ahead of the loop."""
 
 import contextlib
 import functools

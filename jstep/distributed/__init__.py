@@ -1,4 +1,4 @@
-"""How do the processes of a run begin? What they tell each other later is `jstep.core.processes`.
+"""How do the processes of a run begin? Their later communication is in `jstep.core.processes`.
 
 - `launcher`: initialization, from arguments and the variables of launchers.
 """

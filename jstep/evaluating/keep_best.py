@@ -1,14 +1,14 @@
 """The callback that keeps the checkpoints of the best evaluations.
 
-A best checkpoint is no boundary: no run resumes from it by itself. But it belongs to the history that the run's own
-checkpoints continue, so the two are kept in step:
+No run resumes from a best checkpoint automatically. But best checkpoints belong to the same history as the run's own
+checkpoints, so the two are kept consistent:
 
 | | what is ensured | by |
 |---|---|---|
-| before | a save of the run appears only after the best checkpoints of evaluations up to it | `_wait_until_finished` |
-| failure | after one that failed no save appears, and the run ends: its evaluation is made again | `_fail` |
-| after | one that is superseded goes only when a save appears that has seen it superseded | `_superseded` |
-| restart | those beyond the step from which the run resumes count for nothing | `_lost_steps` |
+| before | a checkpoint of the run appears only after the best ones of evaluations up to it | `_wait_until_finished` |
+| failure | if a best one fails, the run ends without a checkpoint, and a restart repeats the evaluation | `_fail` |
+| after | a superseded one is deleted only when a later checkpoint of the run appears | `_superseded` |
+| restart | those beyond the step from which the run resumes do not count | `_lost_steps` |
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What does a folder say? Runs and checkpoints, by their files alone; JAX is imported to decode arrays alone.
+"""What do the files of a run show? Runs and checkpoints are read from files; JAX is imported only to decode arrays.
 
 - `cli`: the command line.
 - `runs`: the runs below directories, as a tree.
-- `run_folder`: what the folder of a run holds; its starts as text.
+- `run_folder`: the folder of a run, and its starts as text.
 - `run_summary`: what a run was and how it ended.
 - `goodput`: where the time of a run went.
 - `diff`: how two checkpoints or runs differ, and from which step on.
@@ -13,5 +13,5 @@
 - `stalled_processes`: processes that hang, and what they wait for.
 - `report`: the page of runs.
 - `page`: the sections of the page.
-- `sweep`: what the page shows of each run, and of runs beside each other.
+- `sweep`: what the page shows about each run, and about several runs.
 """

@@ -1,4 +1,4 @@
-"""The folder of a run: its starts, what is known of each, also as text, and what it has logged."""
+"""The folder of a run: its starts, the facts about each of them, also as text, and what the run has logged."""
 
 import contextlib
 import dataclasses

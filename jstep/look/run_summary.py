@@ -1,4 +1,4 @@
-"""The summary of a run: what was trained, how it ended or whether it lives, and what was tried later."""
+"""The summary of a run: what was trained, how it ended or whether it is running, and later starts that took no step."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a page shows of runs: the files of each, the metric that ranks them, the options that vary, groups by seed."""
+"""What a page shows about runs: their files, the metric that ranks them, the options that vary, groups by seed."""
 
 import dataclasses
 import itertools

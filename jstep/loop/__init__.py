@@ -1,11 +1,11 @@
-"""How does a run go on?
+"""How does a run proceed?
 
-- `agreement`: what processes compare at the start.
+- `agreement`: what processes compare before the first step.
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
 - `chunks`: the batches of each call, and the steps at which calls end.
 - `compiling`: when programs are compiled.
-- `contents`: what a checkpoint holds beside the state.
+- `contents`: what a checkpoint contains in addition to the state.
 - `course`: the state machine: where a run is.
 - `dispatch`: the calls of programs, with checks and warnings of the first one.
 - `ending`: the end as one transaction.
@@ -19,6 +19,6 @@
 - `signals`: signals, a time limit, and stops of several processes.
 - `stages`: the train steps of a run, and where each begins.
 - `start`: how a run is opened, with its hooks, the user's and the built-in ones.
-- `start_times`: what a start does, in seconds, and how many programs each thread compiles.
+- `start_times`: how long each part of a start takes, and how many programs each thread compiles.
 - `stopping`: how a run ends in each phase.
 """

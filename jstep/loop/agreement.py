@@ -1,7 +1,7 @@
 """What the processes of a run compare before anything is opened.
 
-Each runs the program by itself, and a difference between them, such as another `last_step`, would otherwise show as a
-wait of half an hour: they would not call the same collectives.
+Each process runs the program by itself. Without this check, a difference between them, such as another `last_step`,
+would show up as a wait of half an hour, because they would not call the same collectives.
 """
 
 import json

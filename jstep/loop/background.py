@@ -1,4 +1,4 @@
-"""Calls of the user's hooks in the background: a checkpoint is about to exist, or was saved."""
+"""Calls of the user's hooks in the background: `flush` before a checkpoint exists, and `saved` after it."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds beside the state: everything else that a restart needs.
+"""What a checkpoint of a run contains in addition to the state: everything else that a restart needs.
 
 | key of its `extra` | content | taken by | restored by |
 |---|---|---|---|

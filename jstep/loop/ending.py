@@ -1,4 +1,4 @@
-"""The end of a run as one transaction: all of it is in the last checkpoint, or the next start makes all of it again.
+"""The end of a run as one transaction: either the last checkpoint records all of it, or a restart repeats all of it.
 
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
@@ -8,15 +8,15 @@
 | 4 | the other savers, until they are on disk | the boundary stays |
 | 5 | the run's own checkpoint: the state after the `end`s, the memories of hooks, the mark | the boundary stays |
 
-The mark is the step at which the `end`s were made (`contents.ENDED`). A start that finds it there and has nothing to do
-makes no end. While the `end`s run, the boundary is on its way to disk; the last save replaces it. If that never comes,
-the boundary becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal` save it once more, with the
-memories that hooks had before the `end`s (`RunSaverHook.save_boundary`), and after a kill the next start does.
+The mark is the step at which the `end`s were made (`contents.ENDED`). If a restart finds it and has no step to run, it
+makes no end. While the `end`s run, the boundary is being written to disk; the last save replaces it. If that save never
+happens, the boundary becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal` save it once more,
+with the states that hooks had before the `end`s (`RunSaverHook.save_boundary`), and after a kill a restart does this.
 
-Savers of the user's come before the run's own: with the mark on disk, the next start would not call them again.
+The user's savers are called before the run's own: once the mark is on disk, a restart would not call them again.
 
-A signal is asked for between two `end`s, on all processes alike, and between the batches of an evaluation. If by then
-nothing was left out, the end is whole and has its mark.
+All processes together check for a signal between two `end`s, and between the batches of an evaluation. If nothing was
+left out by then, the end is complete and gets its mark.
 """
 
 from jstep.core import processes

@@ -1,6 +1,6 @@
-"""When a checkpoint of a run is saved, what prevents it, and where the next start begins.
+"""When a checkpoint of a run is saved, what prevents it, and where a restart begins.
 
-`contents.py` says what a checkpoint holds beside the state.
+`contents.py` lists what a checkpoint contains in addition to the state.
 """
 
 import contextlib

@@ -8,7 +8,7 @@
 | `stop_secs` | a timer acts like SIGTERM | all use the clock of process 0 |
 
 In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and the tracing of a
-program. Where Python drops exceptions, as in finalizers, it is obeyed at the end of that wait.
+program. If it arrives where Python drops exceptions, such as in a finalizer, it takes effect at the end of that wait.
 """
 
 import contextlib

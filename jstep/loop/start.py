@@ -1,4 +1,4 @@
-"""The start of a run: its checkpoints are opened, and its state is restored while the first program is made."""
+"""The start of a run: its checkpoints are opened, and its state is restored while the first program is compiled."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Counts of compilations by thread, and the durations of what a start does."""
+"""Counts of compilations by thread, and the durations of the parts of a start."""
 
 import contextlib
 import dataclasses

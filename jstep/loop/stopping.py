@@ -15,14 +15,15 @@
 | after the loop | hooks | leaves where the block ends; all is saved | all is saved | ends; all is saved |
 | closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
 
-A second SIGINT leaves immediately, in each phase. An iteration is a call, its hooks, and the body of the loop, in
-`train` as in `Run`; if the body makes the batches, it is the body with all its calls, and its own time counts as
-waiting. A restart resumes only between two iterations, so what ends one early, an exit included, saves nothing of it.
-An evaluation is the last one of its iteration if neither a body nor a hook that may replace the state follows it, and
-so is each before the first step and at the end. The end is defined in `ending.py`: the boundary is the state before.
+A second SIGINT exits immediately, in each phase. In `train` and in `Run`, an iteration is a call, its hooks, and the
+body of the loop. If the body makes the batches, the iteration is the body with all its calls, and the time of the body
+itself counts as waiting. A restart resumes only between two iterations, so if an error or an exit ends an iteration
+early, nothing of it is saved. An evaluation is the last one of its iteration if neither a body nor a hook that may
+replace the state follows it; evaluations before the first step and at the end are, too. `ending.py` defines the end;
+the boundary is the state before it.
 
 The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
-or the parameters are not finite, or a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
+or the parameters are not finite, or if a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
 batches; any other function is finished. Another thread saves if the user's loader stalls. Several processes stop after
 the same call; if one of them fails or stalls, nothing is saved.
 """

@@ -1,8 +1,8 @@
-"""What will happen before anything runs? Functions of a train step and its arguments.
+"""What will a run do, and what will it cost? Answers, before anything runs, from a train step and its arguments.
 
 - `plan`: what happens at which step.
 - `cost`: operations and memory of a step, by the compiler.
 - `cost_command`: the same, as a command.
-- `topologies`: meshes of devices that are not there.
+- `topologies`: meshes of devices that this machine does not have.
 - `transfer`: μP, and the coordinate check.
 """

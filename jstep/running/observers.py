@@ -1,4 +1,4 @@
-"""The list of those that record and show a run, and do not change it."""
+"""The list of observers: objects that record and show a run, and do not change it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A run that a loop holds, `jstep.Run`; `jstep.train` is a loop with an empty body.
+"""`jstep.Run`, a context manager around a training loop; `jstep.train` is such a loop with an empty body.
 
 Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends in
 each.

@@ -1,8 +1,8 @@
 """Growing files and objects, and logs of JSON lines in them, each of a step: `{"step": N, …}`.
 
 Stores cannot append, so an object is uploaded again, periodically. A log grows at its path: a file or object that is
-full, or holds the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the order of writing. A process that is
-killed may leave a torn last line, and a power cut zeros.
+full, or has the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the order of writing. A process that is
+killed may leave an incomplete last line, and a power cut may leave zeros.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""What a reader opens, follows, counts and names in files that somebody else may have written.
+"""Rules for reading files that somebody else may have written: what is opened, followed, counted and named.
 
-Who made a directory of runs, a checkpoint or a bucket has chosen all of it: what its links lead to, the paths that its
-records name, and each size, number and name. Every reader asks this module what of it to believe;
+Whoever made a directory of runs, a checkpoint or a bucket has chosen everything in it: where links lead, the paths in
+records, and each size, number and name. Every reader uses this module to decide what to trust;
 `tests/stores/test_untrusted.py` finds the readers that do not.
 
     opened      regular files, which neither wait nor act when they are opened

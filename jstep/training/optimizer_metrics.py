@@ -1,7 +1,7 @@
 """The metrics of the optimizers that a custom step calls, as a step of `minimize` shows them.
 
-A step that jstep traces computes them in its own program. One that the user compiles, or does not compile, returns
-metrics of its own only: those of its optimizers are computed beside it, from the state that it was given.
+If jstep traces the step, its program computes them. If the user compiles the step, or does not compile it, it returns
+only its own metrics, and those of its optimizers are computed separately, from the state that it was given.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

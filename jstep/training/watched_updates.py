@@ -1,6 +1,6 @@
 """The updates that a train step makes, seen while it is traced, and warnings of those that mean something else.
 
-A wrong number is never an error here: each of these programs is sometimes meant.
+These are warnings and not errors, because each of these programs is sometimes intended.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Who looks, and changes nothing? The observers of a run.
+"""Who watches a run without changing it? Its observers.
 
 - `batch_watch`: whether a restart reads the same batch.
 - `notebook`: the progress bar in a notebook.
@@ -6,7 +6,7 @@
 - `progress`: a progress bar.
 - `record_numbers`: the numbers in the record of a start.
 - `recorder`: the record of a start.
-- `restart_report`: what has changed since the start before.
+- `restart_report`: what has changed since a checkpoint was written.
 - `stall_watch`: what each process waits for, and the end of a run that stalls.
 - `start_setup`: what a start was given, and what it compiled.
 - `utilization`: FLOP/s, as a share of the devices' peak.

@@ -1,4 +1,4 @@
-"""The observer that notices whether a restart reads the batch that was read before.
+"""The observer that checks whether a restart reads the batch that was read before it.
 
 A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes are in the
 file of the start, or of the process. A start that resumes hashes its first batch, and compares it.

@@ -1,4 +1,4 @@
-"""The report of a restart: what has changed since the start that saved its checkpoint.
+"""The report of a restart: what has changed since its checkpoint was written.
 
 A checkpoint keeps the *past* of its run: which start saved it, with how many lanes, and which batches were trained on.
 A start that resumes from it compares its own past of the same steps, and its setup with that of the other start, if
