@@ -141,12 +141,12 @@ def local_zone() -> str:
 
 COMMANDS = {
     "runs": ("show all runs below directories: status, metrics, parents", "look.runs:RUNS"),
-    "report": ("show runs on one page of HTML: what, how, time, oddities", "look.report:REPORT"),
+    "report": ("show runs on one page of HTML: setup, curves, time, warnings", "look.report:REPORT"),
     "inspect": ("show a checkpoint, or a directory of checkpoints", "look.checkpoints:INSPECT"),
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
     "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
-    "stalls": ("show the processes that hang (exit code 1) and their waits", "look.stalled_processes:STALLS"),
-    "goodput": ("account for the wall time of a run, over all its starts", "look.goodput:GOODPUT"),
+    "stalls": ("show the processes that hang (exit code 1), and why", "look.stalled_processes:STALLS"),
+    "goodput": ("show where the wall time of a run went, over all its starts", "look.goodput:GOODPUT"),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep` the `Command` is."""

@@ -1,4 +1,4 @@
-"""The sections of the page of runs: what is odd, table or facts, curves, differences, times."""
+"""The sections of the page of runs: warnings, table or facts, curves, differences, times."""
 
 import math
 import shlex
@@ -24,7 +24,7 @@ _BOX_ROWS = 20
 _NAMED_OPTIONS = 8
 """The number of options of the best run that are named."""
 _MAX_PICTURES, _MAX_ODD = 100, 20
-"""The maximum number of pictures of curves, and of oddities of one run."""
+"""The maximum number of pictures of curves, and of warnings of one run."""
 _COLORED, _NEUTRAL = 40_000, 75_000
 """How many columns all colored curves of a page have together, and all others."""
 
@@ -34,7 +34,7 @@ def sections(sweep: Sweep) -> dict[str, list[str]]:
     several = len(sweep.rows) > 1
     runs = {"The runs": [*_table(sweep), *_seeds(sweep)]} if several else {"The run": _facts(sweep.rows[0])}
     return {
-        "What is odd": _odd(sweep),
+        "Warnings": _odd(sweep),
         **runs,
         "How it went": _curves(sweep),
         "What differs": _differences(sweep),
@@ -75,7 +75,7 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
     return f'<div class="{kind}" tabindex="0"><table{attributes}>{body}</table></div>'
 
 
-# What is odd.
+# Warnings.
 
 
 def _odd(sweep: Sweep) -> list[str]:

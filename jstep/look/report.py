@@ -1,4 +1,4 @@
-"""`report`: one page of HTML about runs: their setup, their course, their use of time, and oddities."""
+"""`report`: one page of HTML about runs: their setup, their curves, where their time went, and warnings."""
 
 import argparse
 import base64
@@ -58,7 +58,7 @@ def report(
 ) -> Report:
     """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
 
-    The page needs no network, server or script. It shows what is odd, a table with one row for each run, with the
+    The page needs no network, server or script. It shows warnings, a table with one row for each run, with the
     options that vary and the best value of a metric, the curves of the event files, what differs between the runs, and
     where the time went.
 

@@ -90,7 +90,7 @@ def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted,
 
     monkeypatch.setattr(run_folder, "read_series", missing)
     for paths in ([where], [where, restarted]):
-        odd = jstep.report(paths).html.partition("What is odd")[2].partition("<h2>")[0]
+        odd = jstep.report(paths).html.partition("Warnings")[2].partition("<h2>")[0]
         assert "took no step: failed: ValueError: no batch" in odd
         assert "an event file needs tensorboard" in odd
 

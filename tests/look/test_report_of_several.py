@@ -61,7 +61,7 @@ def test_the_order_of_the_page(count, tmp_path):
     page = jstep.report(tmp_path).html
     heads = [text(head) for head in parsed(page).iter("h2")]
     assert heads[-4:] == ["The runs", "How it went", "What differs", "Where the time went"]
-    assert heads[:-4] == ["What is odd"] * (count > 2)
+    assert heads[:-4] == ["Warnings"] * (count > 2)
     assert page.index('id="runs"') < page.index('class="pictures"')
 
 

@@ -82,7 +82,7 @@ def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
     page = jstep.report(tmp_path).html
     assert "took no step: failed: OSError: no batch 10" in page
     assert "lr = 0.1" in page
-    assert "lr = 0.2" not in page.partition("What is odd")[0]
+    assert "lr = 0.2" not in page.partition("Warnings")[0]
 
 
 @pytest.mark.thorough(except_for=["another width"])
