@@ -1,11 +1,11 @@
-"""Deep Q-learning (DQN) on CartPole, with a loop of its own: environments and replay buffer in NumPy.
+"""Deep Q-learning (DQN) on CartPole in a custom training loop: environments and replay buffer in NumPy.
 
     python examples/dqn.py                   # less than a minute on two CPU cores
     python examples/dqn.py --dir runs/dqn    # save checkpoints; kill it anytime: the same command resumes
 
-The loop is the usual one: act, write to the buffer, draw a batch, take a step. The block around it restores and saves
-the state of the training, and what `from_loop` names: the carts, the buffer and the random generator. So a run that is
-killed and started again ends with the same bits as one that was not.
+The loop is the usual one: act, write to the buffer, draw a batch, take a step. `jstep.Run` around it saves and restores
+the training state, and the objects passed to `from_loop`: the carts, the buffer and the random generator. So a run that
+is killed and restarted ends with bitwise the same state as an uninterrupted one.
 """
 
 import argparse

@@ -5,10 +5,10 @@
 
 The environment has the equations of gym's CartPole-v1: an episode ends when the pole falls or after 500 pushes, and its
 return is the number of pushes. A step of `train` is one iteration of PPO: the policy acts for PUSHES pushes in each
-environment, then EPOCHS × MINIBATCHES updates use what it has seen. The updates leave the global step alone, and the
+environment, then EPOCHS × MINIBATCHES updates use these transitions. The updates do not change the global step; the
 iteration increments it once. So Adam's bias correction counts updates, while the learning rate, the checkpoints and the
-log count iterations. The environments and the PRNG key are in the model state. A checkpoint holds the whole
-experiment: a run that is killed and started again ends with the same bits as one that was not.
+log count iterations. The environments and the PRNG key are in the model state, so a checkpoint contains the whole
+experiment: a run that is killed and restarted ends with bitwise the same state as an uninterrupted one.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One machine: start a command again for as long as its exit code says that this helps, and it makes progress.
+"""One machine: restart a command as long as its exit code says that this helps, and the run makes progress.
 
     python keep.py runs/launched -- python train.py --checkpoint-dir runs/launched
 
@@ -36,7 +36,7 @@ def start(command):
 
 
 def progress(run, python):
-    """Return the step that the run has reached, None if that cannot be asked, and how its latest start ended."""
+    """Return the step that the run has reached (None if it is unknown), and how its latest start ended."""
     try:
         command = [python, "-m", "jstep", "runs", run, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -55,7 +55,7 @@ def keep(run, command):
     while True:
         before, code = code, start(command)
         step, end = progress(run, python)
-        if step is not None:  # what cannot be asked is no lack of progress
+        if step is not None:  # an unknown step does not count as a lack of progress
             reached, idle = max(reached, step), 0 if step > reached else idle + 1
         at = "unknown" if step is None else step
         print(f"keep.py: exit code {code}, step {at}: {end or 'there is no run'}", file=sys.stderr)

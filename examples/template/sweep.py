@@ -54,7 +54,7 @@ def objective(trial, cfg, directory):
         results = train.run(cfg, directory / f"trial-{number:04d}", [report])
     except jstep.Preempted as stopped:
         if stopped.code != 128 + signal.SIGUSR1:
-            raise  # the study ends, too; its next start resumes the trial
+            raise  # the study ends, too; a restart resumes the trial
         raise optuna.TrialPruned from None
     if is_pruned:
         raise optuna.TrialPruned

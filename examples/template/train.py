@@ -42,7 +42,7 @@ def make_optimizer(cfg, steps_per_epoch, last_step):
 
 
 def make_step(model, optimizer, cfg, steps_per_epoch):
-    """The train step; with frozen parameters, two of them, by the step at which they begin."""
+    """The train step; with frozen parameters, a dict of two train steps, by the step at which each begins."""
 
     def step(freeze=()):
         def is_trained(path, leaf):
