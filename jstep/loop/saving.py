@@ -214,7 +214,7 @@ class RunSaverHook(SaverHook):
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 
 
-# What prevents a save after an error or a stall, and where the next start begins then.
+# What prevents a save after an error or a stall, and where a restart begins then.
 
 
 def why_not_saved(run: RunContext) -> str:
@@ -241,8 +241,8 @@ def where_resumed(run: RunContext) -> str:
             store = open_store(saver.directory)
             found = next(iter(store.newest_first(saver.prefix)), None)
             if found is None:
-                return "; there is no checkpoint yet, so the next start begins from scratch"
+                return "; there is no checkpoint yet, so a restart begins from scratch"
             step, path = found
             age = max(0.0, time.time() - store.manifest(path).saved_at)
             newest = f"{checkpoint_name(saver.prefix, step)}, {age:.0f} s old"
-    return f"; the next start resumes from {newest}"
+    return f"; a restart resumes from {newest}"

@@ -55,7 +55,7 @@ class Progress(Observer):
         if not self._is_shown:
             return contextlib.nullcontext()
         is_kept = jax.config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
-        hint = "" if is_kept else "; train(compile_cache=True) keeps the program for the next start"
+        hint = "" if is_kept else "; train(compile_cache=True) keeps the program for restarts"
         return slow(f"compiling {name}", logger.info, hint)
 
     def progress_hook(self) -> "ProgressHook | None":

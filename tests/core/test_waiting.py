@@ -82,7 +82,7 @@ def test_a_run_says_that_it_compiles(steps_per_call, is_kept, caplog):
     caplog.set_level(logging.INFO)
     step = step_that_compiles_until(lambda: lines_of(caplog))
     jstep.train(step, state(), lambda n: np.ones(2, np.float32), 4, steps_per_call=steps_per_call, log_steps=None)
-    hint = "" if is_kept else "; train(compile_cache=True) keeps the program for the next start"
+    hint = "" if is_kept else "; train(compile_cache=True) keeps the program for restarts"
     # A loop over steps is traced for its shapes first, and then compiled.
     assert {line for line in lines_of(caplog) if "so far" in line} == {f"compiling train_step: 0.01 s so far{hint}"}
 

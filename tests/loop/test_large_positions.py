@@ -93,7 +93,7 @@ def test_an_error_in_fn_says_why_nothing_is_saved(tmp_path, fails_at):
     (note,) = [note for note in error.value.__notes__ if note.startswith("jstep:")]
     assert f"while batch {fails_at} was fetched; the state after step {fails_at} is in the exception's `state`" in note
     assert "is not saved, because the data source has advanced" in note
-    assert ("; there is no checkpoint yet" if fails_at == 3 else "; the next start resumes from model-10") in note
+    assert ("; there is no checkpoint yet" if fails_at == 3 else "; a restart resumes from model-10") in note
     assert jstep.Saver(tmp_path).all_steps() == ([] if fails_at == 3 else [10])
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 

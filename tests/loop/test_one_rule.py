@@ -91,7 +91,7 @@ def test_the_memory_of_a_hook_before_the_one_that_raised_is_that_of_the_restored
     with pytest.raises(type(error)) as caught:
         go(mode, 6, tmp_path, [Counts(), Raises(method, 3, error)], save_checkpoint_steps=1)
     assert steps_in(tmp_path) == ([1, 2, 3] if method == "before_step" else [1, 2])
-    assert "is not saved, because the iteration has not ended; the next start" in "".join(caught.value.__notes__)
+    assert "is not saved, because the iteration has not ended; a restart" in "".join(caught.value.__notes__)
     assert end_of(tmp_path)[0] == "failed"
     counts = Counts()
     state = go(mode, 6, tmp_path, [counts])

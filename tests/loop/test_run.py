@@ -197,7 +197,7 @@ def test_a_generator_that_is_dropped_in_the_body_saves_nothing_of_its_iteration(
     assert start_of(tmp_path)["end"] == ["failed", "GeneratorExit"]
     (line,) = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
     assert line.startswith(f"GeneratorExit ends the run at step {last}, after the update with batch {last - 1}, in the")
-    assert "is not saved, because the iteration has not ended; the next start resumes from model-4" in line
+    assert "is not saved, because the iteration has not ended; a restart resumes from model-4" in line
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 

@@ -105,7 +105,7 @@ def test_within_an_iteration(place, end, options, tmp_path):
     note = caught.value.__notes__[0]
     step = int(caught.value.state.global_step)
     assert f", in {what}; the state after step {step} is in the exception's `state`, and is not saved, because" in note
-    assert re.search(rf"the iteration has not ended; the next start resumes from model-{newest}, \d+ s old\.$", note)
+    assert re.search(rf"the iteration has not ended; a restart resumes from model-{newest}, \d+ s old\.$", note)
     assert start_of(tmp_path / "run")["end"][0] == "failed"
     again = Places()
     resumed = again.run(tmp_path / "run", **options)
@@ -131,7 +131,7 @@ def test_an_iteration_of_several_steps(tmp_path):
 def test_without_a_checkpoint_yet_the_next_start_begins_from_scratch(tmp_path):
     with pytest.raises(BoomError) as caught:
         loop_to(12, directory=tmp_path, body=lambda run, step: fail())
-    assert caught.value.__notes__[0].endswith("there is no checkpoint yet, so the next start begins from scratch.")
+    assert caught.value.__notes__[0].endswith("there is no checkpoint yet, so a restart begins from scratch.")
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 

@@ -76,7 +76,7 @@ def test_what_leaves_a_hook_saves_nothing_of_its_iteration(name, tmp_path, caplo
     assert same(caught.value.state, by_hand(5))
     note = note_of(caught.value)
     assert re.search(r"at step 5, after the update with batch 4, in every\(5, .*\).after_step", note)
-    assert "is not saved, because the iteration has not ended; the next start resumes from model-4, " in note
+    assert "is not saved, because the iteration has not ended; a restart resumes from model-4, " in note
     # Python shows the notes of the others.
     lines = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
     assert lines == ([] if name in ("an error", "ctrl-c in a library") else [
