@@ -76,33 +76,42 @@ class EvaluationBatches:
             raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        batches = self.source
+        """Return the first batch as shapes, with which errors are found before the first step; None if not known."""
         try:
-            if isinstance(batches, BatchSequence):
-                batch = batches.shapes(0)
-            elif isinstance(batches, Sequence):  # read again by the evaluation: a hook may change it until then
-                batch = copy_batch(batches[0])
-            elif self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
-                return None
-            else:
-                if self._begun is None:
-                    iterator = iter(batches)
-                    self._begun = copy_batch(next(iterator)), iterator
-                batch = self._begun[0]
+            args = self._first_args()
         except Exception:  # the evaluation raises it, unless the batches are not ready yet
             return None
-        args = trees.batch_to_args(batch)
+        if args is None:
+            return None
         if shardings is None:
             is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
             return jax.tree.map(lambda leaf: _device_shape(leaf) if isinstance(leaf, is_host) else leaf, args)
         return _map_leaves(_device_shape, args, shardings)
 
-    def first_hash(self) -> str | None:
+    def _first_args(self) -> tuple[Any, ...] | None:
         batches = self.source
-        begun = self._begun
-        if not processes.is_single_process() or (begun is None and not isinstance(batches, BatchSequence | Sequence)):
+        if isinstance(batches, BatchSequence):
+            return trees.batch_to_args(batches.shapes(0))
+        if isinstance(batches, Sequence):  # read again by the evaluation: a hook may change it until then
+            return trees.batch_to_args(copy_batch(batches[0]))
+        if self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
+            return None  # to read it would change its position
+        if self._begun is None:
+            iterator = iter(batches)
+            self._begun = copy_batch(next(iterator)), iterator
+        return trees.batch_to_args(self._begun[0])
+
+    def first_hash(self) -> str | None:
+        """Return a hash of the first batch; None if it is not known, or if each process has its own."""
+        if not processes.is_single_process():
             return None
-        return hash_batch(copy_batch(batches[0]) if begun is None else begun[0]).content
+        if self._begun is not None:
+            batch = self._begun[0]
+        elif isinstance(self.source, BatchSequence | Sequence):
+            batch = copy_batch(self.source[0])
+        else:
+            return None
+        return hash_batch(batch).content
 
     def _items(self) -> Iterator[Any]:
         if self._begun is not None:  # no batch of a loader is read twice

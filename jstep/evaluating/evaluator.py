@@ -233,7 +233,7 @@ def _metrics_of_lanes(
 ) -> list[list[Metric]]:
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
-        lanes = lanes._replace(number=1, axes=())
+        lanes = lanes._replace(number=1, axes=())  # each device computes the whole batch
     leaves, treedef = trees.flatten(args)
     indices = [i for i, leaf in enumerate(leaves) if np.ndim(leaf)]
     whole, filled = trees.partition_arrays((params, leaves))
@@ -253,6 +253,7 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.cache
     def compiled(mesh: Any) -> Any:
+        # On all devices, so that each process can read the results.
         return jax.jit(wrapper, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
     return lambda *args: compiled(_mesh_of_processes(args))(*args)
@@ -284,20 +285,25 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
         return state.params
     with internal_transfers():
         if isinstance(use_averages, bool | np.bool_) and AVERAGE_SLOT not in state.slots:
-            free: Any = None
-            with contextlib.suppress(ValueError):
-                free = schedule_free_params(state)
-            kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
-            if free is not None and kept:
-                raise ValueError(
-                    f"use_averages=True: must name one of {kept}, as the state also has schedule-free parameters"
-                )
+            free = _schedule_free(state)
             if free is not None:
                 return free
         try:
             return averaged_params(state, names)
         except ValueError as error:
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
+
+
+def _schedule_free(state: TrainState) -> Any:
+    """Return the parameters that `use_averages=True` means if no slot of averages has the usual name; None without."""
+    try:
+        free = schedule_free_params(state)
+    except ValueError:
+        return None
+    slots = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
+    if slots:
+        raise ValueError(f"use_averages=True: must name one of {slots}, as the state also has schedule-free parameters")
+    return free
 
 
 def _model_state_of(

@@ -64,10 +64,12 @@ class HookCall(NamedTuple):
 
     @property
     def timing_key(self) -> Hashable:
-        """The key of its recorded duration."""
+        """The key of its recorded duration: all saves have one, and each hook's evaluations."""
         if self.phase == HOOKS or self.method == "begin":
             return id(self.hook), self.method
-        return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
+        if self.phase == EVALUATING:
+            return id(self.hook), EVALUATING
+        return SAVING
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -80,11 +82,14 @@ class RunInfo(abc.ABC):
     Attributes:
         last_step: None if the batches, a hook or a signal end the run.
         config: The program's own options.
+        watch: Where the wall time of the run goes.
+        sums: The metrics, summed on the device from one reader's row to the next.
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
         failures: Errors of logs, and of best checkpoints.
         best_failure: The error of a best checkpoint, after which nothing is saved.
         in_flight: The calls that the device has not finished, and the step that it has.
+        pending: What `poll` has been given and still wants to be called, each with its hook.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
         saver: The Saver of the run.
         evaluations: The `EvaluationHook`s.

@@ -99,12 +99,20 @@ def plain(value: Any, name: str = "") -> Any:
                 return shown
             return f"{type(value).__name__} ({len(value)} items), {_digest(text)}"
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-            if value.shape == () and isinstance(item := value.item(), bool | int | float):
-                return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
-            return f"{value.dtype}{list(value.shape)}"
+            return _plain_array(value)
         if callable(value) and hasattr(value, "__qualname__"):
             return public_name(value)
     return public_name(type(value))
+
+
+def _plain_array(array: Any) -> Any:
+    """Return the number of a scalar, or the dtype and the shape of an array, whose values are no options."""
+    number = array.item() if array.shape == () else None
+    if not isinstance(number, bool | int | float):
+        return f"{array.dtype}{list(array.shape)}"
+    if array.dtype.kind == "f":
+        number = float(str(array))  # a float32 0.1 is 0.1
+    return plain(number)
 
 
 # Configs.
@@ -114,7 +122,9 @@ def as_config(config: Any) -> dict[str, Any] | None:
     """Return the options of a config by their path, as JSON without secrets; too many are left out."""
     if config is None:
         return None
-    entries = None if _is_list(config) and not hasattr(config, "_fields") else _entries(config)
+    # A list has no names for its options, other than a namedtuple.
+    is_list = _is_list(config) and not hasattr(config, "_fields")
+    entries = None if is_list else _entries(config)
     if entries is None:
         raise TypeError(
             "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
@@ -123,7 +133,8 @@ def as_config(config: Any) -> dict[str, Any] | None:
     record = dict[str, Any]()
     left_out = list[str]()
     size = 0
-    for name, value in itertools.chain.from_iterable(_flat(str(key), item, 1) for key, item in entries):
+    options = (_flat(str(key), item, 1) for key, item in entries)
+    for name, value in itertools.chain.from_iterable(options):
         if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
         if len(record) == MAX_OPTIONS:
@@ -158,23 +169,37 @@ def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
             return None
         if callable(getattr(value, "flag_values_dict", None)):  # the FLAGS of absl
             value = value.flag_values_dict()
+        # A ConfigDict of ml_collections is a mapping, too, and a DataFrame, which has `keys` and a shape, is a value.
         is_mapping = hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape")
-        if isinstance(value, Mapping) or is_mapping:  # of ml_collections
+        if isinstance(value, Mapping) or is_mapping:
             return [(key, _read(value.__getitem__, key)) for key in value.keys()]  # noqa: SIM118
         if isinstance(value, argparse.Namespace):
             return list(vars(value).items())
-        fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
-        for kind in ("_fields", "__attrs_attrs__", "model_fields", "__struct_fields__"):  # attrs, pydantic, msgspec
-            fields = getattr(type(value), kind, fields)
-        if isinstance(fields, list | tuple | dict):
-            names = [str(getattr(item, "name", item)) for item in fields]
+        names = _field_names(value)
+        if names is not None:
             return [(name, _read(functools.partial(getattr, value), name)) for name in names]
-        if _is_list(value) and depth < _MAX_DEPTH:
-            # At most so many options are recorded; the items of most lists are numbers.
-            some = (item for _, item in itertools.islice(_items(value), MAX_OPTIONS) if type(item) not in _PLAIN)
-            if any(_entries(item, depth + 1) is not None for item in some):
-                return list(itertools.islice(_items(value), MAX_OPTIONS + 1))
+        if _is_list(value) and depth < _MAX_DEPTH and _has_entries(value, depth + 1):
+            return list(itertools.islice(_items(value), MAX_OPTIONS + 1))
     return None
+
+
+def _field_names(value: Any) -> list[str] | None:
+    """Return the names of the fields of a record: of a dataclass, a namedtuple, or of attrs, pydantic or msgspec."""
+    fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
+    for kind in ("_fields", "__attrs_attrs__", "model_fields", "__struct_fields__"):
+        fields = getattr(type(value), kind, fields)
+    if not isinstance(fields, list | tuple | dict):
+        return None
+    return [str(getattr(item, "name", item)) for item in fields]
+
+
+def _has_entries(values: Sequence[Any], depth: int) -> bool:
+    """Whether a list has an item with names of its own. Only as many are looked at as options are recorded."""
+    for _, item in itertools.islice(_items(values), MAX_OPTIONS):
+        # Most lists are of numbers, and `_entries` takes long.
+        if type(item) not in _PLAIN and _entries(item, depth) is not None:
+            return True
+    return False
 
 
 _PLAIN = (bool, int, float, str, type(None))
