@@ -126,7 +126,13 @@ class History(ReportingHook):
 
     def _use_run(self, run: RunInfo) -> None:
         super()._use_run(run)
-        self._base = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
+        # The interval, before it doubles.
+        if self._every is not None:
+            self._base = self._every
+        elif run.last_step is None:
+            self._base = 100
+        else:
+            self._base = max(1, -(-run.last_step // 100))  # a hundredth, rounded up
         self._set_interval(run.step)
 
     def begin(self, state: TrainState) -> bool | None:

@@ -258,6 +258,7 @@ class StopWith:
 
 
 def as_hook_result(result: object, state: TrainState, step: int, caller: str) -> tuple[bool, TrainState]:
+    """Return whether the run ends after this step, and the state to continue with."""
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
@@ -271,7 +272,8 @@ def as_hook_result(result: object, state: TrainState, step: int, caller: str) ->
     )
 
 
-def as_returned_state(other: TrainState, state: TrainState, step: int, caller: str) -> TrainState:
+def as_returned_state(other: TrainState, state: TrainState, step: int, subject: str) -> TrainState:
+    """Return a state that replaces another one, with its placement; `subject` is what errors begin with."""
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
@@ -280,17 +282,17 @@ def as_returned_state(other: TrainState, state: TrainState, step: int, caller: s
     old = trees.leaves_with_paths(state)
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
-        raise ValueError(f"{caller} a state of another structure: {different}")
+        raise ValueError(f"{subject} a state of another structure: {different}")
     check_alive(other)
-    warn_of_copies(state, other.params, other.slots, f"{caller} a state with other parameters")
+    warn_of_copies(state, other.params, other.slots, f"{subject} a state with other parameters")
     with internal_transfers():
         leaves: list[Any] = []
         for (path, leaf), (_, old_leaf) in zip(new, old, strict=True):
-            leaves.append(_placed_like(leaf, old_leaf, path, caller))
+            leaves.append(_placed_like(leaf, old_leaf, path, subject))
         leaves = _copy_shared(leaves)
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
-                f"{caller} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
+                f"{subject} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run takes steps: in a loop, by run.train_step(*batch) if it is given no batches"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
@@ -311,19 +313,19 @@ def _copy_shared(leaves: list[Any]) -> list[Any]:
     return distinct
 
 
-def _placed_like(leaf: Any, old_leaf: Any, path: str, caller: str) -> Any:
+def _placed_like(leaf: Any, old_leaf: Any, path: str, subject: str) -> Any:
     """Return a leaf with the placement of the one that it replaces, which must be of the same kind."""
     if leaf is old_leaf:
         return leaf
-    leaf = trees.native(leaf, path, caller)
+    leaf = trees.native(leaf, path, subject)
     if not trees.is_array(leaf) or leaf.shape != old_leaf.shape or leaf.dtype != old_leaf.dtype:
         want = f"{old_leaf.dtype} of shape {old_leaf.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
-        raise ValueError(f"{caller} a state whose {path!r} is {got}: must be {want}, as before")
+        raise ValueError(f"{subject} a state whose {path!r} is {got}: must be {want}, as before")
     if trees.is_weak(leaf):
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     if isinstance(leaf, jax.Array) and leaf.sharding == old_leaf.sharding:
         return leaf
     # A NumPy array in place of an uncommitted array stays uncommitted, or the step would be compiled again.
     is_placed = getattr(old_leaf, "committed", True) or isinstance(leaf, jax.Array)
-    return jax.device_put(trees.copy_numpy(leaf, caller), old_leaf.sharding if is_placed else None)
+    return jax.device_put(trees.copy_numpy(leaf, subject), old_leaf.sharding if is_placed else None)
