@@ -166,19 +166,19 @@ def accumulate(
     unroll: Unroll = None,
     square: Callable[[Sequence[Any]], Array] | None = None,
 ) -> LossResult:
-    """Accumulate the results of all microbatches of a batch.
+    """Accumulate the results of all microbatches of a batch, in a loop over them.
 
     `part_fn(model_state, microbatch, i)` is called for the parts of `split_batch`; `sums` are zeros for the gradients;
     `square` returns the squared norm of gradients. The result has means and sums as in `compute_gradients`;
     `IndexedSlices` contain the rows of all microbatches.
     """
-    examples, n = jax.tree.leaves(parts)[0].shape[:2]
-    running = method is AggregationMethod.DEFAULT
+    examples, num_parts = jax.tree.leaves(parts)[0].shape[:2]
+    carries_sums = method is AggregationMethod.DEFAULT
 
     def body(carry: Tree, i: Array) -> Any:
-        state, sums = carry
+        model_state, sums = carry
         batch = microbatch(parts, i)
-        result = part_fn(state, batch, i)
+        result = part_fn(model_state, batch, i)
         weight = part_weight(weight_fn, batch)
         squared = None if square is None else square(result.gradients)
 
@@ -186,33 +186,50 @@ def accumulate(
             return weigh(g, weight) if is_inexact(g) else g
 
         gradients = [jax.tree.map(weigh_leaf, g) for g in result.gradients]
-        if running:
-            # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
-            dense = [isinstance(g, jax.Array) for g in gradients]
-            sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
-            gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
+        if carries_sums:
+            sums, gradients = _add_dense(sums, gradients)
         others = summands(weight, (result.aux, result.summaries))
         return (result.model_state, sums), (gradients, weigh(result.loss, weight), weight, squared, others)
 
+    carry = (model_state, sums if carries_sums else [])
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
-        body, (model_state, sums if running else []), jnp.arange(n), n, unroll
+        body, carry, jnp.arange(num_parts), num_parts, unroll
     )
-    mean = division(n, None if weights is None else jnp.sum(weights))
+    mean = division(num_parts, None if weights is None else jnp.sum(weights))
 
-    def gradient(i: int, stacked: Any) -> Any:
+    def average_gradient(i: int, stacked: Any) -> Any:
         if isinstance(stacked, IndexedSlices):
             rows = stacked.values.reshape(-1, *stacked.values.shape[2:])
             return IndexedSlices(mean(rows), stacked.indices.reshape(-1), stacked.dense_shape)
         if stacked is None:
             return None
-        return mean(meshes.reduce_unreduced(sums[i]) if running else jnp.sum(stacked, axis=0))
+        if carries_sums:
+            return mean(meshes.reduce_unreduced(sums[i]))
+        return mean(jnp.sum(stacked, axis=0))
 
     aux, summaries = means(mean, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others))
-    grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
+    grads = [average_gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
         squares = Squares(examples if weights is None else weights, squared, square(grads))
     return LossResult(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
+
+
+def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], list[Any]]:
+    """Add the gradients that are arrays to their sums; return the sums, and what the loop stacks instead.
+
+    That is () for a gradient that was added. A sum without gradients is carried unchanged, which costs nothing.
+    """
+    new_sums: list[Array] = []
+    stacked: list[Any] = []
+    for total, gradient in zip(sums, gradients, strict=True):
+        if isinstance(gradient, jax.Array):
+            new_sums.append(total + gradient.astype(total.dtype))
+            stacked.append(())
+        else:
+            new_sums.append(total)
+            stacked.append(gradient)
+    return new_sums, stacked
 
 
 def summands(weight: Array | None, outputs: Tree) -> Any:

@@ -79,13 +79,13 @@ def apply_gradients(
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
     if not scaled:
-        _refuse_unscaled(state, optimizer)
+        _check_unscaled(state, optimizer)
     with meshes.internal_transfers():
         result = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
         return move_model_state(result.state, result.roles)
 
 
-def _refuse_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
+def _check_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
     # Dividing by the scale what nobody multiplied by it makes updates 32768 times too small, which Adam hides.
     roles = roles_of(as_optimizer("optimizer", optimizer), as_state(state).params)
     if guards.current_loss_scale(roles, state.slots) is not None:
@@ -97,7 +97,12 @@ def _refuse_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
 
 
 class UpdateResult(NamedTuple):
-    """The result of an update; `skipped_by`: a guard's slot → whether the update was skipped."""
+    """The result of an update.
+
+    Attributes:
+        updates: What was added to the parameters.
+        skipped_by: A guard's slot → whether the update was skipped.
+    """
 
     state: TrainState
     updates: Updates
@@ -142,6 +147,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         )
     old_slots = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
     roles = roles_of(optimizer, state.params)
+    # Both raise if their wrapper is inside of others.
     guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
     # Without frozen leaves, so that no norm and no wrapper sees them.
@@ -152,12 +158,15 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     note_update(optimizer, state, grads, roles, increments=increment)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
-    not_reached = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
-    not_reached |= {name: jnp.zeros_like(old_slots[name]) for name in roles.of(Role.LAST_WEIGHT) if name in old_slots}
+    # What an update changes if it reaches a guard, or an average.
+    marks = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
+    for name in roles.of(Role.LAST_WEIGHT):
+        if name in old_slots:
+            marks[name] = jnp.zeros_like(old_slots[name])
     inputs = StepInputs(state.params, step, context)
     try:
         with setting(INCREMENTS, increment):
-            updates, slots = call_update(optimizer, grads, old_slots | not_reached, inputs, exact=True)
+            updates, slots = call_update(optimizer, grads, old_slots | marks, inputs, exact=True)
     except Exception as error:
         explain_missing_gradients(error, state.params, matched)
         raise
@@ -199,7 +208,8 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
     params = trees.leaves_with_paths(state.params)
     like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
     for tree in (indices.params, *like_params):
-        for (path, param), index in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
+        tree_indices = trees.flatten_like(state.params, tree, "slots")
+        for (path, param), index in zip(params, tree_indices, strict=True):
             sharding = None if index is None else shardings[index]
             if sharding is None or leaves[index].shape != param.shape:
                 continue
@@ -208,46 +218,51 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
     return layouts
 
 
-def skip_metrics(result: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    by_guard = {_metric_name(name): value for name, value in result.skipped_by.items()}
-    if guards.current_loss_scale(result.roles, before.slots) is not None:
-        unscalable = ~guards.all_finite(grads, before.params)
+def skip_metrics(result: UpdateResult, old: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+    """Return whether each guard skipped the update of the old state, and `skipped` overall; empty without guards."""
+    skips = {_metric_name(name): value for name, value in result.skipped_by.items()}
+    if guards.current_loss_scale(result.roles, old.slots) is not None:
+        unscalable = ~guards.all_finite(grads, old.params)
         for name in map(_metric_name, result.roles.of(Role.LOSS_SCALE)):
-            by_guard[name] = by_guard[name] | unscalable if name in by_guard else unscalable
-    if not by_guard:
+            skips[name] = skips[name] | unscalable if name in skips else unscalable
+    if not skips:
         return {}
-    overall = functools.reduce(jnp.logical_or, by_guard.values())
+    overall = functools.reduce(jnp.logical_or, skips.values())
     if not is_guarded(optimizer):
-        overall &= ~_became_nonfinite(result.updates, before.slots, result.slots, result.roles)
-    return {name: value.astype(jnp.float32) for name, value in (by_guard | {SKIPPED: overall}).items()}
+        # A guarded optimizer applies nothing that is not finite; of others, this is looked for.
+        overall &= ~_became_nonfinite(result.updates, old.slots, result.slots, result.roles)
+    return {name: value.astype(jnp.float32) for name, value in (skips | {SKIPPED: overall}).items()}
 
 
 def _metric_name(slot: str) -> str:
     return "/".join([*slot.split("/")[:-1], SKIPPED])
 
 
-def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
+def _became_nonfinite(updates: Updates, old_slots: Slots, new_slots: Slots, roles: Roles) -> Array:
     """Whether an update is not finite, or made a finite value of a slot not finite."""
     values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
-    for name, tree in after.items():
-        if name not in roles or not roles.has_one_value(name):
-            both = placement.on_devices((before[name], tree))
-            pairs = zip(*map(jax.tree.leaves, both), strict=True)
-            inexact = [(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)]
-            bad += [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in inexact]
+    for name in new_slots:
+        if name in roles and roles.has_one_value(name):
+            continue
+        old_tree, new_tree = placement.on_devices((old_slots[name], new_slots[name]))
+        for old, new in zip(jax.tree.leaves(old_tree), jax.tree.leaves(new_tree), strict=True):
+            if jnp.issubdtype(new.dtype, jnp.inexact):
+                bad.append(jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)))
     return functools.reduce(jnp.logical_or, bad, jnp.asarray(False))
 
 
-def unless_skipped(skipped: Array, old: object, new: object) -> Any:
+def keep_if_skipped(skipped: Array, old: object, new: object) -> Any:
     """Return the old model_state if the metric `skipped` is 1, else the new one."""
+    # Another structure, shape or dtype is rejected later.
+    if trees.structure(old) != trees.structure(new):
+        return new
 
-    def leaf(before: Any, after: Any) -> Any:
-        x = jax.typeof(before)
-        y = jax.typeof(after)
-        # Another structure, shape or dtype is rejected later.
-        fits = (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
-        return jnp.where(skipped == 1, before, after) if fits else after
+    def leaf(old_leaf: Any, new_leaf: Any) -> Any:
+        x = jax.typeof(old_leaf)
+        y = jax.typeof(new_leaf)
+        if (x.shape, x.dtype, x.sharding) != (y.shape, y.dtype, y.sharding):
+            return new_leaf
+        return jnp.where(skipped == 1, old_leaf, new_leaf)
 
-    return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new
+    return jax.tree.map(leaf, old, new)

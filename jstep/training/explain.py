@@ -16,15 +16,15 @@ from jstep.state.global_step import check_alive
 from jstep.state.train_state import MODEL_STATE, TrainState
 from jstep.training.watched_updates import watch_updates
 
-_ON_ONE_MESH = (
+_USE_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
     " all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
 )
-_OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
+_DEVICE_ERRORS = re.compile(r"incompatible devices|device assignment|mesh.*should match")
 """The pattern of JAX's errors about devices and meshes."""
 
 _A_LIST = (
-    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
+    "the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
     "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
 )
 _OTHER_ARGUMENTS = re.compile(
@@ -36,29 +36,39 @@ _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state"
 
 
 def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True) -> None:
+    """Note on an error of a loss or a step that its arguments are others than it expects, if they seem to be."""
     if not isinstance(error, TypeError | AttributeError):
         return
-    match = _OTHER_ARGUMENTS.search(str(error))
-    is_one = len(args) == 1
+    lacks_model_state = not has_model_state and MODEL_STATE in getattr(state, "slots", ())
+    hint = _hint_at_arguments(str(error), args, lacks_model_state=lacks_model_state)
+    if hint:
+        note(error, f"jstep: {hint}")
+
+
+def _hint_at_arguments(message: str, args: Sequence[Any], *, lacks_model_state: bool) -> str:
+    match = _OTHER_ARGUMENTS.search(message)
+    if match is not None and lacks_model_state:
+        return "the state has a model_state, which the function gets with has_model_state=True"
+    unexpected = _NOT_ACCEPTED.search(message)
+    if unexpected is not None:
+        name = unexpected[1]
+        return f"minimize(…, {_PASSED_WITH[name]}) passes it by name: def loss_fn(params, *batch, {name})"
     missing = [name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")]
-    if match is not None and not has_model_state and MODEL_STATE in getattr(state, "slots", ()):
-        note(error, "jstep: the state has a model_state, which the function gets with has_model_state=True")
-    elif refused := _NOT_ACCEPTED.search(str(error)):
-        option = _PASSED_WITH[refused[1]]
-        note(error, f"jstep: minimize(…, {option}) passes it by name: def loss_fn(params, *batch, {refused[1]})")
-    elif missing:
+    if missing:
         options = ", ".join(_PASSED_WITH[name] for name in missing)
-        note(error, f"jstep: a loss gets {' and '.join(missing)} with minimize(…, {options})")
-    elif is_one and isinstance(args[0], list):
-        note(error, _A_LIST)
-    elif is_one and args[0] is None:
-        note(error, "jstep: the batch is None; a function of the step must return the batch")
-    elif match is not None and is_one:
-        note(
-            error, f"jstep: the batch is {describe_type(args[0])}, which is one argument; a tuple is passed as several"
-        )
-    elif match is not None:
-        note(error, f"jstep: the batch is a tuple, passed as {len(args)} arguments; a dict or a list is passed as one")
+        return f"a loss gets {' and '.join(missing)} with minimize(…, {options})"
+    if len(args) != 1:
+        if match is None:
+            return ""
+        return f"the batch is a tuple, passed as {len(args)} arguments; a dict or a list is passed as one"
+    (batch,) = args
+    if isinstance(batch, list):
+        return _A_LIST
+    if batch is None:
+        return "the batch is None; a function of the step must return the batch"
+    if match is None:
+        return ""
+    return f"the batch is {describe_type(batch)}, which is one argument; a tuple is passed as several"
 
 
 def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
@@ -69,8 +79,9 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
     except Exception as error:
         frames = error.__traceback__
         # Flax has its own TypeErrors.
-        is_loss = "TypeError" in type(error).__name__ or isinstance(error, AttributeError | ValueError)
-        is_loss = is_loss and _is_loss(step, state, args)  # which may raise the same object again
+        may_be_loss = "TypeError" in type(error).__name__ or isinstance(error, AttributeError | ValueError)
+        is_loss = may_be_loss and _is_loss(step, state, args)
+        # `_is_loss` may have raised the same object again, which has added its frames.
         BaseException.with_traceback(error, frames)
         if is_loss:
             name = getattr(step, "__name__", "")
@@ -84,6 +95,7 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
 
 
 def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool:
+    """Whether a function returns a scalar if it gets parameters instead of the state."""
     try:
         with using_mesh(mesh_of((state, args))):
             out = jax.eval_shape(fn, state.params, *args)
@@ -105,10 +117,10 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Seque
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:
+    """Raise a better error than that of a program, or note on it, if its cause is known."""
     if not isinstance(error, RuntimeError | ValueError):
         if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
-            argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
-            trees.check_arrays(tree, argument, trees.keep_arrays(argument))
+            _check_arrays_of(state)
         return
     if not trees.is_donated(getattr(state, "global_step", None)):
         check_alive(state, error)
@@ -117,9 +129,16 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
     note_other_devices(error)
 
 
+def _check_arrays_of(state: Tree) -> None:
+    if isinstance(state, TrainState):
+        trees.check_arrays(state.params, "params", trees.keep_arrays("params"))
+    else:
+        trees.check_arrays(state, "state", trees.keep_arrays("state"))
+
+
 def note_other_devices(error: BaseException) -> None:
-    if _OF_DEVICES.search(str(error)):
-        note(error, _ON_ONE_MESH)
+    if _DEVICE_ERRORS.search(str(error)):
+        note(error, _USE_ONE_MESH)
 
 
 # Memory that cannot be donated.
@@ -128,13 +147,16 @@ def note_other_devices(error: BaseException) -> None:
 def check_will_not_crash(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
     """Reject states that JAX reports on one device, but that crash the process on a mesh.
 
-    `is_known`: a step returned the state, so its leaves share no buffers.
+    `is_known`: a step returned the state, so its leaves share no buffers. Then only an array that is passed twice has
+    to be looked for, which is quick: this comes before each call on a mesh.
     """
     check_alive(state)
     if not donates:
         return
-    arrays = [*jax.tree.leaves(state), *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
-    if not is_known or len(set(map(id, arrays))) < len(arrays):
+    batch_arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    arrays = [*jax.tree.leaves(state), *batch_arrays]
+    is_passed_twice = len(set(map(id, arrays))) < len(arrays)
+    if is_passed_twice or not is_known:
         check_no_shared_buffers(state, args)
 
 

@@ -68,7 +68,7 @@ def scan_steps(
 
     def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree) -> tuple[TrainState, StepMetrics]:
         k = _leading_size(stacked, length)
-        batch_specs = jax.tree.map(without_step_axis, batch_specs)
+        batch_specs = jax.tree.map(drop_step_axis, batch_specs)
 
         def one_step(state: TrainState, args: Any) -> tuple[TrainState, StepMetrics]:
             return step.body(state, args, batch_specs)
@@ -82,14 +82,16 @@ def scan_steps(
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
 
-def without_step_axis(sharding: object) -> Any:
+def drop_step_axis(sharding: object) -> Any:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
 
 
 def _leading_size(stacked: object, length: int | None) -> int:
-    sizes = trees.leading_sizes(stacked) | ({} if length is None else {length: f"length={length}"})
+    sizes = trees.leading_sizes(stacked)
+    if length is not None:
+        sizes = sizes | {length: f"length={length}"}
     scalars = [f"none at {path!r}" for path, leaf in trees.leaves_with_paths(stacked) if not np.ndim(leaf)]
     if len(sizes) != 1 or 0 in sizes or scalars:
         got = ", ".join([*sizes.values(), *scalars]) or "no arguments: give scan_steps(train_step, length=K)"
@@ -143,16 +145,18 @@ class LoopedStep(TrainStep):
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
+        """Trace one step, from the arguments or the shapes of one step; `_body` finds its trace."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
             traced = jitted_program(self._one, state, args).trace(state, *args)
-        prepared = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
-        return prepared
+        step = _traced_step(traced.jaxpr, traced.out_tree)
+        self._traced[_key(state, args)] = step
+        return step
 
     def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics, Any]:
-        n, sums, *stacked = args
+        num_steps, sums, *stacked = args
         if self.max_steps is None:
-            stacked = jax.tree.map(_with_another, stacked)
+            stacked = jax.tree.map(_pad_row, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
         # The step was traced for the first state of a run; a later state may be on a mesh although that one was not.
         traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
@@ -161,7 +165,7 @@ class LoopedStep(TrainStep):
 
         def one_step(i: object, carry: Tree) -> Any:
             state, _, rows = carry
-            args = jax.tree.map(lambda x: _at(x, i), stacked)
+            args = jax.tree.map(lambda x: _take_row(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
             state, (computed, _) = jax.tree.unflatten(traced.out, values)
             # Reading the numbers must not change how XLA compiles the step.
@@ -169,18 +173,17 @@ class LoopedStep(TrainStep):
             rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
             return state, computed, rows
 
-        nothing = jax.tree.map(_zeros, traced.computed)
-        rows = jax.tree.map(
-            lambda x: jnp.zeros((self.max_steps or 1, *x.shape), x.dtype), jax.eval_shape(accumulator.row, nothing)
-        )
-        state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
-        return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, n)
+        zero_metrics = jax.tree.map(_zeros, traced.computed)
+        row_shapes = jax.eval_shape(accumulator.row, zero_metrics)
+        rows = jax.tree.map(lambda x: jnp.zeros((self.max_steps or 1, *x.shape), x.dtype), row_shapes)
+        state, computed, rows = jax.lax.fori_loop(np.int32(0), num_steps, one_step, (state, zero_metrics, rows))
+        return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, num_steps)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
         if self.max_steps is not None:
-            specs = jax.tree.map(without_step_axis, specs)
+            specs = jax.tree.map(drop_step_axis, specs)
         body = as_pure_step(self._one).body
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
@@ -189,15 +192,15 @@ class LoopedStep(TrainStep):
 def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
     """Return the `LoopedStep` of a step, the same one for the same arguments: it is compiled only once."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
-    kept: dict[Any, LoopedStep]
-    owner, kept = getattr(step, "_jstep_looped", (None, {}))
+    loops: dict[Any, LoopedStep]
+    owner, loops = getattr(step, "_jstep_looped", (None, {}))
     if owner is not step:
-        kept = {}
+        loops = {}
         with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
-            step._jstep_looped = (step, kept)  # type: ignore[attr-defined]
-    if (max_steps, accumulate) not in kept:
-        kept[max_steps, accumulate] = LoopedStep(step, max_steps, accumulate)
-    return kept[max_steps, accumulate]
+            step._jstep_looped = (step, loops)  # type: ignore[attr-defined]
+    if (max_steps, accumulate) not in loops:
+        loops[max_steps, accumulate] = LoopedStep(step, max_steps, accumulate)
+    return loops[max_steps, accumulate]
 
 
 def one_shape(leaf: object) -> Any:
@@ -211,14 +214,14 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
     return TracedStep(jaxpr, out, computed, constants)
 
 
-def _with_another(x: object) -> Any:
+def _pad_row(x: object) -> Any:
     """Stack a row with another one, which is not used."""
     # XLA compiles a loop over a single row differently from a loop over several: it would move work out of the loop.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])
 
 
-def _at(x: object, i: object) -> Any:
+def _take_row(x: object, i: object) -> Any:
     mesh = jax.typeof(x).sharding.mesh
     # A batch may be on Auto axes while the state is on Explicit ones.
     with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
@@ -226,10 +229,12 @@ def _at(x: object, i: object) -> Any:
 
 
 def _key(state: Tree, args: tuple[Any, ...]) -> Any:
-    leaves = [
-        leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in jax.tree.leaves((state, args))
-    ]
-    return trees.structure((state, args)), tuple((leaf.shape, leaf.dtype, _explicit_dims(leaf)) for leaf in leaves)
+    """Return what a trace of a step depends on: structure, shapes, dtypes, and axes of an Explicit mesh."""
+    shapes: list[Any] = []
+    for leaf in jax.tree.leaves((state, args)):
+        shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        shapes.append((shape.shape, shape.dtype, _explicit_dims(shape)))
+    return trees.structure((state, args)), tuple(shapes)
 
 
 def _explicit_dims(shape: Any) -> tuple[Any, ...] | None:

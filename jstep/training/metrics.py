@@ -206,8 +206,8 @@ def _public(updates: Updates) -> Updates:
 
 def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedMetrics:
     """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
-    is_one = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
-    entries = (metrics,) if is_one else tuple(metrics)
+    is_single = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
+    entries = (metrics,) if is_single else tuple(metrics)
     norms: list[str] = []
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):
@@ -215,7 +215,7 @@ def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedM
             argument_name = f"metrics[{i}]"
             as_function(entry, argument_name, _FORM, takes=3)
             name = f"{argument_name}={as_typed(entry)}"
-            functions[name] = _with_checked_result(entry, name)
+            functions[name] = _check_result_of(entry, name)
         elif entry in NORMS:
             norms.append(entry)
         elif entry != NOISE_SCALE:
@@ -226,7 +226,9 @@ def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedM
     return RequestedMetrics(tuple(norms), has_noise, functions)
 
 
-def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
+def _check_result_of(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
+    """Return a function that calls `fn` and checks what it returns."""
+
     def checked(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
         # New containers, so that a function that changes its dicts affects neither the state nor the next function.
         arguments = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))

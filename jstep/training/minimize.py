@@ -33,7 +33,7 @@ from jstep.state.global_step import step_array
 from jstep.state.slots import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 from jstep.training import metrics as step_metrics
-from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
+from jstep.training.apply_gradients import apply_update, keep_if_skipped, parameter_layouts, skip_metrics
 from jstep.training.explain import explain_arguments
 from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
 from jstep.training.step import Body, PureStep, TrainStep, makes_step
@@ -158,8 +158,9 @@ def minimize(
         wanted = step_metrics.as_requested_metrics(metrics, "num_microbatches", num_microbatches)
     else:
         wanted = step_metrics.as_requested_metrics(metrics, "lanes", lanes)
-    for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
-        as_bool(flag, name)
+    as_bool(increment_global_step, "increment_global_step")
+    as_bool(jit, "jit")
+    as_bool(donate, "donate")
     make_differentiation = functools.partial(
         LossGradients,
         has_aux=has_aux,
@@ -197,7 +198,7 @@ def minimize(
         increments=increment_global_step,
     )
     pure_step = PureStep(
-        update_step if lanes is None else _in_lanes(lanes, update_step),
+        update_step if lanes is None else _make_lanes_body(lanes, update_step),
         title=_title_of(loss_fn),
         depends_on_rows=differentiate.depends_on_rows,
         lanes=lanes,
@@ -263,19 +264,20 @@ class UpdateStep:
         except Exception as error:
             explain_arguments(error, args, state, has_model_state=self.has_model_state)
             raise
-        return evaluate_reproducibly(lanes, functools.partial(self.updated, inputs), state, result)
+        return evaluate_reproducibly(lanes, functools.partial(self.apply, inputs), state, result)
 
-    def updated(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
+    def apply(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
+        """Return the state after the update by these gradients, and all metrics of the step."""
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, result, scale)
         update = apply_update(state, result.gradients, self.optimizer, self.increments, context)
         new_state = update.state
         skipped = skip_metrics(update, state, result.gradients, self.optimizer)
         if self.has_model_state:
-            new = result.model_state
+            model_state = result.model_state
             if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
-                new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
-            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
+                model_state = keep_if_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], model_state)
+            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
         new_state = move_model_state(new_state, update.roles)
 
         hyperparameters = self.optimizer.hyperparameters(step_array(state))
@@ -294,6 +296,7 @@ class UpdateStep:
         return new_state, split_metrics(metrics, SKIPPED if skipped else None, hyperparameters)
 
     def _context(self, inputs: LossInputs, result: LossResult, scale: Array | None) -> Context:
+        """Return what the optimizer may ask of the step: the loss, its gradient elsewhere, a key, the noise."""
         noise = None if result.squares is None else estimate_noise(result.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
@@ -301,12 +304,14 @@ class UpdateStep:
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
             other = plain(inputs._replace(params=params))
-            return other.loss, other.gradients if scale is None else guards.unscale(other.gradients, scale)
+            gradients = other.gradients if scale is None else guards.unscale(other.gradients, scale)
+            return other.loss, gradients
 
         return Context(result.loss, value_and_grad, inputs.for_evaluation(CONTEXT_KEY_SALT).key, noise)
 
 
-def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
+def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
+    """Return the body of a step that runs in this number of lanes."""
     has_warned = False
 
     def step_in_lanes(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
@@ -319,7 +324,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
                 number,
                 ", ".join(map(repr, lanes.others)),
             )
-        return pure(state, args, None, lanes)
+        return update_step(state, args, None, lanes)
 
     def body(state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree) -> Any:
         layouts = parameter_layouts(as_state(state))
@@ -354,7 +359,7 @@ class SeveralLosses:
         return any(loss.depends_on_rows for loss in self.losses.values())
 
     def __call__(self, inputs: LossInputs) -> LossResult:
-        chosen = _without_overlap(inputs.params, self.losses)
+        chosen = _choose_leaves(inputs.params, self.losses)
         leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)
         results: dict[str, LossResult] = {}
@@ -369,16 +374,14 @@ class SeveralLosses:
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
         losses = [result.loss for result in results.values()]
-        auxes = {name: (result.loss, result.aux) for name, result in results.items()}
         summaries = [result.summaries for result in results.values() if result.summaries is not None]
-        squares = [result.squares for result in results.values()]
         return LossResult(
             loss=functools.reduce(operator.add, losses),
             model_state=None,
-            aux=auxes,
+            aux={name: (result.loss, result.aux) for name, result in results.items()},
             gradients=treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            summaries=_merged(summaries),
-            squares=together_squared(squares),
+            summaries=_merge_summaries(summaries),
+            squares=together_squared([result.squares for result in results.values()]),
         )
 
 
@@ -386,7 +389,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]
     """Check the losses, and make each with its own `make(loss_fn, var_list)`, ungated: all have one gate."""
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
-    ungated = {}
+    ungated: dict[str, LossGradients] = {}
     for name, entry in losses.items():
         as_string(name, "a name in loss_fn")
         if not (isinstance(entry, tuple | list) and len(entry) == 2 and callable(entry[0])):
@@ -421,12 +424,12 @@ def _metrics_of_losses(result: LossResult, has_aux: bool) -> dict[str, Mapping[s
     for name, (loss, aux) in result.aux.items():
         named[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
         if has_aux:
-            named[f"aux of {name!r}"] = {f"{name}/{key}": value for key, value in _by_name(aux).items()}
+            named[f"aux of {name!r}"] = {f"{name}/{key}": value for key, value in _name_aux(aux).items()}
     return named
 
 
 def _aux_and_summaries(result: LossResult) -> tuple[Mapping[str, Any], Any]:
-    aux = _by_name(result.aux)
+    aux = _name_aux(result.aux)
     if result.summaries is None:
         return aux, None
     from jstep.summary.summaries import join_returned  # loaded, because there is one
@@ -435,7 +438,7 @@ def _aux_and_summaries(result: LossResult) -> tuple[Mapping[str, Any], Any]:
     return joined
 
 
-def _merged(summaries: list[Any]) -> Any:
+def _merge_summaries(summaries: list[Any]) -> Any:
     if not summaries:
         return None
     from jstep.summary.summaries import merge_parts  # loaded, because there is one
@@ -443,19 +446,21 @@ def _merged(summaries: list[Any]) -> Any:
     return merge_parts(part for summary in summaries for part in summary.parts)
 
 
-def _by_name(aux: object) -> Mapping[str, Any]:
+def _name_aux(aux: object) -> Mapping[str, Any]:
+    """Return aux as metrics by their names: the entries of a mapping, or all of it as `aux`."""
     return step_metrics.flat_metrics(aux) if isinstance(aux, Mapping) else {"aux": aux}
 
 
-def _without_overlap(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:
+def _choose_leaves(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:
     """Return the indices of the leaves that each loss trains; they must be disjoint."""
     chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in losses.items()}
     for (first, indices), (second, others) in itertools.combinations(chosen.items(), 2):
-        both = sorted({*indices} & {*others})
-        if both:
+        shared = sorted({*indices} & {*others})
+        if shared:
             paths = trees.leaf_paths(params)
+            shared_paths = [paths[index] for index in shared[:20]]
             raise ValueError(
-                f"loss_fn: the losses {first!r} and {second!r} both train {[paths[index] for index in both][:20]}; "
-                "give each parameter to one of them"
+                f"loss_fn: the losses {first!r} and {second!r} both train {shared_paths}; give each parameter to one "
+                "of them"
             )
     return chosen

@@ -25,10 +25,15 @@ from jstep.training.watched_updates import StepUpdates, known_updates, watch_upd
 
 
 class OptimizerMetrics(NamedTuple):
-    """What optimizers report: hyperparameters, which hooks show once if they are constants, and values in slots."""
+    """What optimizers report.
+
+    Attributes:
+        hyperparameters: Hooks show those that are constants once.
+        slot_values: Injected hyperparameters and loss scales, whose values are in slots.
+    """
 
     hyperparameters: Mapping[str, Any]
-    in_slots: Mapping[str, Any]
+    slot_values: Mapping[str, Any]
 
 
 def report(optimizers: Sequence[Optimizer], step: Array, roles: Roles, slots: Slots) -> OptimizerMetrics:
@@ -99,7 +104,8 @@ class CustomStepMetrics:
     def call(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
         """Return the result of `call(state, *args)`, and the metrics of its optimizers."""
         if self._is_first:
-            self._slot_names = [n for n in roles_in(state).of(Role.HELD, Role.LOSS_SCALE) if n in state.slots]
+            names = roles_in(state).of(Role.HELD, Role.LOSS_SCALE)
+            self._slot_names = [name for name in names if name in state.slots]
         elif self._fixed is not None:
             return call(state, *args), self._fixed
         elif self._program is not None:
@@ -133,7 +139,7 @@ class CustomStepMetrics:
         with watch_updates(state) as found:
             result = call(state, *args)
             optimizers = optimizers_of(found, structure)
-            if not optimizers and self._is_compiled:
+            if not optimizers and self._is_compiled:  # it was traced before
                 optimizers = optimizers_of(known_updates(self._step), structure)
             if not optimizers and self._is_compiled:
                 optimizers = self._trace_again(found, state, args)
@@ -141,8 +147,11 @@ class CustomStepMetrics:
             self._optimizers = optimizers
             self._is_first = False
         # Functions that the first call compiled are not traced, and so not seen, at later ones.
-        earlier = [optimizer for optimizer in self._optimizers if all(optimizer is not other for other in optimizers)]
-        program = self._program_for([*earlier, *optimizers], roles)
+        unseen: list[Optimizer] = []
+        for optimizer in self._optimizers:
+            if all(optimizer is not other for other in optimizers):
+                unseen.append(optimizer)
+        program = self._program_for([*unseen, *optimizers], roles)
         metrics = _call_if_possible(program, inputs)
         if self._is_compiled:
             self._program = program
@@ -157,8 +166,8 @@ class CustomStepMetrics:
         def compute(inputs: _Inputs) -> StepMetrics:
             reported = report(optimizers, inputs.step, roles, inputs.slots)
             # JAX would return the very array that it was given, which the step may donate.
-            in_slots = jax.tree.map(jnp.copy, reported.in_slots)
-            return split_metrics({**in_slots, **reported.hyperparameters}, SKIPPED, reported.hyperparameters)
+            slot_values = jax.tree.map(jnp.copy, reported.slot_values)
+            return split_metrics({**slot_values, **reported.hyperparameters}, SKIPPED, reported.hyperparameters)
 
         if len(self._programs) >= _MAX_PROGRAMS:
             return compute
@@ -204,8 +213,8 @@ def join_metrics(reported: StepMetrics, metrics: dict[str, Any]) -> tuple[dict[s
     replaced = {name for name in both if not _is_same(metrics[name], constants.all[name])}
     if not replaced:
         return joined, constants
-    left = {name: value for name, value in constants.all.items() if name not in replaced}
-    return joined, Constants(left, SKIPPED, constants.values.keys() - replaced)
+    kept = {name: value for name, value in constants.all.items() if name not in replaced}
+    return joined, Constants(kept, SKIPPED, constants.values.keys() - replaced)
 
 
 def _is_same(value: Any, constant: Any) -> bool:

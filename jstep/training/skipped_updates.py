@@ -51,16 +51,17 @@ def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[An
     """Return the state and metrics of a step: guards have their values, and `skipped` is among the metrics."""
     if slots is None or not isinstance(new, TrainState) or not isinstance(new.slots, Mapping):
         return new, metrics
-    found = {name: new.slots[name] for name in slots.last_finite if is_array(new.slots.get(name))}
+    marks = {name: new.slots[name] for name in slots.last_finite if is_array(new.slots.get(name))}
     scales = {name: new.slots[name] for name in slots.scales if is_array(new.slots.get(name))}
-    if any(jnp.shape(found[name]) != jnp.shape(slots.last_finite[name]) for name in found):
+    if any(jnp.shape(marks[name]) != jnp.shape(slots.last_finite[name]) for name in marks):
         return new, metrics  # such a state is rejected
     # A stage that makes no update returns the very slots that it was given.
-    makes_updates = any(found[name] is not slots.marked[name] for name in found)
-    makes_updates |= any(scales[name] is not slots.scales[name] for name in scales)
+    has_other_mark = any(marks[name] is not slots.marked[name] for name in marks)
+    has_other_scale = any(scales[name] is not slots.scales[name] for name in scales)
+    makes_updates = has_other_mark or has_other_scale
     params = [leaf for leaf in jax.tree.leaves(new.params) if is_trainable(leaf) and not is_on_host(leaf)]
     with internal_transfers():
-        last_finite, is_skipped = _read_marks(slots, found, scales, params)
+        last_finite, is_skipped = _read_marks(slots, marks, scales, params)
     restored = TrainState(new.params, {**new.slots, **last_finite}, new.global_step, roles=roles_in(new))
     if not makes_updates or not isinstance(metrics, dict):
         return restored, metrics
@@ -70,10 +71,11 @@ def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[An
 
 
 @jax.jit
-def _read_marks(slots: GuardSlots, found: Slots, scales: Slots, params: list[Array]) -> tuple[Slots, Array]:
+def _read_marks(slots: GuardSlots, marks: Slots, scales: Slots, params: list[Array]) -> tuple[Slots, Array]:
+    """Return the slots without marks, and 1.0 if the update was skipped."""
     last_finite: Slots = {}
     skips: list[Array] = []
-    for name, mark in found.items():
+    for name, mark in marks.items():
         last_finite[name] = jnp.where(mark < 0, slots.last_finite[name], mark)
         skips.append(mark == guards.SKIPPED_MARK)
     skips += [scale < slots.scales[name] for name, scale in scales.items()]

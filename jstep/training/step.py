@@ -63,7 +63,7 @@ class PureStep:
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
         self.title = self.title or self.name
-        self.body = functools.partial(_with_kept_kind, self.title, self.body)
+        self.body = functools.partial(_call_and_keep_kind, self.title, self.body)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.title}>"
@@ -73,7 +73,7 @@ class PureStep:
         check_no_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
         with meshes.using_mesh(meshes.mesh_of((state, args))):
-            return with_constants(self.body, state, args, self.batch_specs(args))
+            return merge_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
         """Return the shardings of a batch; None if the step ignores them."""
@@ -86,7 +86,7 @@ class PureStep:
         return as_pure_step, (self.made_by,)
 
 
-def _with_kept_kind(title: str, body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> Any:
+def _call_and_keep_kind(title: str, body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> Any:
     new, *others = body(state, args, batch_specs)
     return keep_kind(title, state, new), *others
 
@@ -102,13 +102,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def call_user_step(state: Tree, args: tuple[Any, ...]) -> Any:
             result = call_custom_step(step, state, *args)
-            is_pair = isinstance(result, tuple | list) and len(result) == 2
-            is_step = is_pair and isinstance(result[0], TrainState) and isinstance(result[1], Mapping)
-            if not is_pair or (isinstance(state, TrainState) and not is_step):
-                returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
-                raise TypeError(
-                    f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
-                )
+            _check_user_result(result, state)
             return result
 
         marked, guard_slots = mark_guards(state)
@@ -121,12 +115,25 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             reported = report(optimizers, step_array(state), roles_in(state), state.slots)
             hyperparameters = reported.hyperparameters
             constants = constants_of(step, metrics.keys() & hyperparameters.keys(), marked, args)
-            metrics = {**reported.in_slots, **hyperparameters, **metrics, **constants}
+            metrics = {**reported.slot_values, **hyperparameters, **metrics, **constants}
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
 
     return PureStep(body, name=name)
+
+
+def _check_user_result(result: Any, state: Tree) -> None:
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    if is_pair:
+        if not isinstance(state, TrainState):
+            return
+        if isinstance(result[0], TrainState) and isinstance(result[1], Mapping):
+            return
+    returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
+    raise TypeError(
+        f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
+    )
 
 
 def _remember_call(step: Any, call: RecordedCall) -> Any:
@@ -145,7 +152,7 @@ def step_function(step: object) -> PureStep | None:
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
 
-def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
+def merge_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
     state, metrics = body(state, args, batch_specs)
     return state, metrics.merged()
 
@@ -154,6 +161,7 @@ def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: 
 
 
 def keep_kind(name: str, old: Tree, new: Tree) -> Any:
+    """Return the state of a step with the roles of the one that it was given; raise if it is of another kind."""
     if not (isinstance(old, TrainState) and isinstance(new, TrainState)):
         return new
     if roles_in(new) is not roles_in(old):
@@ -163,9 +171,10 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
         new = jax.tree.map(_as_strong, new, old)
     # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it as it is, to be saved so.
     type_of = jax.typeof if trees.has_tracers(old) else _own_type
-    leaves = jax.tree.leaves(new), jax.tree.leaves(old)
-    if has_structure and all(_is_alike(*pair, type_of) for pair in zip(*leaves, strict=True)):
-        return new
+    if has_structure:
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if all(_is_alike(new_leaf, old_leaf, type_of) for new_leaf, old_leaf in pairs):
+            return new
     trees.check_arrays(new, f"train_step={name}: the state that it returns")
     different = describe_difference(jax.tree.map(type_of, new), jax.tree.map(type_of, old))
     raise TypeError(
@@ -178,16 +187,19 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
 def _describe_container(new: Any, old: Any, path: tuple[Any, ...] = ()) -> str:
     if type(new) is not type(old):
         return f"whose {trees.path_str(path)!r} is of type {type(new).__name__} instead of {type(old).__name__}"
-    one_level = [
-        jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree) for tree in (new, old)
-    ]
-    for (keys, child), (_, other) in zip(*one_level, strict=True):
-        if trees.structure(child) != trees.structure(other):
-            return _describe_container(child, other, (*path, *keys))
+    for (keys, new_child), (_, old_child) in zip(_children(new), _children(old), strict=True):
+        if trees.structure(new_child) != trees.structure(old_child):
+            return _describe_container(new_child, old_child, (*path, *keys))
     return f"whose {trees.path_str(path)!r} has other static fields"
 
 
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    """Return the subtrees one level below, each with its key."""
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+
+
 def _as_strong(new: Any, old: Any) -> Any:
+    """Return a weak value as one of the old dtype, or of its own if that would lose some of it."""
     if not trees.is_weak(new):
         return new
     dtype = jax.typeof(old).dtype
@@ -214,23 +226,27 @@ def _own_type(leaf: Any) -> Any:
 
 
 class StateLayout:
+    """The shardings of a state and their mesh; both None if it is on one device."""
+
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings = shardings
         self.mesh = mesh
 
 
-_ON_ONE_DEVICE = StateLayout()
+_NO_MESH = StateLayout()
 _LAYOUTS: "weakref.WeakValueDictionary[Any, StateLayout]" = weakref.WeakValueDictionary()
 
 
 def inspect_layout(state: Tree) -> StateLayout:
     mesh = meshes.mesh_of(state)
     if mesh is None:
-        return _ON_ONE_DEVICE
+        return _NO_MESH
     everywhere = NamedSharding(mesh, PartitionSpec())
     leaves, treedef = trees.flatten(state)
-    raw = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
-    shardings = [sharding if isinstance(sharding, NamedSharding) else everywhere for sharding in raw]
+    shardings: list[NamedSharding] = []
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        shardings.append(sharding if isinstance(sharding, NamedSharding) else everywhere)
     return _LAYOUTS.setdefault((treedef, tuple(shardings)), StateLayout(treedef.unflatten(shardings), mesh))
 
 
@@ -240,8 +256,11 @@ def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
     step = new.global_step
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
         return new
-    # On a mesh, the layout is set only if no leaf shares memory with another, or with the old state.
-    if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
+    if layout.mesh is not None:
+        may_be_set = donated  # then no leaf shares memory with another, or with the old state
+    else:
+        may_be_set = type(step.sharding) is not NamedSharding
+    if may_be_set:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
 
@@ -286,7 +305,7 @@ class TrainStep:
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         """Return the state after one more step, and its metrics."""
         args = device_values.arguments_from_host(args)
-        if getattr(state, "_layout", None) is not _ON_ONE_DEVICE and not is_single_process():
+        if getattr(state, "_layout", None) is not _NO_MESH and not is_single_process():
             self._agreed.check(state, args)
         note_step(self._pure.optimizer, state)
         new, metrics = call_step(self, state, args)
@@ -302,7 +321,7 @@ class TrainStep:
         return self._programs[key]
 
     def _make_program(self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree) -> Any:
-        body = self._pure.body if kind == "call" else functools.partial(with_constants, self._pure.body)
+        body = self._pure.body if kind == "call" else functools.partial(merge_constants, self._pure.body)
         shardings = layout.shardings
 
         def traced(state: Tree, *args: Any) -> Any:
@@ -314,8 +333,8 @@ class TrainStep:
         if shardings is not None:
             # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
             # recompiles the step for its own result.
-            continued = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
-            options = {"out_shardings": (shardings, None, *continued)}
+            sums = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
+            options = {"out_shardings": (shardings, None, *sums)}
         return jax.jit(traced, donate_argnums=(0,) if donates else (), **options)
 
     @shortens_tracebacks

@@ -91,7 +91,8 @@ def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
 
 
 def _warn(found: StepUpdates) -> None:
-    if leaves := sorted(map(repr, found.unused & found.updated & found.aged)):
+    leaves = sorted(map(repr, found.unused & found.updated & found.aged))
+    if leaves:
         log_once(
             logging.WARNING,
             f"one update of the step has no gradient of {format_list(leaves)}, and another one has: the age of its "
@@ -143,20 +144,21 @@ def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Rol
     if not roles.by_step:
         return
     keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-    with_gradient = {key for key, gradient in zip(keys, leaves, strict=True) if gradient is not None}
+    updated_keys = {key for key, gradient in zip(keys, leaves, strict=True) if gradient is not None}
     for wrapper in roles.by_step:
-        if wrapper.leaves & with_gradient:
+        if wrapper.leaves & updated_keys:
             found.note_due(wrapper.description, step, increments=increments)
 
 
 def _labels_with_age(ages: Collection[str], labels: Labels) -> set[str | None]:
     """The labels to which these ages belong: all, if one of them is above the labels."""
+    all_labels = {*labels}
     aging = set[str | None]()
     for age in ages:
         # Of the labels 'a' and 'a/b', the age 'a/b/start_step' is of the second.
-        owners = [label for label in {*labels} if label is not None and age.startswith(f"{label}/")]
+        owners = [label for label in all_labels if label is not None and age.startswith(f"{label}/")]
         if not owners:
-            return {*labels}
+            return all_labels
         aging.add(max(owners, key=len))
     return aging
 
@@ -185,13 +187,19 @@ def known_updates(step: Any) -> StepUpdates | None:
     return found if owner is step else None
 
 
-def warn_of_unfrozen(name: str, first: int, before: Collection[StepUpdates], after: StepUpdates) -> None:
-    """Warn if a stage trains leaves that no stage before it did, with the age of leaves that were trained."""
-    updated = {path for stage in before for path in stage.updated}
-    counted = {stage.age_of[path] for stage in before for path in stage.updated if path in stage.age_of}
-    unfrozen = [
-        path for path in sorted(after.updated - updated) if path in after.age_of and after.age_of[path] in counted
-    ]
+def warn_of_unfrozen(name: str, first: int, earlier: Collection[StepUpdates], stage: StepUpdates) -> None:
+    """Warn if a stage trains leaves that no earlier one did, with the age of leaves that were trained."""
+    trained: set[str] = set()
+    counting_labels: set[str | None] = set()
+    for other in earlier:
+        trained |= other.updated
+        for path in other.updated:
+            if path in other.age_of:
+                counting_labels.add(other.age_of[path])
+    unfrozen: list[str] = []
+    for path in sorted(stage.updated - trained):
+        if path in stage.age_of and stage.age_of[path] in counting_labels:
+            unfrozen.append(path)
     if not unfrozen or jax.process_index() != 0:
         return
     log_once(

@@ -269,7 +269,7 @@ def _is_of_update(operation: Operation) -> bool:
     for frame in source_frames(operation.eqn):
         if frame.file_name == apply_gradients.__file__:
             return True
-        if frame.function_name.endswith(UpdateStep.updated.__qualname__):
+        if frame.function_name.endswith(UpdateStep.apply.__qualname__):
             return True
     return False
 
