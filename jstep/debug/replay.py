@@ -174,7 +174,7 @@ def replayed(
     items = iter(BatchReader(source))
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
-    ends = CallBoundaries(stages, source.next_change).ends(
+    ends = CallBoundaries(stages, source.next_change).end_steps(
         start, step, lambda begin: next((n for n in recorded.steps if n > begin), NEVER)
     )
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)

@@ -77,13 +77,15 @@ def make_chunks(
             item = item or next(items, None)
             if item is None:
                 return
-            before = shapes
+            previous_shapes = shapes
             batch, shapes, position = item
-            if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
+            # A looped program may have been replaced by a longer one: it is looked up for each call.
+            if program is None or program.is_looped or step >= program.stage.stop or shapes != previous_shapes:
                 program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
             chunk = [batch]
             item = None
             max_steps = min(program.max_steps, end - step)
+            # The item that ends this chunk, as its batch has other shapes, begins the next one.
             while len(chunk) < max_steps and (item := next(items, None)) is not None:
                 if item[1] != shapes:
                     break
@@ -125,22 +127,29 @@ class CallBoundaries(NamedTuple):
     stages: TrainSteps
     next_change: Callable[[int], int | None]
 
-    def after(self, step: int, last_step: int) -> int:
-        ends = last_step, self.next_change(step), self.stages.next_stage_start(step)
-        return min(end for end in ends if end is not None)
+    def _next(self, step: int, last_step: int) -> int:
+        boundary = last_step
+        for other in (self.next_change(step), self.stages.next_stage_start(step)):
+            if other is not None:
+                boundary = min(boundary, other)
+        return boundary
 
-    def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
-        """Yield the steps at which chunks must end."""
-        step = start
+    def end_steps(
+        self, first: int, last_step: int, next_due: Callable[[int], int] = lambda step: NEVER
+    ) -> Iterator[int]:
+        """Yield the steps at which chunks must end: at a boundary, or where a hook is due."""
+        step = first
         while step < last_step:
-            step = min(self.after(step, last_step), due_after(step))
+            step = min(self._next(step, last_step), next_due(step))
             yield step
 
-    def starts(self, start: int, last_step: int) -> Iterator[int]:
+    def start_steps(self, first: int, last_step: int) -> Iterator[int]:
+        """Yield the first step, and those with which another stage or other shapes begin."""
         for stage in self.stages.stages():
-            first = max(start, stage.first)
+            step = max(first, stage.first)
             end = last_step if stage.stop is None else min(stage.stop, last_step)
             for _ in range(1 + _MAX_CHANGES):
-                if first < end:
-                    yield first
-                    first = self.after(first, end)
+                if step >= end:
+                    break
+                yield step
+                step = self._next(step, end)

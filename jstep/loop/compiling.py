@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,9 @@ class CompileJob(NamedTuple):
     """A program to be compiled by `make(args)`.
 
     Attributes:
+        first: The first step that needs it.
         args: The shapes for one step; None for the latest chunk's.
+        is_quiet: Whether nothing is logged of it.
     """
 
     first: int
@@ -60,6 +62,7 @@ class Compiler:
         record: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
         begun: Those in progress or compiled that no call has needed yet.
+        closed: Set once the run closes, so that no thread waits any longer for the shapes of a batch.
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
@@ -70,18 +73,19 @@ class Compiler:
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[tuple[CompileJob, Task[None]]] = deque()
         self.closed = threading.Event()
-        self._sizes: dict[int, int] = {}  # of the steps' program caches
-        self._compiled: Program | None = None  # the program that was compiled last because it was due
-        self._shapes: dict[str, Any] = {}  # of batch and state at the latest compilation
-        self._recompiled = Counter[int]()  # how often a stage was compiled because its batch had another shape
+        self._cache_sizes: dict[int, int] = {}  # id of a step → the number of its programs
+        self._latest: Program | None = None  # the program that was compiled last because it was due
+        self._shapes: _Shapes | None = None  # those of the latest compilation
+        # id of a stage → how often it was compiled because its batch had another shape
+        self._recompilations = Counter[int]()
 
     # In the background.
 
     def begin_first(
-        self, start: int, batch_sharding: object, times: StartTimes, peek: Callable[[Callable[[], bool]], Any]
+        self, first: int, batch_sharding: object, times: StartTimes, peek: Callable[[Callable[[], bool]], Any]
     ) -> None:
         """Compile the first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
-        stage = self.table.stage_of(start)
+        stage = self.table.stage_of(first)
 
         def make(_: tuple[Any, ...]) -> None:
             batch = peek(self.closed.is_set)
@@ -90,26 +94,28 @@ class Compiler:
             args = _shapes_as_args(batch, batch_sharding)
             del batch  # so that only the loop holds it
             with times.compiling():
-                self.table.compile(start, args)
+                self.table.compile(first, args)
 
         if stage.is_compilable:
-            self.begin(CompileJob(start, stage.name, make, is_quiet=True))
+            self._begin(CompileJob(first, stage.name, make, is_quiet=True))
 
-    def plan(self, source: BatchSource, start: int, last_step: int, batch_sharding: object) -> None:
+    def plan(self, source: BatchSource, first: int, last_step: int, batch_sharding: object) -> None:
         """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
         table = self.table
-        first, *later = CallBoundaries(table.train_steps, source.next_change).starts(start, last_step)
-        seen: set[Any] = set()
-        if not later:  # the first program is compiled in any case
+        boundaries = CallBoundaries(table.train_steps, source.next_change)
+        steps = list(boundaries.start_steps(first, last_step))
+        if len(steps) == 1:  # the first program is compiled in any case
             return
-        for step in (first, *later):
+        seen: set[Any] = set()
+        for step in steps:
             stage = table.stage_of(step)
             if not stage.is_compilable:
                 continue
             args = None
-            is_edge = step == stage.first
+            is_first = step == first
+            begins_stage = step == stage.first
             # An item may take as long to fetch as a batch to make, so it is fetched only where a stage needs it.
-            if source.knows_shapes or (source.has_items and is_edge and step != first):
+            if source.knows_shapes or (source.has_items and begins_stage and not is_first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier
                     break
@@ -117,25 +123,26 @@ class Compiler:
                 if key in seen:
                     continue
                 seen.add(key)
-                if step != first:
+                if not is_first:
                     _check(stage, table.state_shapes, args, step)
-            if step != first and (is_edge or args is not None):
+            if not is_first and (begins_stage or args is not None):
                 self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
 
-    def begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
+    def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
         task = functools.partial(_compile_job, job, args)
         self.begun.append((job, in_background(task, name="jstep-compile")))
 
-    def after(self, args: tuple[Any, ...]) -> None:
-        """Begin the next compilation, for the shapes of these arguments."""
+    def begin_next(self, args: tuple[Any, ...]) -> None:
+        """Begin the next compilation, for the shapes of these arguments if the job has none of its own."""
         if not self.jobs or len(self.begun) == _MAX_AHEAD:
             return
         if self.begun and not self.begun[-1][1].done():  # one at a time
             return
         job = self.jobs.popleft()
-        self.begin(job, shapes_of(args) if job.args is None else job.args)
+        self._begin(job, shapes_of(args) if job.args is None else job.args)
 
     def wait(self, step: int, *, can_interrupt: bool) -> None:
+        """Wait for the programs in progress that this step needs, and drop the jobs for it that have not begun."""
         while self.begun:
             job, task = self.begun[0]
             if step < job.first:
@@ -145,29 +152,26 @@ class Compiler:
             # Only now: if a signal ends the wait, `close` still knows of it.
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:
-            self.jobs.popleft()  # not begun: the step compiles it
+            self.jobs.popleft()  # the step compiles it
 
     def close(self) -> None:
         """Begin no further compilations; those in progress go on."""
         self.jobs.clear()
         self.closed.set()
-        for _, future in self.begun:
-            _warn_if_running(future)
+        for _, task in self.begun:
+            _warn_if_running(task)
 
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
+        """Compile the program of a chunk, apart from this thread, so that a signal may end the wait for it."""
         program = chunk.program
-        stage = chunk.program.stage
-        if program is self._compiled:
+        stage = program.stage
+        if program is self._latest:
             return
-        self._compiled = program
+        self._latest = program
         can_interrupt = chunk.can_interrupt
-        size = getattr(program.step, "_cache_size", None)
-        has_several = self.table.is_looped or len(self.table.stages) > 1
-        is_due = has_several and not stage.is_begun and not stage.is_ahead
-        if is_due and size is not None and not size():
-            logger.info("compiling %s for %s", stage.name, _steps(chunk))
+        self._log_compilation(chunk)
         if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with self.table.compiling(stage.name):
@@ -176,7 +180,7 @@ class Compiler:
                     lowered = program.lower(state, chunk.args, self.table.sums)
             except Exception as error:
                 forget_frames(error)
-                return
+                return  # the call raises it again, and explains it
             try:
                 compile_apart(lowered, self._signals, can_interrupt=can_interrupt)
             except Exception as error:
@@ -184,34 +188,47 @@ class Compiler:
                     explain(error, state, chunk.args, donates=program.step.donate)
                 raise
 
+    def _log_compilation(self, chunk: Chunk) -> None:
+        """Say which of several programs is compiled now, unless it was compiled before."""
+        program = chunk.program
+        stage = program.stage
+        has_several = self.table.is_looped or len(self.table.stages) > 1
+        if not has_several or stage.is_begun or stage.is_ahead:
+            return
+        cache_size = getattr(program.step, "_cache_size", None)
+        if cache_size is not None and not cache_size():
+            logger.info("compiling %s for %s", stage.name, _steps(chunk))
+
     def note_compiled(self, state: Tree, chunk: Chunk) -> bool:
         """Log why a stage was compiled again; return whether this was its first call."""
         program = chunk.program
-        stage = chunk.program.stage
-        size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
-        has_grown = size > self._sizes.get(id(program.step), 0)
-        self._sizes[id(program.step)] = size
+        stage = program.stage
+        cache_size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
+        has_grown = cache_size > self._cache_sizes.get(id(program.step), 0)
+        self._cache_sizes[id(program.step)] = cache_size
         is_first = stage.begin()
-        if has_grown:
-            before = self._shapes
-            self._shapes = {"batch": shapes_of(trees.args_to_batch(chunk.step_args)), "state": shapes_of(state)}
-            was_ready = program.is_ahead and not program.is_called
-            if before and stage.is_compilable and not is_first and not was_ready:
-                self._log_recompilation(chunk, before)
+        if not has_grown:
+            return is_first
+        previous = self._shapes
+        self._shapes = _Shapes(batch=shapes_of(trees.args_to_batch(chunk.step_args)), state=shapes_of(state))
+        was_ready = program.is_ahead and not program.is_called
+        if previous is not None and stage.is_compilable and not is_first and not was_ready:
+            self._log_recompilation(chunk, previous, self._shapes)
         return is_first
 
-    def _log_recompilation(self, chunk: Chunk, before: Mapping[str, Any]) -> None:
+    def _log_recompilation(self, chunk: Chunk, old: "_Shapes", new: "_Shapes") -> None:
         stage = chunk.program.stage
-        of_batch = _what_differs("batch", self._shapes["batch"], before["batch"])
-        of_state = _what_differs("state", self._shapes["state"], before["state"])
-        why = "; ".join(filter(None, (of_batch, of_state))) or "JAX's settings, or its steps per call, differ"
+        batch_difference = _recompilation_cause("batch", old.batch, new.batch)
+        state_difference = _recompilation_cause("state", old.state, new.state)
+        differences = [text for text in (batch_difference, state_difference) if text]
+        why = "; ".join(differences) or "JAX's settings, or its steps per call, differ"
         logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
-        if of_batch:
+        if batch_difference:
             self._warn_of_shapes(stage)
 
     def _warn_of_shapes(self, stage: Stage) -> None:
-        self._recompiled[id(stage)] += 1
-        if self._recompiled[id(stage)] == _MANY_PROGRAMS - 1:  # the first one was no recompilation
+        self._recompilations[id(stage)] += 1
+        if self._recompilations[id(stage)] == _MANY_PROGRAMS - 1:  # the first one was no recompilation
             logger.warning(
                 "%s was compiled %d times, for batches of as many shapes, and waits for the compiler at each new one: "
                 "pad batches to a few shapes, see docs: recipes/batch-shapes",
@@ -220,13 +237,24 @@ class Compiler:
             )
 
 
-def _what_differs(name: str, tree: Tree, before: Tree) -> str:
-    if different := describe_difference(tree, before):
+class _Shapes(NamedTuple):
+    """The shapes that a program was compiled for."""
+
+    batch: Tree
+    state: Tree
+
+
+def _recompilation_cause(name: str, old: Tree, new: Tree) -> str:
+    """Describe how two trees of shapes differ, for which JAX has two programs; "" if they are alike."""
+    different = describe_difference(new, old)
+    if different:
         return f"its {name} is now one {different}"
-    if trees.structure(tree) != trees.structure(before):
+    if trees.structure(new) != trees.structure(old):
         return f"its {name} is now one in other containers"
-    for (path, leaf), old in zip(trees.leaves_with_paths(tree), jax.tree.leaves(before), strict=True):
-        if (new_place := _placement(leaf)) != (old_place := _placement(old)):
+    for (path, new_leaf), old_leaf in zip(trees.leaves_with_paths(new), jax.tree.leaves(old), strict=True):
+        new_place = _placement(new_leaf)
+        old_place = _placement(old_leaf)
+        if new_place != old_place:
             return f"the placement of its {name} differs ({path or 'the array'}: {old_place} before, {new_place} now)"
     return ""
 
@@ -263,17 +291,17 @@ def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) ->
         lowered.compile()
         return thread_record()
 
-    future = in_background(compiled, name="jstep-compile-due")
+    task = in_background(compiled, name="jstep-compile-due")
     try:
-        signals.wait_for(future, can_interrupt=can_interrupt)
+        signals.wait_for(task, can_interrupt=can_interrupt)
     except BaseException:
-        _warn_if_running(future)
+        _warn_if_running(task)
         raise
-    thread_record().add(future.result())
+    thread_record().add(task.result())
 
 
-def _warn_if_running(future: Task[Any]) -> None:
-    if not future.done():
+def _warn_if_running(task: Task[Any]) -> None:
+    if not task.done():
         logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 
 
@@ -295,15 +323,21 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
 
 
 def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
-    is_edge = step == stage.first
-    name = f"train_step[{step}]" if is_edge else "train_step"
-    which = "the first of its stage" if is_edge else "whose batch has other shapes than the one before"
+    if step == stage.first:
+        name = f"train_step[{step}]"
+        which = "the first of its stage"
+        hint = ""
+    else:
+        name = "train_step"
+        which = "whose batch has other shapes than the one before"
+        hint = _HINT
     try:
         new = stage.trace(state, args).out_info[0]
     except Exception as error:
-        text = f"{name}: it cannot take step {step}, {which}: {type(error).__name__}: {error}"
-        raise ValueError(text + ("" if is_edge else _HINT)) from error
-    if different := describe_difference(new, state):
+        text = f"{name}: it cannot take step {step}, {which}: {type(error).__name__}: {error}{hint}"
+        raise ValueError(text) from error
+    different = describe_difference(new, state)
+    if different:
         raise ValueError(
             f"{name}: all train steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"

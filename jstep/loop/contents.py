@@ -28,8 +28,10 @@ from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.summary.writer import drain
 
-HOOK_STATES, SKIPPED_IN_A_ROW, BEFORE_END = "hooks", "skipped", "before_end"
-"""Keys of a checkpoint's `extra`."""
+HOOK_STATES = "hooks"
+SKIPPED_IN_A_ROW = "skipped"
+BEFORE_END = "before_end"
+"""Keys of a checkpoint's `extra`, by the table above."""
 
 
 class Contents(NamedTuple):
@@ -60,12 +62,14 @@ class RunContents:
         collective, which all must call alike. The objects of `from_loop` change only in an iteration.
         """
         run = self._run
-        source = self._run.components.batches.source
-        are_same = run.course.iterations == saved.iterations
+        source = run.components.batches.source
         if source.moves_between_steps and run.course.has_begun:
             has_moved = not self._positions().is_same(saved.positions)
-            are_same = not processes.any_process(has_moved)
-        return self._hooks().is_same(saved.hooks) and are_same
+            are_positions_same = not processes.any_process(has_moved)
+        else:
+            are_positions_same = run.course.iterations == saved.iterations
+        are_hooks_same = self._hooks().is_same(saved.hooks)
+        return are_positions_same and are_hooks_same
 
     def as_extra(self, contents: Contents, *, is_before_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""

@@ -145,6 +145,7 @@ class Course:
     # The start.
 
     def expect(self, first: int, restoring: int | None) -> None:
+        """Assume the step at which the run begins, while the checkpoint of `restoring` is read."""
         self.first = first
         self.is_first_known = True
         self.restoring = restoring
@@ -182,10 +183,11 @@ class Course:
         """→ `WITHIN`, before code of the user: what it does is saved once all of the iteration has been done."""
         self.status = WITHIN
 
-    def has_due_body(self) -> bool:
-        """Whether the body follows the call that has just ended, in a run that has one."""
+    def take_due_body(self) -> bool:
+        """Whether the body follows the call that has just ended, in a run that has one; then it is not owed later."""
         step = self.position.step
-        if self.body_interval is not None and step % self.body_interval and not self.is_last_step:
+        # As `_is_between_bodies`, without a call at each step.
+        if self.body_interval is not None and step % self.body_interval > 0 and not self.is_last_step:
             return False
         self.body_ended_at = step
         return True
@@ -201,8 +203,9 @@ class Course:
         there. It does not if its hooks have ended at that step, as the body ran before them, nor if the checkpoint says
         that the body has run: an `end` has failed after it.
         """
-        is_skipped = self._is_between_bodies() and self.body_ended_at != self.position.step
-        return self.has_body and self.has_begun and is_skipped and not self.is_leaving
+        if not self.has_body or not self.has_begun or self.is_leaving:
+            return False
+        return self._is_between_bodies() and self.body_ended_at != self.position.step
 
     def begin_last_body(self) -> None:
         """→ `WITHIN`, before a body that was owed. If it fails, nothing is saved, and the next start owes it again."""
@@ -224,7 +227,7 @@ class Course:
         """A context for an activity. If it raises, `activity` still names what did: the note of the error reads it."""
         outer = self.activity
         self.activity = activity
-        yield
+        yield  # not in a `try`: see above
         self.activity = outer
 
     def call_hook(self, call: HookCall, fn: Callable[..., _T], *args: Any, **options: Any) -> _T:
@@ -242,16 +245,17 @@ class Course:
             self.replace_state(state, call.name)
         return stop
 
-    def replace_state(self, state: Tree, by: str | None) -> None:
-        """Continue with another state; `by` names what made it, None if it is an earlier one."""
-        if by is not None:
-            self.state_changes.add(self.position.step, by, self.position.state, state)
+    def replace_state(self, state: Tree, author: str | None) -> None:
+        """Continue with another state; `author` names what made it, None if it is an earlier one."""
+        if author is not None:
+            self.state_changes.add(self.position.step, author, self.position.state, state)
         self.position = self.position._replace(state=state)
 
     # The end.
 
-    def stop(self, by: str | None) -> None:
-        self.stopped_by = self.stopped_by or by
+    def stop(self, name: str | None) -> None:
+        """Let no iteration follow this one; the first name is kept."""
+        self.stopped_by = self.stopped_by or name
 
     def leave(self) -> None:
         """→ `LEAVING`: a signal ends the run here, at a step that is whole."""

@@ -38,16 +38,23 @@ from jstep.training.watched_updates import known_updates, warn_of_unfrozen
 _ROUNDING = 2**-24
 """What rounding leaves of a rate where a schedule ends at 0, as a share of the largest."""
 
-AfterChunk = Callable[[Chunk, Any], None]
-"""`after_chunk(chunk, state)`, where the state is the one that the dispatched call returned."""
-
-
+ChunkListener = Callable[[Chunk, Any], None]
+"""`listener(chunk, state)` is called after the call of a chunk, with the state that it returned."""
 CountExamples = Callable[[int | None, tuple[Any, ...]], int | None]
 """`count_examples(rows, shapes)`: the number of examples in a batch of these shapes, whose leading axis is `rows`."""
 
 
 class Dispatch:
-    """The calls of a run: `state, metrics = dispatch(state, chunk)`. It waits for the device only to time "auto"."""
+    """The calls of a run: `state, metrics = dispatch(state, chunk)`. It waits for the device only to time "auto".
+
+    Args:
+        first_call: A context for the first call of the run.
+        stage_listeners: Called after the first call of each stage.
+        count_examples: How to count the examples of a batch; None if their number is that of its rows.
+
+    Attributes:
+        call_listeners: Called after each call.
+    """
 
     def __init__(
         self,
@@ -56,86 +63,96 @@ class Dispatch:
         signals: StopSignals | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
-        after_first: Sequence[AfterChunk] = (),
+        stage_listeners: Sequence[ChunkListener] = (),
         count_examples: CountExamples | None = None,
     ) -> None:
         self.table = table
         self._first_call = first_call
-        self._after_first = after_first
+        self._stage_listeners = stage_listeners
         self._count_examples = count_examples
         self._watch = Stopwatch() if watch is None else watch
         self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
-        self.after_each: list[AfterChunk] = []
+        self.call_listeners: list[ChunkListener] = []
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
-    def prepare(self, state: Tree, chunk: Chunk) -> None:
+    def compile_for(self, state: Tree, chunk: Chunk) -> None:
         """Compile what a call needs; no signal is obeyed between this and the call."""
         self.compiler.wait(chunk.first, can_interrupt=chunk.can_interrupt)
         if not chunk.program.is_called:
-            with self._watch.phase(STARTING), self._first_call() if self._latest is None else _UNMARKED:
+            with self._watch.phase(STARTING), self._context_of_call():
                 self.compiler.compile_due(state, chunk)
 
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
         program = chunk.program
-        compiled = self.compiler.record
-        before = compiled.programs
+        record = self.compiler.record
+        programs_before = record.programs
         if self._agreed is not None:
+            # The program stands for the shapes of the batch, by which it was found: it costs nothing to compare.
             self._agreed.check(state, chunk.args, program)
         if not program.is_called or self.compiler.begun or self.compiler.jobs:
-            self.prepare(state, chunk)
+            self.compile_for(state, chunk)
         began = self._watch.clock()
         if program.is_called and self._auto is None and not _is_traced():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
-            result = self._run_watched(state, chunk, began)
-        if not program.is_called or compiled.programs != before:
-            self._follow_up(state, chunk, result, began)
+            result = self._run_in_contexts(state, chunk, began)
+        # A program that was called before is compiled again for another state.
+        if not program.is_called or record.programs != programs_before:
+            self._note_compiled(state, chunk, result, began)
         self._latest = program
         if self.compiler.jobs:
-            self.compiler.after(chunk.step_args)
-        for after_chunk in self.after_each:
-            after_chunk(chunk, result[0])
+            self.compiler.begin_next(chunk.step_args)
+        for listener in self.call_listeners:
+            listener(chunk, result[0])
         return result
 
-    def stop_calling(self, after_chunk: AfterChunk) -> None:
-        self.after_each = [other for other in self.after_each if other != after_chunk]
+    def remove_listener(self, listener: ChunkListener) -> None:
+        """Call a listener no more. It may be the one that is being called, so the list is replaced, not changed."""
+        self.call_listeners = [other for other in self.call_listeners if other != listener]
 
-    def _run_watched(self, state: Tree, chunk: Chunk, began: float) -> Any:
+    def _context_of_call(self) -> contextlib.AbstractContextManager[Any]:
+        return self._first_call() if self._latest is None else _NO_CONTEXT
+
+    def _run_in_contexts(self, state: Tree, chunk: Chunk, began: float) -> Any:
         """Run a chunk whose program is new, whose time counts, or that is being profiled."""
-        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED
+        program = chunk.program
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _NO_CONTEXT
         try:
-            watching = _UNMARKED if chunk.program.is_called else chunk.program.stage.watching()
-            with self._first_call() if self._latest is None else _UNMARKED, annotation, watching:
-                if self._auto is None or not chunk.program.is_looped:
-                    return chunk.program.run(state, chunk, self.table.sums)
-                result = self._auto.timed(state, chunk)
+            watching = _NO_CONTEXT if program.is_called else program.stage.watching()
+            with self._context_of_call(), annotation, watching:
+                if self._auto is None or not program.is_looped:
+                    return program.run(state, chunk, self.table.sums)
+                result = self._auto.run_timed(state, chunk)
         except BaseException:
-            if not chunk.program.is_called:  # perhaps it cannot be compiled
+            if not program.is_called:  # perhaps it cannot be compiled
                 self._watch.reassign(STARTING, self._watch.clock() - began)
             raise
         if self._auto.is_over:
             self._auto = None
         return result
 
-    def _follow_up(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        is_first = self.compiler.note_compiled(state, chunk)
-        if is_first:
+    def _note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
+        """After a call that compiled its program: count its time as `starting`, and check a stage's first result."""
+        program = chunk.program
+        is_first_of_stage = self.compiler.note_compiled(state, chunk)
+        if is_first_of_stage:
             check_result(result)
-        if not chunk.program.is_called:
+        if not program.is_called:
             rows = chunk.rows()
             if self._count_examples is not None:
                 rows = self._count_examples(rows, shapes_of(chunk.step_args))
-            chunk.program.mark_called(rows)
+            program.mark_called(rows)
         self._watch.reassign(STARTING, self._watch.clock() - began)
-        if is_first:
-            self._warn_of_unfrozen(chunk)
-            if self._latest is None:
-                warn_of_redundant_rows(chunk, result[0])
-            for after_chunk in self._after_first:
-                after_chunk(chunk, result[0])
+        if not is_first_of_stage:
+            return
+        self._warn_of_unfrozen(chunk)
+        if self._latest is None:
+            warn_of_redundant_rows(chunk, result[0])
+        for listener in self._stage_listeners:
+            listener(chunk, result[0])
 
     def _warn_of_unfrozen(self, chunk: Chunk) -> None:
         stage = chunk.program.stage
@@ -143,29 +160,37 @@ class Dispatch:
         # A run that resumes within a stage has trained its leaves before.
         if trained is None or chunk.first != stage.first:
             return
-        earlier = [known_updates(other.step) for other in self.table.stages if other.first < stage.first]
-        warn_of_unfrozen(stage.name, stage.first, [found for found in earlier if found is not None], trained)
+        earlier = []
+        for other in self.table.stages:
+            updates = known_updates(other.step)
+            if other.first < stage.first and updates is not None:
+                earlier.append(updates)
+        warn_of_unfrozen(stage.name, stage.first, earlier, trained)
 
     @property
     def constants(self) -> Constants:
         return NO_CONSTANTS if self._latest is None else self._latest.constants
 
 
-_UNMARKED = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 _is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
 """Whether a trace of the profiler is on, which costs less than an annotation."""
 
 
 # `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times of the first calls.
 
-MAX_CALL_SECS, MAX_STEPS_PER_CALL = 5e-3, 64
-"""The maximum duration of a call in seconds, and its maximum number of steps."""
-_UNTIMED, _TIMED = 2, 5
-"""The number of calls for compilation and warm-up, and of timed calls."""
+MAX_CALL_SECS = 5e-3
+"""The maximum duration of a call, in seconds."""
+MAX_STEPS_PER_CALL = 64
+_UNTIMED_CALLS = 2
+"""The number of calls for compilation and warm-up, before those that are timed."""
+_TIMED_CALLS = 5
 
 
 def choose_max_steps(seconds: float) -> int:
-    return int(min(MAX_STEPS_PER_CALL, 2 ** max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))))
+    """Return the largest power of 2 whose call is short enough, if a step takes so many seconds; at least 1."""
+    exponent = max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))
+    return int(min(MAX_STEPS_PER_CALL, 2**exponent))
 
 
 class AutoSteps:
@@ -177,16 +202,16 @@ class AutoSteps:
     def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
         self._table = table
         self._clock = clock
-        self._left = _UNTIMED + _TIMED
-        self._seconds = math.inf
+        self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
+        self._seconds = math.inf  # the shortest call so far
 
     @property
     def is_over(self) -> bool:
-        return not self._left
+        return not self._calls_left
 
-    def timed(self, state: Tree, chunk: Chunk) -> Any:
-        self._left -= 1
-        is_timed = self._left < _TIMED
+    def run_timed(self, state: Tree, chunk: Chunk) -> Any:
+        self._calls_left -= 1
+        is_timed = self._calls_left < _TIMED_CALLS
         if is_timed:
             jax.block_until_ready(state)
         began = self._clock()
@@ -199,25 +224,28 @@ class AutoSteps:
         return result
 
     def _choose(self, seconds: float) -> None:
-        is_alone = processes.is_single_process()
-        if not is_alone:
+        is_single_process = processes.is_single_process()
+        if not is_single_process:
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         max_steps = choose_max_steps(seconds)
         steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
         logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
-        lengthen = functools.partial(self._lengthen, max_steps)
-        if max_steps > 1:
-            in_background(lengthen, name="jstep-compile") if is_alone else lengthen()
+        if max_steps == 1:
+            return
+        if is_single_process:
+            in_background(functools.partial(self._lengthen, max_steps), name="jstep-compile")
+        else:
+            self._lengthen(max_steps)  # here, as it asks whether it failed on any process
 
     def _lengthen(self, max_steps: int) -> None:
-        failed = False
+        has_failed = False
         try:
             self._table.compile_with_max_steps(max_steps)
         except Exception as error:
-            failed = True
+            has_failed = True
             text = "the program of %d steps could not be compiled: %s: %s"
             logger.warning(text, max_steps, type(error).__name__, error)
-        if not processes.any_process(failed):
+        if not processes.any_process(has_failed):
             self._table.max_steps = max_steps
 
 
@@ -226,30 +254,22 @@ class AutoSteps:
 
 def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
     """Warn if all learning rates of the last stage are 0 in the last two steps."""
-    step = step_function(chunk.program.stage.step)
-    first = chunk.program.stage.first
-    if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
+    stage = chunk.program.stage
+    step = step_function(stage.step)
+    if step is None or last_step is None or jax.process_index() != 0:
         return
-    is_held = LEARNING_RATE in roles_in(state).arguments.values()
-    if is_held or train_steps.value_at(last_step - 1) is not train_steps.value_at(first):
-        return  # a held rate is not a schedule, or a later stage has another one
-    optimizer: Any = step.optimizer
-    scheduled = list[bool]()
-
-    def largest(at: Any) -> Any:
-        rates = [value for name, value in optimizer.hyperparameters(at).items() if is_learning_rate(name)]
-        scheduled.extend(map(trees.is_traced, rates))
-        return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
-
-    steps = np.asarray([1, last_step // 2, last_step - 2, last_step - 1], trees.default_int())
-    try:
-        traced = jax.jit(jax.vmap(largest)).trace(steps)
-        with internal_transfers():
-            *earlier, before, last = traced.lower().compile()(steps).tolist() if any(scheduled) else [0.0] * 4
-    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
-        logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
+    if last_step - stage.first < 4:
         return
-    if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0:
+    if LEARNING_RATE in roles_in(state).arguments.values():
+        return  # a held rate is not a schedule
+    if train_steps.value_at(last_step - 1) is not train_steps.value_at(stage.first):
+        return  # a later stage has another one
+    rates = _sample_rates(step.optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
+    if rates is None:
+        return
+    early, middle, last_but_one, last = rates
+    largest = max(early, middle)
+    if largest > 0 and last_but_one == last and last <= _ROUNDING * largest:
         logger.warning(
             "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
             "ends before the run does; give it more steps, or end the run earlier (last_step)",
@@ -257,18 +277,43 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
         )
 
 
+def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
+    """Return the largest learning rate at each of these steps; None if no rate depends on the step."""
+    scheduled = list[bool]()
+
+    def largest_rate(step: Any) -> Any:
+        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
+        scheduled.extend(map(trees.is_traced, rates))
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
+
+    steps_array = np.asarray(steps, trees.default_int())
+    try:
+        traced = jax.jit(jax.vmap(largest_rate)).trace(steps_array)
+        if not any(scheduled):
+            return None
+        with internal_transfers():
+            rates: list[float] = traced.lower().compile()(steps_array).tolist()
+    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
+        logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
+        return None
+    return rates
+
+
 def check_result(result: object) -> None:
-    state, metrics = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    state, metrics = result if is_pair else (None, None)  # type: ignore[misc]
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
-        kinds = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+        returned = describe_type(result)
+        if isinstance(result, tuple) and result:
+            kinds = ", ".join(type(part).__name__ for part in result)
+            returned = f"({kinds})"
         raise TypeError(
-            "train_step must return (state, metrics), a TrainState and a mapping of names to values, got "
-            f"{f'({kinds})' if kinds else describe_type(result)}"
+            f"train_step must return (state, metrics), a TrainState and a mapping of names to values, got {returned}"
             "; jstep.minimize(loss_fn, optimizer) makes such a step from a loss"
         )
-    odd = next((name for name in metrics if not isinstance(name, str)), None)
-    if odd is not None:
-        raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")
+    for name in metrics:
+        if not isinstance(name, str):
+            raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(name)}")
     if isinstance(metrics.get(LOSS), MeanOf):
         raise TypeError("train_step: the metric 'loss' must be a number, got a mean_of; give that another name")
 

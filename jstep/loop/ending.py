@@ -2,7 +2,7 @@
 
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
-| 1 | last rows of logs (`call_at_last_step`, `make_last_rows`) | an error of a log: all savers save, nothing follows |
+| 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | an error of a log: all savers save, nothing follows |
 | 2 | the boundary, as a temporary checkpoint, if an `end` of the user's or an evaluation follows | the one before |
 | 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | the boundary stays |
 | 4 | the other savers, until they are on disk | the boundary stays |
@@ -19,30 +19,33 @@ All processes together check for a signal between two `end`s, and between the ba
 left out by then, the end is complete and gets its mark.
 """
 
+from typing import Any
+
 from jstep.core import processes
-from jstep.hooks.run_hook import HookCall
+from jstep.core.public_names import is_public
+from jstep.hooks.hook import defines
+from jstep.hooks.run_hook import HookCall, RunHook, make_last_row
 from jstep.hooks.saver_hook import SaverHook
-from jstep.loop.hook_runner import HookErrors
+from jstep.loop.hook_errors import HookErrors
 from jstep.loop.run_context import RunContext
-from jstep.loop.saving import RunSaverHook
+from jstep.loop.saving import RunSaverHook, find_own_saver
 
 
 def make_end(run: RunContext) -> bool:
-    """Make the end of a run whose last rows were delivered; return False if a signal has cut it short.
+    """Make the end of a run after `call_at_last_step`; return False if a signal has cut it short.
 
     Then, and after an error, the run is where it was before the `end`s, and has no mark.
     """
     course = run.course
-    runner = run.components.runner
-    runner.make_last_rows()
+    _make_last_rows(run)
     boundary = course.position.state
-    own_saver = next((hook for hook in run.components.finiteness.savers if isinstance(hook, RunSaverHook)), None)
+    own_saver = find_own_saver(run)
     _raise_log_errors(run)
-    if own_saver is not None and runner.acts_at_end():
+    if own_saver is not None and any(_acts_at_end(run, hook) for hook in run.components.hooks):
         own_saver.save_boundary(run.step, boundary)
     is_whole = False
     try:
-        if runner.end():
+        if _call_ends(run):
             _save_end(run, own_saver)
             is_whole = True
     finally:
@@ -54,6 +57,18 @@ def make_end(run: RunContext) -> bool:
     return is_whole
 
 
+def _make_last_rows(run: RunContext) -> None:
+    course = run.course
+    errors = HookErrors(course)
+    step, state, metrics, _ = course.position
+    for hook in run.components.hooks:
+        if isinstance(hook, RunHook):
+            with errors:
+                course.call_hook(HookCall(hook, "make_last_row"), make_last_row, hook, step, state, metrics)
+    run.components.runner.deliver_all(errors)
+    errors.end()
+
+
 def _raise_log_errors(run: RunContext) -> None:
     """Raise the errors of logs, after the savers of this boundary.
 
@@ -62,6 +77,33 @@ def _raise_log_errors(run: RunContext) -> None:
     if processes.any_process(bool(run.failures)):
         _save_by_all(run, [*run.components.finiteness.savers])
         run.components.runner.raise_log_errors_of_all()
+
+
+def _call_ends(run: RunContext) -> bool:
+    """Call `end` of all hooks but savers; return False if a signal has left one out."""
+    course = run.course
+    for hook in run.components.hooks:
+        if isinstance(hook, SaverHook) or not hasattr(hook, "end"):
+            continue
+        # All processes call the same `end`s, and so agree here equally often. An `end` that changes nothing is called
+        # in any case: it only closes what its hook has opened.
+        if _acts_at_end(run, hook) and run.poll_stop_signal():
+            return False
+        step, state, _, _ = course.position
+        result = run.components.runner.call(hook, "end", step, state)
+        course.apply(HookCall(hook, "end"), result)
+        is_abandoned = hook in run.evaluations and step not in hook.results
+        if is_abandoned:
+            return False
+    return True
+
+
+def _acts_at_end(run: RunContext, hook: Any) -> bool:
+    """Whether the `end` of a hook changes anything: one of the user's, or an evaluation that has not been made."""
+    if hook in run.evaluations:
+        return run.step not in hook.results
+    is_given = any(hook is option for option in run.options.hooks)
+    return is_given and defines(hook, "end") and not is_public(type(hook))
 
 
 def _save_end(run: RunContext, own_saver: RunSaverHook | None) -> None:

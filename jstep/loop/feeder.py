@@ -47,18 +47,18 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self._times = StartTimes() if times is None else times
         self._items = self._read()
         self._reopen_source: Callable[[], BatchSource] | None = None
-        self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
+        self._first_task: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
         self._thread: weakref.ref[ReaderThread] | None = None
 
     def __iter__(self) -> CopiedBatches:
-        batch = self._take_first()
-        if batch is None:
+        item = self._take_first()
+        if item is None:
             return self._items
-        # Not the list itself, which would hold the batch during the run. And a chain, as a generator would be resumed
-        # for each batch.
-        first = [batch]
-        return itertools.chain(map(first.pop, (0,)), self._items, self._taken_ahead())
+        # A chain, and not a generator, which would be resumed for each batch. The first part takes the item out of its
+        # list: a chain of the list itself would hold the batch during the whole run.
+        first_item = [item]
+        return itertools.chain(map(first_item.pop, (0,)), self._items, self._take_from_thread())
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
@@ -81,39 +81,41 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self._reopen_source = reopen_source
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
-        self._first = in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
+        self._first_task = in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
 
     def _make_first(self) -> Any:
         with self._times.timing("first batch"), doing(MAKING):
             return next(self._items, None)
 
     def _take_first(self) -> Any:
-        future = self.wait_for_first()
-        if future is None:
+        task = self.wait_for_first()
+        if task is None:
             return self._make_first()
-        if self._reopen_source is None or future.exception() is None:
-            return future.result()
+        if self._reopen_source is None or task.exception() is None:
+            return task.result()
         self.source = self._reopen_source()
         self.fetched = 0
         self._items = self._read()
         return self._make_first()
 
     def wait_for_first(self) -> Task[Any] | None:
-        future = self._first
-        if future is not None:
-            wait_until_done(future)
-        self._first = None
-        return future
+        task = self._first_task
+        if task is not None:
+            wait_until_done(task)
+        self._first_task = None
+        return task
 
-    def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
-        """Return the shapes of the first batch, or the batch itself; None if it fails, or the wait is over before."""
-        future = self._first
-        if shapes is not None:  # also read by the user's reader, which may hang
-            future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
-        if future is None or not wait_until_done(future, is_over) or future.exception() is not None:
-            return None
-        result = future.result()
-        return result if shapes is not None or result is None else result[0]
+    def peek(self, is_over: Callable[[], bool]) -> Any:
+        """Return the first batch; None if it fails, if there is none, or if the wait is over before."""
+        task = self._first_task
+        item = None if task is None else _result_in_time(task, is_over)
+        return None if item is None else item[0]
+
+    def peek_shapes(self, shapes: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+        """Return the shapes of the first batch by a function that does not make it; None as in `peek`."""
+        # In a thread, as it also calls the user's reader, which may hang.
+        task = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
+        return _result_in_time(task, is_over)
 
     # The batches that are read ahead.
 
@@ -125,7 +127,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self._thread = weakref.ref(thread)
         return thread
 
-    def _taken_ahead(self) -> CopiedBatches:
+    def _take_from_thread(self) -> CopiedBatches:
         while self._thread is not None and (thread := self._thread()) is not None:
             try:
                 item = thread.take()
@@ -138,12 +140,22 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self.count += 1
 
 
+def _result_in_time(task: Task[Any], is_over: Callable[[], bool]) -> Any:
+    if not wait_until_done(task, is_over) or task.exception() is not None:
+        return None
+    return task.result()
+
+
 class _WaitCheck(NamedTuple):
     """When the waits were checked last, and the seconds waited and the number of requests until then."""
 
-    at: float
+    checked_at: float
     waited: float = 0.0
     requests: int = 0
+
+
+_NEVER_AGAIN = _WaitCheck(checked_at=math.inf)
+"""No other check follows this one: no second has ever passed since."""
 
 
 class BatchFeeder(Iterator[Chunk]):
@@ -167,7 +179,7 @@ class BatchFeeder(Iterator[Chunk]):
         self._thread: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
         self._requests = 0
-        self._last_check = _WaitCheck(at=-math.inf if reader.source.may_be_read_ahead else math.inf)
+        self._last_check = _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
         self.waiting = False
         self.can_interrupt = False
         self.is_exhausted = False
@@ -185,7 +197,7 @@ class BatchFeeder(Iterator[Chunk]):
         # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
         self.waiting = True
         self.can_interrupt = source.can_interrupt
-        before = watch.current
+        outer_phase = watch.current
         watch.switch(watch.waiting)
         try:
             if self._signals.received is not None and self.can_interrupt:
@@ -206,10 +218,10 @@ class BatchFeeder(Iterator[Chunk]):
             raise
         finally:
             self.can_interrupt = False
-            self.received_at = watch.switch(before)
+            self.received_at = watch.switch(outer_phase)
         self.waiting = False
         self.steps = chunk.steps
-        if self.received_at - self._last_check.at >= _SECOND:
+        if self.received_at - self._last_check.checked_at >= _SECOND:
             self._check_waits(self.received_at)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
@@ -218,19 +230,21 @@ class BatchFeeder(Iterator[Chunk]):
     def _check_waits(self, received_at: float) -> None:
         last = self._last_check
         waited = self._watch.seconds()[WAITING]
-        is_long_in_all = waited - last.waited > _SHARE * (received_at - last.at)
-        is_long_for_each = waited - last.waited > _HAND_OVER * (self._requests - last.requests)
+        newly_waited = waited - last.waited
+        is_long_in_all = newly_waited > _SHARE * (received_at - last.checked_at)
+        is_long_for_each = newly_waited > _HAND_OVER * (self._requests - last.requests)
         if is_long_in_all and is_long_for_each:
             self._read_ahead()
-            self._last_check = _WaitCheck(at=math.inf)  # no other one follows
+            self._last_check = _NEVER_AGAIN
             return
-        self._last_check = _WaitCheck(at=received_at, waited=waited, requests=self._requests)
+        self._last_check = _WaitCheck(checked_at=received_at, waited=waited, requests=self._requests)
 
     def _read_ahead(self) -> None:
-        before = self._ahead
-        self._ahead = _CALLS_AHEAD * self.steps
+        """Let the thread read two calls ahead, by requests of the batches that it was not asked for yet."""
+        ahead = _CALLS_AHEAD * self.steps
         self._thread = self._reader.thread()
-        self._thread.request(self._ahead - before)
+        self._thread.request(ahead - self._ahead)
+        self._ahead = ahead
 
     def close(self) -> bool:
         """End the thread; return whether it has ended."""
@@ -241,8 +255,8 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
     if processes.is_single_process():
         return chunks
-    later = iter(chunks)
-    first = processes.share_errors(lambda: next(later, None), "batches: the first one cannot be fetched")
+    remaining = iter(chunks)
+    first = processes.share_errors(lambda: next(remaining, None), "batches: the first one cannot be fetched")
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")
-    return later if first is None else itertools.chain([first], later)
+    return remaining if first is None else itertools.chain([first], remaining)

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,11 +27,19 @@ _ELSEWHERE = "those of another process"
 _NOT_FINITE = "its loss is not finite"
 
 
+class _NonfiniteParams(NamedTuple):
+    """What was found in a state: the paths of its parameters that have become not finite, and how many elements."""
+
+    state: weakref.ref[Any]
+    counts: dict[str, int]
+
+
 class Finiteness:
     """Whether the parameters and the loss of a run are finite; parameters that were not when it began do not count.
 
     Attributes:
         initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
+        has_nan_hook: Whether a `NanLossHook` checks the parameters before each save, and more.
     """
 
     def __init__(
@@ -47,25 +55,25 @@ class Finiteness:
         state = course.position.state if is_checked else {}
         self.initial_contents = StateContents(state, params_only=not self.has_nan_hook)
         self._finite_at = course.first  # the latest step with parameters that were found to be finite
-        self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
+        self._found: _NonfiniteParams | None = None  # in the state that was read last
 
     def nonfinite_params(self) -> dict[str, int]:
         """Return the parameters that have become not finite. Reads the device once for a state, which savers share."""
         state = self._course.position.state
-        if self._known is None or self._known[0]() is not state:
-            bad, _ = StateContents(state, params_only=True).worse_since(self.initial_contents)
-            self._known = weakref.ref(state), bad
-        return self._known[1]
+        if self._found is None or self._found.state() is not state:
+            counts, _ = StateContents(state, params_only=True).worse_since(self.initial_contents)
+            self._found = _NonfiniteParams(weakref.ref(state), counts)
+        return self._found.counts
 
     def check_params(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite, which the checkpoint records; raise if not.
 
-        Returns False only for a `Saver` that allows it. To be called on all processes, which end here together.
+        Returns False only for a `Saver` that allows it. To be called on all processes, which end here together: one
+        that left alone would leave the others waiting in their save.
         """
-        if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
+        if self.has_nan_hook:
             return True
         bad = self.nonfinite_params()
-        # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
             self._finite_at = step
             return True
@@ -84,40 +92,53 @@ class Finiteness:
         if not self.savers:
             return [], ""
         allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
+        if isinstance(error, NanLossDuringTrainingError) and not error.may_save:
+            return allowing, ""
         if isinstance(error, WrongStateError) and not error.may_save:
-            # A Saver allows NaN and infinity, but not bits that differ from the run's.
-            return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
+            return [], ""  # a Saver allows NaN and infinity, but not bits that differ from the run's
         bad: dict[str, int] = {}
         with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
             bad = self.nonfinite_params()
         if processes.any_process(bool(bad)):
             return allowing, describe_contents(bad) or _ELSEWHERE
-        why = self._loss_problem()
-        return (allowing if why else self.savers), why
+        problem = self._loss_problem()
+        if problem:
+            return allowing, problem
+        return self.savers, ""
 
     def _loss_problem(self) -> str:
-        step, _, metrics, _ = self._course.position
+        """Return why a loss of the latest call prevents a save; "" if none does, or if it cannot be told."""
+        metrics = self._course.position.metrics
         losses = jax.tree.leaves(losses_in(metrics)) if isinstance(metrics, Mapping) else []
-        are_on_all = all(
-            isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
-            for loss in losses
-        )
-        if not losses or not (are_on_all or processes.is_single_process()):
+        # Several processes must come to one answer, so they judge only by losses that all of them have.
+        can_be_judged = processes.is_single_process() or all(map(_is_on_all_processes, losses))
+        if not losses or not can_be_judged:
             return ""
         try:
             with internal_transfers():
-                latest = self._sums.latest()
-                skip_metric = self._dispatch.constants.skipped
-                before = step - self._feeder.steps
-                if latest is not None and latest.bad is not None and latest.bad.step > before:
-                    return _NOT_FINITE
-                skipped = read_value(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-                for part in real_parts(losses):
-                    finite = np.isfinite(read_value(part).astype(np.float64))
-                    if np.any(is_bad(finite, skipped)):
-                        return _NOT_FINITE
-                return ""
+                return _NOT_FINITE if self._has_bad_loss(metrics, losses) else ""
         except (TypeError, ValueError):
             return ""
         except Exception as error:  # the device failed
             return f"its loss cannot be read: {type(error).__name__}: {error}"
+
+    def _has_bad_loss(self, metrics: Mapping[str, Any], losses: list[Any]) -> bool:
+        """Whether a loss of a step of the latest call is not finite, and its update was not skipped."""
+        # A call of several steps returns the metrics of its last one; the sums have seen each.
+        latest = self._sums.latest()
+        first_of_call = self._course.position.step - self._feeder.steps
+        if latest is not None and latest.bad is not None and latest.bad.step > first_of_call:
+            return True
+        skip_metric = self._dispatch.constants.skipped
+        is_skipped: Any = np.False_
+        if skip_metric is not None:
+            is_skipped = read_value(metrics.get(skip_metric, 0)) == 1
+        for part in real_parts(losses):
+            is_finite = np.isfinite(read_value(part).astype(np.float64))
+            if np.any(is_bad(is_finite, is_skipped)):
+                return True
+        return False
+
+
+def _is_on_all_processes(loss: object) -> bool:
+    return isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated

@@ -1,27 +1,35 @@
-"""The calls of a run's hooks in the loop's thread: when they are due, before a save, and at the end."""
+"""The calls of a run's hooks in the loop's thread, up to the last step; `ending.py` calls their `end`s.
+
+| method | called | calls |
+|---|---|---|
+| `begin`, `evaluate` | before the first step | `begin`, and evaluations of the first state or those that are owed |
+| `make_run_chunk` | once; what it returns, for each call | `before_step` |
+| `call_after_step` | after each call | `after_step` of hooks that are due, but for savers |
+| `save` | between two iterations, if a saver is due | savers that are due |
+| `call_before_save` | before each save | `before_save` |
+| `call_at_last_step` | after the last step | hooks that want it, due or not |
+"""
 
 import contextlib
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core import processes
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
-from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.evaluating.evaluation_hook import EvaluationHook, stopped_by
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook_cadence, make_last_row, use_run
+from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook_cadence, use_run
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.schedule import HookSchedule, next_call
-from jstep.loop.arguments import Options
-from jstep.loop.chunks import CallBoundaries, Chunk
+from jstep.loop.chunks import Chunk
 from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
+from jstep.loop.hook_errors import HookErrors
 from jstep.loop.stages import TrainSteps
 from jstep.metering.cadence import NEVER, Cadence
 
@@ -53,23 +61,18 @@ class HookRunner:
         savers: The hooks that save, which are called between two iterations.
     """
 
-    def __init__(
-        self,
-        run: RunInfo,
-        course: Course,
-        hooks: Sequence[Any],
-        options: Options,
-        train_steps: TrainSteps,
-    ) -> None:
+    def __init__(self, run: RunInfo, course: Course, hooks: Sequence[Any], train_steps: TrainSteps) -> None:
         self._run = run
         self._course = course
         self._hooks = hooks
-        self._options = options
         self._train_steps = train_steps
+        # Empty until the hooks have begun, as a hook may choose its cadence in `begin`.
         self._non_savers = ScheduleGroup((), course.first)
         self.savers = ScheduleGroup((), course.first)
         self._has_called_at_last_step = False
         self._next_check = course.first
+
+    # Before the first step.
 
     def use_run(self, closing: contextlib.ExitStack) -> None:
         for hook in self._hooks:
@@ -77,24 +80,12 @@ class HookRunner:
                 closing.push(noting(functools.partial(call_named, hook, "close")))
                 use_run(hook, self._run)
 
-    def with_before_step(self, dispatch: Dispatch) -> RunChunk:
-        """Return `dispatch`, after a call of each hook's `before_step`, before which its program is compiled."""
-        hooks = [hook for hook in self._hooks if defines(hook, "before_step")]
-
-        def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
-            dispatch.prepare(state, chunk)
-            self._course.begin_iteration()
-            for hook in hooks:
-                self._call(hook, "before_step", chunk.first, state)
-            return dispatch(state, chunk)
-
-        return run_after_hooks if hooks else dispatch
-
     def begin(self) -> bool:
+        """Begin the hooks; return whether one of them ends the run before its first step."""
         course = self._course
         is_done = False
         for hook in self._hooks:
-            if hasattr(hook, "begin") and self._call(hook, "begin", course.position.state):
+            if hasattr(hook, "begin") and self.call(hook, "begin", course.position.state):
                 is_done = True
         savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
         others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, SaverHook)]
@@ -103,7 +94,7 @@ class HookRunner:
         return is_done
 
     def evaluate(self, evaluate: Callable[..., Any]) -> bool:
-        """Call `evaluate_first` or `evaluate_owed` for each evaluation."""
+        """Call `evaluate_first` or `evaluate_owed` for each evaluation; return whether one of them ends the run."""
         course = self._course
         is_done = False
         for hook in self._run.evaluations:
@@ -114,7 +105,25 @@ class HookRunner:
                 course.stop(stopped_by(hook))
         return is_done
 
-    def after(self, first: int) -> None:
+    # Around each call.
+
+    def make_run_chunk(self, dispatch: Dispatch) -> RunChunk:
+        """Return `dispatch`, after a call of each hook's `before_step`."""
+        hooks = [hook for hook in self._hooks if defines(hook, "before_step")]
+        if not hooks:
+            return dispatch
+
+        def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
+            # Before the hooks: a signal may end the wait for the compiler, but after `before_step` the step must run.
+            dispatch.compile_for(state, chunk)
+            self._course.begin_iteration()
+            for hook in hooks:
+                self.call(hook, "before_step", chunk.first, state)
+            return dispatch(state, chunk)
+
+        return run_after_hooks
+
+    def call_after_step(self, first: int) -> None:
         """Call the hooks that are due after the call that began at step `first`, but for savers.
 
         This runs after each call, and mostly finds nothing due: it compares two numbers, and reads the clocks of the
@@ -129,7 +138,7 @@ class HookRunner:
         non_savers = self._non_savers
         savers = self.savers
         # A hook that is due by time makes its group due here; `_call_due` then asks each schedule, on all processes at
-        # the same step.
+        # the same step. The loop stands here twice, because a method for it would be two more calls in each step.
         for schedule in non_savers.timed:
             if schedule.cadence.clock() >= schedule.deadline:
                 non_savers.next = step
@@ -141,7 +150,7 @@ class HookRunner:
             if schedule.cadence.clock() >= schedule.deadline:
                 savers.next = step
 
-    def save(self, *, with_failures: bool) -> None:
+    def save(self, *, raises_failures: bool) -> None:
         """Call the savers that are due, and perhaps raise the errors of logs, which must not prevent a save.
 
         The error of a best checkpoint must: from what is saved here, its evaluation would not be made again. On several
@@ -149,7 +158,7 @@ class HookRunner:
         """
         if self._run.best_failure is not None and processes.is_single_process():
             self.raise_log_errors()
-        self._call_due(self.savers, with_failures=with_failures)
+        self._call_due(self.savers, raises_failures=raises_failures)
 
     def _check_step(self, first: int) -> None:
         """Read the step from the device, after the first call of each stage: the only such wait of the loop.
@@ -166,14 +175,14 @@ class HookRunner:
         with course.doing(Activity.CHECKING):
             self._run.check_step(first)
             self._run.in_flight.drop_finished()
-        edge = self._train_steps.next_stage_start(first)
-        self._next_check = NEVER if edge is None else edge
+        next_stage = self._train_steps.next_stage_start(first)
+        self._next_check = NEVER if next_stage is None else next_stage
 
-    def _call_due(self, group: ScheduleGroup, *, with_failures: bool = False) -> None:
-        """Call all due hooks, even if one raises, so that no output is missing."""
+    def _call_due(self, group: ScheduleGroup, *, raises_failures: bool = False) -> None:
+        """Call all due hooks, even if one raises: the step is done, and the others must not miss it."""
         run = self._run
         course = self._course
-        errors = HookErrors(self._course)
+        errors = HookErrors(course)
         watch = run.watch
         step = course.position.step
         if run.pending:
@@ -186,131 +195,55 @@ class HookRunner:
             began = watch.switch(call.phase)
             schedule.called = step
             if call.is_user_hook:
+                # It may pass the metrics to a function that donates them, before they are added.
                 run.sums.flush()
             with errors:
-                course.call_hook(call, self._after_step, call)
+                course.call_hook(call, self._apply_after_step, call)
                 if errors.all:
-                    continue
+                    continue  # the run ends: no hook has a next step
                 course.call_hook(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
                 self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
-        if with_failures:
+        if raises_failures:
             errors.add_failures(run.failures)
         errors.end()
         group.update()
 
-    def _poll(self, errors: "HookErrors", **options: bool) -> None:
+    def _poll(self, errors: HookErrors, **options: bool) -> None:
+        """Call what hooks wait for (`RunInfo.poll`); what returns True is called again after the next call."""
         pending = self._run.pending
         for _ in range(len(pending)):
-            hook, check = pending.popleft()  # one that raises is not called again
+            # Put back only once it has returned, so that a check that raises is not called again.
+            hook, check = pending.popleft()
             with errors:
                 if self._course.call_hook(HookCall(hook, "after_step"), check, **options):
                     pending.append((hook, check))
 
-    def _after_step(self, call: HookCall) -> None:
+    def _apply_after_step(self, call: HookCall) -> None:
         course = self._course
-        act = call.hook.after_step
+        after_step = call.hook.after_step
         # A saver may be due at a step within an iteration of several steps.
         if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
-            act = functools.partial(call_when_due, call.hook)
+            after_step = functools.partial(call_when_due, call.hook)
         step, state, metrics, _ = course.position
-        if course.apply(call, act(step, state, metrics)):
+        if course.apply(call, after_step(step, state, metrics)):
             course.stop(_name_of_stop(call.hook))
 
-    def before_save(self, step: int) -> bool:
+    # A save.
+
+    def call_before_save(self, step: int) -> bool:
+        """Deliver all numbers, and call `before_save` of the hooks; return whether one of them prevents the save."""
         self._run.transfers.deliver_all()
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         custom = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
-        prevented = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]  # each must be called
-        return processes.any_process(any(prevented)) if custom else any(prevented)
-
-    def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
-
-        These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
-
-        Args:
-            failed: Called with each error, those of logs, too. None to raise the first one; those of logs are then left
-                to whoever saves the boundary.
-        """
-        run = self._run
-        course = self._course
-        errors = HookErrors(self._course)
-        if not course.has_trained or self._has_called_at_last_step:
-            return
-        self._has_called_at_last_step = True
-        schedules = (*self._non_savers.schedules, *self.savers.schedules)
-        due = [schedule.hook for schedule in schedules if schedule.is_due_at_last_step(course.position.step)]
-        calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
-        with run.watch.phase(HOOKS):
-            self._poll(errors, wait=True)
-            for call in calls.values():
-                with errors:
-                    course.call_hook(call, self._after_step, call)
-        self._deliver_all(errors)
-        if failed is not None:
-            errors.add_failures(run.failures)
-        errors.end(failed)
-
-    def _deliver_all(self, errors: "HookErrors") -> None:
-        while True:
-            with errors:
-                return self._run.transfers.deliver_all()
-
-    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
-        errors = HookErrors(self._course)
-        errors.add_failures(self._run.failures)
-        errors.end(failed)
-
-    def raise_log_errors_of_all(self) -> None:
-        """Raise the errors of logs on all processes, at a step where all call this."""
-        texts = [f"{type(error).__name__}: {error}" for error, _ in self._run.failures]
-        of_processes = [""] if processes.is_single_process() else processes.gather_texts(texts[0] if texts else "")
-        self.raise_log_errors()
-        for process, text in enumerate(of_processes):
-            if text:
-                raise RuntimeError(f"process {process} of {len(of_processes)} could not write a log, {text}")
-
-    # The end: see `ending.py`.
-
-    def make_last_rows(self) -> None:
-        errors = HookErrors(self._course)
-        step, state, metrics, _ = self._course.position
-        for hook in self._hooks:
-            if isinstance(hook, RunHook):
-                with errors:
-                    self._course.call_hook(HookCall(hook, "make_last_row"), make_last_row, hook, step, state, metrics)
-        self._deliver_all(errors)
-        errors.end()
-
-    def acts_at_end(self) -> bool:
-        """Whether an `end` changes anything: one of the user's, or an evaluation that has not been made."""
-        return any(map(self._acts_at_end, self._hooks))
-
-    def _acts_at_end(self, hook: Any) -> bool:
-        if hook in self._run.evaluations:
-            return self._course.position.step not in hook.results
-        return (
-            defines(hook, "end") and not is_public(type(hook)) and any(hook is option for option in self._options.hooks)
-        )
-
-    def end(self) -> bool:
-        """Call `end` of all hooks but savers; return False if a signal has left one out."""
-        course = self._course
-        for hook in self._hooks:
-            if isinstance(hook, SaverHook) or not hasattr(hook, "end"):
-                continue
-            # All processes call the same `end`s, and so agree here equally often. What is built in and changes nothing
-            # is called in any case: it only closes what it has opened.
-            is_owed = self._acts_at_end(hook)
-            if is_owed and self._run.poll_stop_signal():
-                return False
-            step, state, _, _ = course.position
-            course.apply(HookCall(hook, "end"), self._call(hook, "end", step, state))
-            if hook in self._run.evaluations and step not in hook.results:  # abandoned
-                return False
-        return True
+        # A list, as a generator would stop at the first True: each hook must be called, which may flush its file.
+        answers = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]
+        is_prevented = any(answers)
+        if not custom:
+            return is_prevented
+        # All processes save or none does, and a user's hook may decide by what only one of them knows.
+        return processes.any_process(is_prevented)
 
     def may_change_state_after(self, hook: Any) -> bool:
         """Whether a hook behind this one may replace the state in this iteration.
@@ -326,7 +259,64 @@ class HookRunner:
             is_behind = is_behind or schedule.hook is hook
         return False
 
-    def _call(self, hook: Any, method: str, *args: Any) -> Any:
+    # After the last step.
+
+    def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
+
+        These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
+
+        Args:
+            failed: Called with each error, those of logs, too. None to raise the first one; those of logs are then left
+                to whoever saves the boundary.
+        """
+        run = self._run
+        course = self._course
+        if not course.has_trained or self._has_called_at_last_step:
+            return
+        self._has_called_at_last_step = True
+        errors = HookErrors(course)
+        calls: dict[int, HookCall] = {}
+        for schedule in (*self._non_savers.schedules, *self.savers.schedules):
+            if schedule.is_due_at_last_step(course.position.step):
+                calls[id(schedule.hook)] = HookCall(schedule.hook, "after_step")  # each hook once
+        with run.watch.phase(HOOKS):
+            self._poll(errors, wait=True)
+            for call in calls.values():
+                with errors:
+                    course.call_hook(call, self._apply_after_step, call)
+        self.deliver_all(errors)
+        if failed is not None:
+            errors.add_failures(run.failures)
+        errors.end(failed)
+
+    def deliver_all(self, errors: HookErrors) -> None:
+        """Deliver all numbers, even if some deliveries fail."""
+        while True:
+            # A delivery that raises has left the queue, so the next round goes on behind it.
+            with errors:
+                return self._run.transfers.deliver_all()
+
+    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
+        errors = HookErrors(self._course)
+        errors.add_failures(self._run.failures)
+        errors.end(failed)
+
+    def raise_log_errors_of_all(self) -> None:
+        """Raise the errors of logs on all processes, at a step where all call this."""
+        failures = [f"{type(error).__name__}: {error}" for error, _ in self._run.failures]
+        texts = [""]
+        if not processes.is_single_process():
+            texts = processes.gather_texts(failures[0] if failures else "")
+        self.raise_log_errors()
+        for process, text in enumerate(texts):
+            if text:
+                raise RuntimeError(f"process {process} of {len(texts)} could not write a log, {text}")
+
+    # Every call.
+
+    def call(self, hook: Any, method: str, *args: Any) -> Any:
+        """Call a method of a hook; its time counts as the hook's phase."""
         return self._timed(HookCall(hook, method), getattr(hook, method), *args)
 
     def _timed(self, call: HookCall, fn: Callable[..., Any], *args: Any) -> Any:
@@ -341,63 +331,26 @@ class HookRunner:
         if call.phase != STEPPING:
             self._run.watch.record(call.timing_key, began)
 
-    def ends(self, boundaries: CallBoundaries) -> Iterator[int]:
-        options = self._options
-        course = self._course
-        hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
-        # Only process 0 writes lines, but all processes end a call when one is due.
-        lines = Cadence(None if options.progress is False else options.log_steps)
 
-        def due_after(step: int) -> int:
-            due = min(lines.next_multiple(step), Cadence(course.body_interval).next_multiple(step))
-            try:
-                for hook in hooks:
-                    due = min(due, next_call(hook, step)[1])
-            except Exception as error:
-                note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-                raise
-            return due
+def make_next_due(hooks: Sequence[Any], course: Course, log_steps: int | None) -> Callable[[int], int]:
+    """Return `next_due(step)`: the next step at which a call of several steps ends for a hook, a line or the body."""
+    due_hooks = [hook for hook in hooks if hasattr(hook, "next_due")]
+    lines = Cadence(log_steps)
 
-        return boundaries.ends(course.first, options.stop_step, due_after)
+    def next_due(step: int) -> int:
+        # Not made once, because `run.every(n)` sets the interval after the hooks have begun.
+        body = Cadence(course.body_interval)
+        due = min(lines.next_multiple(step), body.next_multiple(step))
+        try:
+            for hook in due_hooks:
+                _, end_of_call = next_call(hook, step)
+                due = min(due, end_of_call)
+        except Exception as error:
+            note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
+            raise
+        return due
 
-
-class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
-    """A context that collects the errors of hooks, so that all are called."""
-
-    def __init__(self, course: Course) -> None:
-        self._course = course
-        self._activity: HookCall | Activity | None = None  # of the first error
-        self.all: list[Exception] = []
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.add(error, self._course.activity)
-        return True
-
-    def add(self, error: Exception, activity: HookCall | Activity | None) -> None:
-        self._activity = self._activity or activity
-        self.all.append(error)
-
-    def add_failures(self, failures: deque[tuple[Exception, HookCall]]) -> None:
-        while failures:
-            self.add(*failures.popleft())
-
-    def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        if self._activity is not None:
-            self._course.activity = self._activity  # which the note of the first error names
-        if failed is not None:
-            for error in self.all:
-                failed(error)
-        elif self.all:
-            error, *others = self.all
-            for other in others:
-                note_other(error, other)
-            self.all.clear()
-            try:
-                raise error
-            finally:
-                del error  # breaks the reference cycle with this frame, which its traceback holds
+    return next_due
 
 
 def close_hooks(
@@ -410,20 +363,26 @@ def close_hooks(
     errors = HookErrors(course)
     for problem in problems:
         errors.add(problem, None)
-    calls: list[tuple[Any, str, tuple[Any, ...]]] = [
-        (hook, "failed", (course.position.step, error)) for hook in hooks if error is not None
-    ]
-    calls += [(hook, method, ()) for hook in reversed(hooks) for method in ("closed", "close")]
-    for hook, method, args in calls:
-        # `HookRunner` has closed it, before the logs that it uses.
-        is_closed = method == "close" and isinstance(hook, RunHook)
-        if defines(hook, method) and not is_closed:
+
+    def call(hook: Any, method: str, *args: Any) -> None:
+        if defines(hook, method):
             with errors, watch.phase(HOOKS):
                 call_named(hook, method, *args)
+
+    if error is not None:
+        for hook in hooks:
+            call(hook, "failed", course.position.step, error)
+    # In reverse order, as nested `with` statements end.
+    for hook in reversed(hooks):
+        call(hook, "closed")
+        # `use_run` has pushed the `close` of a RunHook: it comes before that of the logs that it writes to.
+        if not isinstance(hook, RunHook):
+            call(hook, "close")
     errors.end(None if error is None else functools.partial(note_other, error))
 
 
 def _acts(hook: Any) -> bool:
+    """Whether a hook is called after steps."""
     if isinstance(hook, RunHook):
         return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step
     return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))
@@ -431,9 +390,11 @@ def _acts(hook: Any) -> bool:
 
 def _name_of_stop(hook: Any) -> str:
     """Return what stops a run if a hook does: the callback of an evaluation, or the hook."""
-    key = stopped_by(hook) if isinstance(hook, EvaluationHook) else None
-    return key or hook_name(hook)
+    callback = stopped_by(hook) if isinstance(hook, EvaluationHook) else None
+    return callback or hook_name(hook)
 
 
 def _may_return_state(hook: Any) -> bool:
-    return bool(hook.callbacks) if isinstance(hook, EvaluationHook) else not isinstance(hook, RunHook)
+    if isinstance(hook, EvaluationHook):
+        return bool(hook.callbacks)
+    return not isinstance(hook, RunHook)

@@ -11,19 +11,17 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.opening import Claimed, open_for_run
-from jstep.checkpoint.saver import Saver, engine_of
-from jstep.checkpoint.store import Store
+from jstep.checkpoint.saver import Saver
 from jstep.core import processes, trees
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
 from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
+from jstep.loop.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.record.schema import Parent
@@ -33,44 +31,29 @@ from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import check_alive, state_step
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
-from jstep.stores.files import is_directory
-from jstep.stores.urls import is_url, join_path, resolve_path, split_path
+from jstep.stores.urls import is_url, join_path, resolve_path
+
+# Keys of what a checkpoint holds beside the state; `contents.py` has the table. The last three are also keys of the
+# record of a start.
 
 ENDED: Final = "ended"
+"""The step at which the hooks of the run have ended."""
 LAST_BODY: Final = "last_body"
+"""The step at which the body of the end has run."""
 STOPPED: Final = "stopped"
+"""The name of the hook that stopped the run."""
 HELD_VALUES: Final = "held"
-"""Keys of a checkpoint's `extra`: the steps at which its hooks have ended and at which the body of the end has run, the
-name of the hook that stopped it, and the initial values of held hyperparameters."""
+"""The initial values of held hyperparameters."""
 PAST: Final = "past"
+"""What an observer saves, so that a restart can compare."""
 START: Final = "start"
-"""Keys of what an observer saves: what a restart compares; in that, the number and `began` of the start."""
+"""Within `PAST`: the number of the start, and when it began."""
 RUN_KEY: Final = "run"
+"""The name of the run."""
 PARENT: Final = "parent"
+"""The checkpoint of another run that it began from."""
 PARENT_RUN: Final = "parent_run"
-"""Keys in `extra` and in starts: the run's name and the checkpoint that it began from; in starts also that one's
-run."""
-_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
-_PROBLEM = "start_from cannot be read"
-
-
-class ParentCheckpoint(NamedTuple):
-    """The checkpoint of another run that this one begins from.
-
-    Attributes:
-        is_named: Whether `start_from` names the checkpoint itself, not its directory.
-        edited: The step of the state passed, if it replaces the checkpoint's, else 0.
-    """
-
-    saver: Saver
-    step: int
-    is_named: bool
-    edited: int
-
-    @property
-    def reference(self) -> Parent:
-        path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
-        return {"path": path, "step": self.step}
+"""The name of that run; only in the record of a start."""
 
 
 class Lineage(NamedTuple):
@@ -158,10 +141,10 @@ Origin: TypeAlias = Fresh | Resumed | Branched
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    return _loaded(saver, step, saver.extra(step))
+    return _load_extra(saver, step, saver.extra(step))
 
 
-def _loaded(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
+def _load_extra(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
     """Return what a checkpoint holds beside the state, with this process's position, and files that are read later."""
     if not isinstance(extra, dict):
         return {}
@@ -178,75 +161,83 @@ def open_saver(options: Options) -> Saver | None:
     if directory is None or isinstance(directory, Saver):
         return directory
 
-    def opened() -> Saver:
+    def make_saver() -> Saver:
         return Saver(directory, prefix=options.checkpoint_prefix)
 
-    return processes.share_errors(opened, "the checkpoints cannot be read")
+    return processes.share_errors(make_saver, "the checkpoints cannot be read")
 
 
 def plan_start(options: Options, state: TrainState, saver: Saver | None, new_name: str) -> ResumePlan:
     """Decide what the run begins from: its newest checkpoint, another run's, or the state that was passed."""
     given_step = step_of_values(state)
     claimed = Claimed() if saver is None else open_for_run(saver, state, options.stop_step, check_latest)
-    parent = _find_parent(options, saver, claimed.step, given_step)
+    parent = find_parent(options, saver, claimed.step, given_step)
+    given_values: dict[str, float] = {}
+    if given_step is not None and saver is not None:
+        given_values = _initial_values(state)
+    plan = ResumePlan(given_step=given_step, given_values=given_values, is_claimed=claimed.is_claimed)
+    if parent is not None:
+        return dataclasses.replace(plan, first=parent.step, latest=parent.step, parent=parent)
+
     first = given_step
     latest = claimed.step
-    extra = dict[str, Any]()
-    if parent is not None:
-        first = latest = parent.step
-    elif saver is not None and latest is not None:
+    extra: dict[str, Any] = {}
+    if saver is not None and latest is not None:
         first = None
         with contextlib.suppress(Exception):  # `restore` reports the error
-            extra = _loaded(saver, latest, claimed.extra)
-            first = latest if claimed.extra is not None else None
-    return ResumePlan(
-        given_step=given_step,
-        given_values={} if given_step is None or saver is None else _initial_values(state),
-        first=first,
-        latest=latest,
-        extra=extra,
-        lineage=_NEW if parent is not None else _find_lineage(options, latest, extra, new_name),
-        parent=parent,
-        is_claimed=claimed.is_claimed,
-    )
+            extra = _load_extra(saver, latest, claimed.extra)
+            if claimed.extra is not None:
+                first = latest
+    lineage = _find_lineage(options, latest, extra, new_name)
+    return dataclasses.replace(plan, first=first, latest=latest, extra=extra, lineage=lineage)
 
 
 def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[ResumePlan, TrainState]:
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
-    parent = plan.parent
-    assert parent is not None
-    read = _read_once(parent, state)
-    if read is None and not parent.is_named:  # a temporary one, which its run has replaced
-        parent = _newest_permanent(options, parent)
-        read = _read_once(parent, state)
-    if read is None:
-        raise _gone(parent.reference["path"])
-    extra, state = read
-    lacks = _what_it_lacks(parent)
+    assert plan.parent is not None
+    parent, extra, state = read_checkpoint(options, plan.parent, state)
+    missing = describe_missing(parent)
     if jax.process_index() == 0:
-        edited = ", with the state passed" if parent.edited else ""
-        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, lacks)
-    lineage = Lineage(None, parent.reference, _run_of(parent, extra))
-    step = parent.step
-    return dataclasses.replace(plan, first=step, latest=step, extra=extra, lineage=lineage, parent=parent), state
+        edited = ", with the state passed" if parent.edited_step else ""
+        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, missing)
+    plan = dataclasses.replace(
+        plan,
+        first=parent.step,
+        latest=parent.step,
+        extra=extra,
+        lineage=Lineage(None, parent.reference, _find_run_name(parent, extra)),
+        parent=parent,
+    )
+    return plan, state
 
 
-def _what_it_lacks(parent: ParentCheckpoint) -> str:
-    """Say that a best checkpoint has the state alone: it was saved within an iteration, and nothing resumes from it."""
-    record = None
-    with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
-        record = engine_of(parent.saver).best(parent.step)
-    if record is None:
-        return ""
-    return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"
+def _find_run_name(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
+    """Return the name of the run that saved a checkpoint; None if it is not known."""
+    name = extra.get(RUN_KEY)
+    if isinstance(name, str):
+        return name
+    directory = parent.saver.directory
+    if is_url(directory):
+        return None
+    # A best checkpoint does not have the name, but the starts that kept it are recorded: beside it, or in the directory
+    # above, the run's.
+    path = parent.reference["path"]
+    for run_directory in (directory, os.path.dirname(os.path.abspath(directory))):
+        with contextlib.suppress(OSError, ValueError):
+            for starts in read_starts(run_directory).values():
+                for start in valid(starts)[-1:]:
+                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
+                        return str(start[RUN_KEY])
+    return None
 
 
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
+    """Return where the run comes from: its checkpoint says so, unless its directory is a copy of another run's."""
     directory = options.where
     prefix = options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
     if extra and jax.process_index() == 0:
-        _warn_of_other_parent(options, lineage.parent)
+        warn_of_other_parent(options, lineage.parent)
     if directory is None or is_url(directory):
         return lineage
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
@@ -261,8 +252,9 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
                 if jax.process_index() == 0:
                     logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
             return Lineage(new_name, parent, saved_by, is_copy=True)
-        if saved_by is not None and saved_by == newest[PARENT_RUN] != newest[RUN_KEY]:
-            # No earlier start of this copy has saved anything.
+        is_copy_begun = newest[PARENT_RUN] != newest[RUN_KEY]
+        if is_copy_begun and saved_by is not None and saved_by == newest[PARENT_RUN]:
+            # An earlier start of this copy has named it, but none has saved anything.
             return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
     return lineage
 
@@ -270,9 +262,11 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
 def _initial_values(state: TrainState) -> dict[str, float]:
     """Return the hyperparameters in the state: held ones by their names, those of Optax by their slots."""
     values: dict[str, Any] = held_values(state.slots)
-    values |= {slot: state.slots[slot] for slot in roles_in(state).injected if trees.is_array(state.slots.get(slot))}
-    values = {name: value for name, value in values.items() if np.ndim(value) == 0}
-    return {name: float(value) for name, value in read_values(values).items()}
+    for slot in roles_in(state).injected:
+        if trees.is_array(state.slots.get(slot)):
+            values[slot] = state.slots[slot]
+    scalars = {name: value for name, value in values.items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read_values(scalars).items()}
 
 
 def _name_in(extra: Mapping[str, Any]) -> str | None:
@@ -282,169 +276,22 @@ def _name_in(extra: Mapping[str, Any]) -> str | None:
 
 def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
     parent = extra.get(PARENT)
-    is_one = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
-    return parent if is_one else None
+    is_valid = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
+    return parent if is_valid else None
 
 
 def step_of_values(state: TrainState) -> int | None:
+    """Return the step of a state; None if it has no values, as it is abstract or was donated."""
     if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None
-
-
-# A branch: the checkpoint of another run, which `start_from` names.
-
-
-def _find_parent(
-    options: Options, saver: Saver | None, latest: int | None, given: int | None
-) -> ParentCheckpoint | None:
-    if options.start_from is None:
-        return None
-    path = os.fspath(options.start_from)
-    prefix = options.prefix
-    places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
-
-    def arguments_with_it() -> list[str]:
-        return [name for name, value in places.items() if value is not None and _is_in(os.fspath(value), path, prefix)]
-
-    if names := processes.share_errors(arguments_with_it, _PROBLEM):
-        raise ValueError(
-            f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this one. A run "
-            f"resumes from its own by itself: leave start_from out, or give the branch a {names[0]} of its own"
-        )
-    if latest is not None:
-        return None
-    if saver is not None:
-        with contextlib.suppress(FileNotFoundError):
-            saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
-    reads, step, is_named = processes.share_errors(lambda: _checkpoint_at(path, prefix), _PROBLEM)
-    return _agreed_parent(options, ParentCheckpoint(reads, step, is_named, given or 0))
-
-
-def _warn_of_other_parent(options: Options, parent: Parent | None) -> None:
-    name = None if options.start_from is None else split_path(os.fspath(options.start_from))[1]
-    if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
-        return
-    began = parent["path"] if parent else "no other run's checkpoint"
-    logger.warning(
-        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
-        "of that checkpoint, give another checkpoint_dir", options.start_from, began,
-    )  # fmt: skip
-
-
-def _is_in(directory: str, path: str, prefix: str) -> bool:
-    above, name = split_path(path)
-    match = _NAME.fullmatch(name)
-    place = resolve_path(directory)
-    if match is None or resolve_path(above) != place:
-        return resolve_path(path) == place
-    return match[1] == prefix or open_store(above).find_path(match[1], int(match[2])) is not None
-
-
-def _agreed_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
-    (step,) = processes.broadcast_ints(parent.step)
-    if step >= options.stop_step:
-        raise ValueError(
-            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
-            f"that checkpoint, {step}"
-        )
-    if parent.edited not in (0, step):
-        raise ValueError(
-            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, "
-            f"{parent.edited}, got one at step {step}; to begin with the checkpoint's own state, pass a state at step "
-            "0 or an abstract one"
-        )
-    return parent._replace(step=step)
-
-
-def _newest_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
-    prefix = parent.saver.prefix
-    store = open_store(parent.saver.directory)
-
-    def newest() -> int:
-        for step, path in store.newest_first(prefix):
-            with contextlib.suppress(FileNotFoundError):
-                if not store.manifest(path).temporary:
-                    return step
-        raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
-
-    return _agreed_parent(options, parent._replace(step=processes.share_errors(newest, _PROBLEM)))
-
-
-def _gone(path: str) -> CheckpointError:
-    return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
-
-
-def _read_once(parent: ParentCheckpoint, target: Tree) -> tuple[dict[str, Any], Tree] | None:
-    """Return a checkpoint's data beside the state, and its state or the edited one; None if its run has replaced it."""
-    saver = parent.saver
-    step = parent.step
-
-    def read(name: str) -> bytes:
-        try:
-            return saver.read_file(name, step)
-        except FileNotFoundError:  # as seen below, on all processes
-            return b""
-
-    try:
-        saved = saver.extra(step)
-        with internal_transfers():
-            state = target if parent.edited else saver.restore(target, step=step)
-        extra = {}
-        if isinstance(saved, dict):
-            saved_here = load_own_position(saved, read)
-            extra = tagged_json.resolve_files(saved_here, lambda name: tagged_json.ExternalBytes(read(name)))
-        is_replaced = saver.extra(step) != saved
-    except FileNotFoundError:
-        return None
-    return None if processes.any_process(is_replaced) else (extra, state)
-
-
-def _checkpoint_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
-    """Find a checkpoint, or the newest one of a directory, and whether the path names it."""
-    above, name = split_path(path)
-    if match := _NAME.fullmatch(name):
-        store = open_store(above)
-        step = int(match[2])
-        if store.find_path(match[1], step) is not None:
-            return Saver(above, prefix=match[1]), step, True
-        _refuse_damaged(store, match[1], step - 1, only=step)
-    if is_directory(path):
-        store = open_store(path)
-        newest = next((step for step, _ in store.newest_first(prefix)), -1)
-        _refuse_damaged(store, prefix, newest)
-        if newest >= 0:
-            return Saver(path, prefix=prefix), newest, False
-    other = latest_checkpoint(path) or latest_checkpoint(above, prefix if match is None else match[1])
-    hint = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
-    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
-
-
-def _run_of(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
-    """The name of the run that saved a checkpoint, whose directory may be the one above."""
-    if isinstance(name := extra.get(RUN_KEY), str):
-        return name
-    path = parent.reference["path"]
-    directory = parent.saver.directory
-    for where in () if is_url(directory) else (directory, os.path.dirname(os.path.abspath(directory))):
-        with contextlib.suppress(OSError, ValueError):
-            for starts in read_starts(where).values():
-                for start in valid(starts)[-1:]:
-                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
-                        return str(start[RUN_KEY])
-    return None
-
-
-def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
-    for broken, problem in store.find_broken(prefix, above):
-        if only is None or split_path(broken)[1] == checkpoint_name(prefix, only):
-            raise CheckpointError(f"start_from: {broken} is corrupted: {problem}; give another checkpoint")
 
 
 # Restore the newest checkpoint, or use the given state.
 
 
 def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[Origin, TrainState]:
+    """Return what the run begins from, and its state; that of a branch was read with its parent."""
     if plan.parent is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in plan.extra.items() if key not in (STOPPED, RUN_KEY)}
@@ -452,9 +299,10 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
         path = plan.parent.reference["path"]
         return Branched(step, _held_values(plan, state, extra, path), extra), state
     restored = None
-    with contextlib.suppress(FileNotFoundError), internal_transfers():
-        # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-        restored = None if saver is None else saver.restore(state)
+    if saver is not None:
+        with contextlib.suppress(FileNotFoundError), internal_transfers():
+            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
+            restored = saver.restore(state)
     if saver is None or restored is None:
         step = _step_of_given(state)
         if saver is not None and jax.process_index() == 0:
@@ -474,13 +322,14 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
 def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
     """Return the values of the hyperparameters in the state when the run began; warn if the program has others now."""
     saved = extra.get(HELD_VALUES)
-    first = saved if isinstance(saved, dict) else {}
+    initial = saved if isinstance(saved, dict) else {}
     if plan.given_step != 0:
-        return first  # shapes, or a trained state, hold no initial values
+        return initial  # shapes, or a trained state, hold no initial values
     current = _initial_values(restored)
     for hyperparameter, value in plan.given_values.items():
         # Not those of the previous start, or only the first start with a new number would be told that it is not used.
-        if _is_same(value, first.get(hyperparameter, value)) or _is_same(value, current.get(hyperparameter, value)):
+        is_initial = _is_same(value, initial.get(hyperparameter, value))
+        if is_initial or _is_same(value, current.get(hyperparameter, value)):
             continue
         setting = "call jstep.set_hyperparameter"
         if hyperparameter in roles_in(restored).injected:
@@ -490,12 +339,12 @@ def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any
             "%g; to change it, %s in a hook.",
             hyperparameter,
             value,
-            first[hyperparameter],
+            initial[hyperparameter],
             name,
             current[hyperparameter],
             setting,
         )
-    return {**plan.given_values, **first}
+    return {**plan.given_values, **initial}
 
 
 def _is_same(a: float, b: float) -> bool:
@@ -503,6 +352,7 @@ def _is_same(a: float, b: float) -> bool:
 
 
 def _step_of_given(state: TrainState) -> int:
+    """Return the step of the state passed, which must have values, as there is no checkpoint."""
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
@@ -540,10 +390,14 @@ def _warn_of_given(plan: ResumePlan, state: TrainState, restored: TrainState, na
 
 
 def _different_leaves(state: TrainState, restored: TrainState) -> list[str]:
+    different: list[str] = []
     with internal_transfers():
         try:
-            before = fingerprint(state, per_leaf=True)
-            after = fingerprint(restored, per_leaf=True)
+            given = fingerprint(state, per_leaf=True)
+            found = fingerprint(restored, per_leaf=True)
         except (TypeError, ValueError):  # a leaf is a number, or two have one path
             return []
-        return [path for path in before if not np.array_equal(read_value(before[path]), read_value(after[path]))]
+        for path in given:
+            if not np.array_equal(read_value(given[path]), read_value(found[path])):
+                different.append(path)
+    return different

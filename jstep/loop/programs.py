@@ -34,10 +34,11 @@ from jstep.training.optimizer_metrics import CustomStepMetrics
 from jstep.training.skipped_updates import mark_guards, restore_guards
 from jstep.training.step import TrainStep, call_step, jitted_program, keep_kind
 
-# Shapes, for which JAX finds the same program as for the arrays.
+# Shapes.
 
 
 def shapes_of(tree: Tree) -> Any:
+    """Return the shapes for which JAX finds the program that it would find for the arrays."""
     return jax.tree.map(_shape, tree)
 
 
@@ -53,6 +54,8 @@ def type_text(leaf: object) -> str:
 
 
 def _stack_shapes(tree: Tree, steps: int) -> Any:
+    """Return the shapes of batches stacked for so many steps; no axis of a mesh divides the steps."""
+
     def leaf(shape: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
             return _shape(np.stack([shape] * steps))
@@ -65,6 +68,7 @@ def _stack_shapes(tree: Tree, steps: int) -> Any:
 
 
 def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
+    """Return the shapes of a batch as a key, by which its program is found."""
     shapes: list[Any] = [structure]
     for leaf in leaves:
         shapes.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf))
@@ -79,7 +83,11 @@ class Program:
 
     Attributes:
         step_args: For a loop, the shapes of the arguments of one step.
+        is_stacked: Whether it takes the batches of several steps, stacked.
+        rows: The rows of a batch, or its examples as the user counts them; None if unknown.
+        constants: The metrics that are constants of the program; known from its first call on.
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
+        is_called: Whether its first call has returned.
         is_ahead: Whether it was compiled before its first call.
     """
 
@@ -104,8 +112,9 @@ class Program:
         self.has_failed = has_failed
         self.is_called = False
         self.is_ahead = False
+        # Of a step that jstep did not make: whether its state has weak values, which are cast at each call.
+        self._returns_weak_values = False
         self._custom_step = CustomStepMetrics(self.step)
-        self._casts = False  # whether a function that jstep did not compile returned weak values
 
     def mark_called(self, rows: int | None) -> None:
         """Note that the first call has returned, and the rows of its batch."""
@@ -114,10 +123,11 @@ class Program:
 
     def run(self, state: Tree, chunk: Chunk, sums: MetricSums) -> Any:
         if self.is_looped:
-            before = sums.begin_call(self._columns, state.global_step)
-            new, metrics, after = call_step(self.step, state, (np.int32(chunk.steps), before, *chunk.args))
+            device_sums = sums.begin_call(self._columns, state.global_step)
+            args = (np.int32(chunk.steps), device_sums, *chunk.args)
+            new, metrics, device_sums = call_step(self.step, state, args)
             self.constants = metrics.constants
-            sums.end_call(chunk.first, chunk.steps, after, metrics.constants)
+            sums.end_call(chunk.first, chunk.steps, device_sums, metrics.constants)
             return new, metrics.merged()
         if isinstance(self.step, TrainStep):
             new, metrics = call_step(self.step, state, chunk.args)
@@ -130,27 +140,29 @@ class Program:
     def _run_custom(self, state: Tree, chunk: Chunk, sums: MetricSums) -> Any:
         """Run a step that jstep did not make."""
         check_alive(state)  # on a mesh, JAX would crash
+        # An error of the first call is explained.
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
         marked, guard_slots = mark_guards(state, may_be_donated=True)
         result, reported = self._custom_step.call(call, marked, chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
-            return result
+            return result  # which `check_result` rejects
         new, metrics = result
         metrics, self.constants = self._custom_step.join(reported, flat_metrics(metrics), new, chunk.args)
         new, metrics = restore_guards(guard_slots, new, metrics)
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
-        # The kind of what a compiled function returns is known from its first call. Weak values are cast at each.
-        is_known = self.is_called and self.stage.is_compilable
-        if not is_known:
-            self._casts = any(map(trees.is_weak, jax.tree.leaves(new)))
-        if is_known and not self._casts:
+        # A compiled function returns states of the kind that its first call has shown, which need no further check.
+        has_known_kind = self.is_called and self.stage.is_compilable
+        if not has_known_kind:
+            self._returns_weak_values = any(map(trees.is_weak, jax.tree.leaves(new)))
+        if has_known_kind and not self._returns_weak_values:
             new = keep_roles(state, new)
         else:
             new = keep_kind(self.stage.name, state, new)
         return trees.copy_numpy(new, "the state that the step returned"), metrics
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:
+        """Trace and lower the program for arrays or shapes."""
         with using_mesh(mesh_of((state, args))):
             if self.is_looped:
                 count = jax.ShapeDtypeStruct((), np.int32)
@@ -162,6 +174,7 @@ class Program:
                 return traced.lower()
 
     def compile(self, state_shapes: Tree, args: tuple[Any, ...], sums: MetricSums) -> None:
+        """Compile the program ahead of its first call, for the shapes of the arguments of one step."""
         if self.has_failed:
             return
         if self.is_stacked:
@@ -182,8 +195,9 @@ class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
     Attributes:
+        max_steps: The maximum number of steps of a call; None for calls that are not stacked, as "auto" begins.
         compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
-        on_device: Whether batches without a sharding are put on the default device.
+        on_device: Whether batches without a sharding are put on the default device: not all steps are compiled.
         tracing: Held while any thread traces a program for new shapes.
     """
 
@@ -200,9 +214,7 @@ class ProgramTable:
         self.is_looped = steps_per_call != 1
         self.train_steps = train_steps
         self.stages = _make_stages(train_steps, is_looped=self.is_looped)
-        # The maximum number of steps of a call; None for calls that are not stacked.
         self.max_steps = None if self.is_auto else int(steps_per_call)
-        # By stage, maximum number of steps, and shapes.
         self._programs: dict[Any, Program] = {}
         self.on_device = not self.is_looped and not all(stage.is_compilable for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
@@ -215,6 +227,10 @@ class ProgramTable:
         return self.stages[self.train_steps.index(step)]
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
+        """Return the program of the stage that runs from `step` on, for batches of these shapes.
+
+        `args` returns the arguments of one step, from which a new program is traced.
+        """
         stage = self.stage_of(step)
         max_steps = self.max_steps
         key = stage, max_steps, shapes
@@ -222,9 +238,10 @@ class ProgramTable:
             return self._programs[key]
         if not self.is_looped:
             return self._programs.setdefault(key, Program(stage))
-        # The first program is traced in another thread, while the loop waits for something else.
-        is_loop_waiting = threading.get_ident() == self._loop_thread
-        with self.compiling(stage.name) if is_loop_waiting else contextlib.nullcontext(), self.tracing:
+        waiting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if threading.get_ident() == self._loop_thread:  # the first program is traced in another thread
+            waiting = self.compiling(stage.name)
+        with waiting, self.tracing:
             if key not in self._programs:  # the other thread may have traced it meanwhile
                 self._programs[key] = self._try_looped(stage, max_steps, args)
             return self._programs[key]
@@ -232,7 +249,7 @@ class ProgramTable:
     def _try_looped(self, stage: Stage, max_steps: int | None, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return a loop over the steps of a stage, or a program of one step where a loop is slow or impossible."""
         try:
-            program, traced = self._looped(stage, max_steps, shapes_of(args()))
+            program, traced = self._make_loop(stage, max_steps, shapes_of(args()))
             is_slow = is_slow_in_loops(traced.jaxpr.jaxpr)
         except Exception as error:  # the step that needs it raises and explains it
             logger.debug("%s cannot be looped: %s", stage.name, error)
@@ -243,7 +260,7 @@ class ProgramTable:
             return Program(stage)
         return program
 
-    def _looped(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
+    def _make_loop(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
         loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
         with stage.watching():
             traced = loop.prepare(self.state_shapes, step_args)
@@ -263,14 +280,14 @@ class ProgramTable:
             if not program.is_looped:
                 continue
             with self.tracing:
-                longer, _ = self._looped(stage, max_steps, program.step_args)
+                longer, _ = self._make_loop(stage, max_steps, program.step_args)
             longer.compile(self.state_shapes, program.step_args, self.sums)
             self._programs[stage, max_steps, shapes] = longer
 
 
 def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:
     has_several = len(train_steps.values) > 1
-    stages = []
+    stages: list[Stage] = []
     for first, stop, step in train_steps.stages():
         name = name_of_step(step) if has_several else getattr(step, "__name__", "train_step")
         # A loop traces a step that is not compiled: then a single step is compiled, too.

@@ -96,6 +96,14 @@ class RunComponents:
     finiteness: Finiteness
 
 
+def _least_skip_limit(hooks: Sequence[Any]) -> int | None:
+    limits: list[int] = []
+    for hook in hooks:
+        if isinstance(hook, NanLossHook) and hook.max_skipped_steps is not None:
+            limits.append(hook.max_skipped_steps)
+    return min(limits, default=None)
+
+
 class RunContext(RunInfo):
     """One run, from its arguments to its end.
 
@@ -114,8 +122,7 @@ class RunContext(RunInfo):
         self, options: Options, train_steps: TrainSteps, state: Any, times: StartTimes, *, has_body: bool
     ) -> None:
         watch = new_watch(times.began)
-        limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
-        sums = MetricSums(min((limit for limit in limits if limit is not None), default=None))
+        sums = MetricSums(_least_skip_limit(options.hooks))
         transfers = TransferQueue(functools.partial(watch.phase, STEPPING), self._deliver)
         super().__init__(options.last_step, options.config, watch, sums, transfers, BackgroundHooks(options.hooks))
         self.options = options
@@ -170,9 +177,12 @@ class RunContext(RunInfo):
         seconds = self.watch.seconds()
         unfinished = self.in_flight.unfinished()
         finished = self.step if unfinished is None else unfinished[0]
+        steps = None
+        if course.is_first_known:
+            steps = [course.first, max(course.first, finished)]
         return {
-            "step": [course.first, max(course.first, finished)] if course.is_first_known else None,
-            "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+            "step": steps,
+            "seconds": {phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value},
         }
 
     # The interface of hooks, documented at `RunInfo`.
@@ -197,8 +207,11 @@ class RunContext(RunInfo):
         return self.components.dispatch.constants.values
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
-        return next((meter for meter in meters if meter is not None), None)
+        for observer in self.observers:
+            meter = observer.meter(state, peak_flops, flops_per_step)
+            if meter is not None:
+                return meter
+        return None
 
     def stop(self, caller: str) -> None:
         if not self.is_over:
@@ -219,7 +232,7 @@ class RunContext(RunInfo):
         return self.components.runner.may_change_state_after(activity.hook)
 
     def prevents_save(self, step: int) -> bool:
-        return self.components.runner.before_save(step)
+        return self.components.runner.call_before_save(step)
 
     def require_finite(self, step: int, saver: Saver) -> bool:
         return self.components.finiteness.check_params(step, saver)

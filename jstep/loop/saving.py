@@ -33,41 +33,52 @@ from jstep.training.metrics import Metrics
 
 # The interval between automatic saves.
 
-FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save, and the least between two; the least in a bucket."""
-_LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
-"""The share of the time for which saves may block the loop, and a writer may be busy."""
-_EARLY = 0.1
-"""The tolerance for early saves, in seconds."""
+FIRST_SECS = 10.0
+"""The seconds until the first save, and the least between two."""
+BUCKET_SECS = 60.0
+"""The least seconds between two saves in a bucket."""
+_LOOP_SHARE = 0.01
+"""The share of the time for which saves may block the loop."""
+_WRITER_SHARE = 0.1
+"""The share of the time for which a writer may be busy."""
+_EARLY_SECS = 0.1
+"""How much earlier than due a save may be."""
 
 
 class SaveInterval:
     """The seconds between automatic saves, chosen so that they cost little.
 
     A save may block the loop for a hundredth of the time since the one before, and its write may take a tenth of it.
+
+    Attributes:
+        blocked_secs: How long the latest save blocked the loop.
     """
 
     def __init__(self, engine: SaverEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
-        self._least = BUCKET_SECS if is_url(engine.directory) else FIRST_SECS
-        self._saved_at: float | None = None
-        self.blocked_secs = 0.0  # how long the latest save blocked the loop
+        self._least_secs = BUCKET_SECS if is_url(engine.directory) else FIRST_SECS
+        self._saved_at: float | None = None  # by the clock, when the latest save returned
+        self.blocked_secs = 0.0
 
     def seconds_left(self) -> float:
+        """Return the seconds from now until the next save is due."""
         if self._saved_at is None:
             return FIRST_SECS
         passed = self._clock() - self._saved_at
         write_secs = self._engine.write_secs
-        busy = passed if write_secs is None else write_secs  # it is still being written
-        secs = min(MAX_SECS, max(self._least, self.blocked_secs / _LOOP_SHARE, busy / _WRITER_SHARE))
-        return max(secs - passed, 0.0)
+        if write_secs is None:  # the latest checkpoint is still being written
+            write_secs = passed
+        secs = max(self._least_secs, self.blocked_secs / _LOOP_SHARE, write_secs / _WRITER_SHARE)
+        return max(min(MAX_SECS, secs) - passed, 0.0)
 
     def is_too_early(self) -> bool:
-        return self._saved_at is not None and self.seconds_left() > _EARLY
+        """Whether a save is due later after all: the interval grows while the latest checkpoint is being written."""
+        return self._saved_at is not None and self.seconds_left() > _EARLY_SECS
 
     @contextlib.contextmanager
     def timing_save(self) -> Iterator[None]:
+        """A context for a save: the next one is due by what it costs."""
         began = self._clock()
         try:
             yield
@@ -86,16 +97,17 @@ class RunSaverHook(SaverHook):
 
     def __init__(self, run: RunContext, saver: Saver) -> None:
         options = run.options
+        secs: Any = options.save_checkpoint_secs
         self._context = run
         self._contents = RunContents(run)
         self.saver = saver
-        self._interval = SaveInterval(engine_of(saver)) if options.save_checkpoint_secs == AUTO else None
-        if self._interval is None:
-            secs: Any = options.save_checkpoint_secs
+        self._interval: SaveInterval | None = None  # of "auto" alone
+        if secs == AUTO:
+            self._interval = SaveInterval(engine_of(saver))
+            self._cadence = Cadence(secs=self._interval.seconds_left, together=True)
+        else:
             steps = ("save_steps", options.save_checkpoint_steps)
             self._cadence = make_cadence(steps=steps, secs=("save_secs", secs), required=False, together=True)
-        else:
-            self._cadence = Cadence(secs=self._interval.seconds_left, together=True)
         # What the latest checkpoint holds. The contents stay known after a failed write: a stalled run saves them.
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
@@ -105,6 +117,7 @@ class RunSaverHook(SaverHook):
         self._boundary: Contents | None = None
 
     def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
+        """Save, unless the latest checkpoint holds the same; return False if a hook prevented it."""
         run = self._context
         # The device is waited for here, so that this is not counted as saving. Saving explains an error better.
         with contextlib.suppress(Exception):
@@ -125,12 +138,11 @@ class RunSaverHook(SaverHook):
 
     def _write(self, step: int, state: TrainState, temporary_secs: float | None) -> None:
         run = self._context
-        contents = self._contents
         is_finite = run.require_finite(step, self.saver)
-        taken = contents.take() if self._boundary is None else self._boundary
-        extra = contents.as_extra(taken, is_before_end=temporary_secs == ALWAYS)
+        contents = self._contents.take() if self._boundary is None else self._boundary
+        extra = self._contents.as_extra(contents, is_before_end=temporary_secs == ALWAYS)
         write(run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
-        self._mark_saved(step, state, taken)
+        self._mark_saved(step, state, contents)
         self._is_temporary = temporary_secs is not None
 
     def _is_saved(self, step: int, state: TrainState) -> bool:
@@ -146,11 +158,11 @@ class RunSaverHook(SaverHook):
         """Whether the latest save of this process holds this state, be it on disk or on its way."""
         return self._latest_save is not None and self._latest_save.holds(step, state)
 
-    def _mark_saved(self, step: int, state: TrainState, taken: Contents) -> None:
+    def _mark_saved(self, step: int, state: TrainState, contents: Contents) -> None:
         self._latest_save = LatestSave(step, weakref.ref(state))
-        self._saved_contents = taken
+        self._saved_contents = contents
         # `save_without_peers` and a second save of the boundary read these files, once they are no longer in memory.
-        for name, file in (*taken.hooks.files.items(), *taken.positions.files.items()):
+        for name, file in (*contents.hooks.files.items(), *contents.positions.files.items()):
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def _wait(self) -> None:
@@ -166,9 +178,9 @@ class RunSaverHook(SaverHook):
         if interval is None:
             self.save(step, state)
             return
-        if processes.broadcast_ints(interval.is_too_early())[0]:
-            return
-        self.save(step, state, temporary_secs=MAX_SECS)
+        (is_too_early,) = processes.broadcast_ints(interval.is_too_early())
+        if not is_too_early:
+            self.save(step, state, temporary_secs=MAX_SECS)
 
     # The end, in the order of `ending.py`.
 
@@ -190,8 +202,8 @@ class RunSaverHook(SaverHook):
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
         if not self.has_saved(step, state):
-            taken = self._contents.take(hooks=self._saved_contents.hooks)
-            extra = self._contents.as_extra(taken)._replace(finite=is_finite)
+            contents = self._contents.take(hooks=self._saved_contents.hooks)
+            extra = self._contents.as_extra(contents)._replace(finite=is_finite)
             with internal_transfers():
                 self.saver.save(state, extra=extra)
         self.saver.wait()
@@ -210,14 +222,24 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
-        if bad := self._context.initial_contents.with_nan():
+        bad = self._context.initial_contents.with_nan()
+        if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
+
+
+def find_own_saver(run: RunContext) -> RunSaverHook | None:
+    """Return the hook that saves the run; None without a `checkpoint_dir`. The others are the user's."""
+    for hook in run.components.finiteness.savers:
+        if isinstance(hook, RunSaverHook):
+            return hook
+    return None
 
 
 # What prevents a save after an error or a stall, and where a restart begins then.
 
 
 def why_not_saved(run: RunContext) -> str:
+    """Return why nothing must be saved of the last state, as the rest of a sentence; "" if it may be."""
     if not run.course.is_resumable:
         return "because the iteration has not ended"
     if run.best_failure is not None:
@@ -231,18 +253,21 @@ def why_not_saved(run: RunContext) -> str:
 
 
 def where_resumed(run: RunContext) -> str:
+    """Say from which checkpoint the next start resumes, as the rest of a sentence; "" without checkpoints."""
     saver = run.saver
     if saver is None:
         return ""
-    newest = "the newest checkpoint, if there is one"
-    if processes.is_single_process() and not run.signals.received_twice:  # otherwise this could wait forever
-        with contextlib.suppress(Exception):  # the save has failed, or the store cannot be reached
-            engine_of(saver).wait_until_finished()
-            store = open_store(saver.directory)
-            found = next(iter(store.newest_first(saver.prefix)), None)
-            if found is None:
-                return "; there is no checkpoint yet, so a restart begins from scratch"
-            step, path = found
-            age = max(0.0, time.time() - store.manifest(path).saved_at)
-            newest = f"{checkpoint_name(saver.prefix, step)}, {age:.0f} s old"
-    return f"; a restart resumes from {newest}"
+    unknown = "; a restart resumes from the newest checkpoint, if there is one"
+    if not processes.is_single_process() or run.signals.received_twice:  # this could wait forever
+        return unknown
+    try:
+        engine_of(saver).wait_until_finished()
+        store = open_store(saver.directory)
+        found = next(iter(store.newest_first(saver.prefix)), None)
+        if found is None:
+            return "; there is no checkpoint yet, so a restart begins from scratch"
+        step, path = found
+        age = max(0.0, time.time() - store.manifest(path).saved_at)
+    except Exception:  # the save has failed, or the store cannot be reached
+        return unknown
+    return f"; a restart resumes from {checkpoint_name(saver.prefix, step)}, {age:.0f} s old"

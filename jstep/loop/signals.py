@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.core import processes
 from jstep.core.agreed_clock import AgreedClock
@@ -60,10 +60,19 @@ class StopWaiting(BaseException):
 
 
 Interrupts = Callable[[], BaseException | None]
+"""Returns the exception that a signal raises wherever the main thread is; None if it is only recorded."""
 
 
-def _nothing() -> None:
+def _only_record() -> None:
     return None
+
+
+class _Receiver(NamedTuple):
+    """A process that has received a signal; the first one to receive it is the least."""
+
+    microseconds: int  # since 1970
+    number: int
+    process: int
 
 
 class StopSignals:
@@ -72,7 +81,7 @@ class StopSignals:
     An ignored SIGINT or SIGHUP stays ignored. A process forked during the run gets the previous handlers.
 
     Attributes:
-        interrupts: Returns the exception that the first signal raises, or None where it is only recorded.
+        interrupts: What the first signal raises; the loop sets it for each wait that a signal may end.
         received: The signal that stops the run; on several processes, once they have agreed.
         received_at: When this process received one, in seconds since 1970; None if it did not.
         is_obeyed: Whether the exception that ends the run obeys it; if not, the run leaves once it has closed.
@@ -80,22 +89,23 @@ class StopSignals:
 
     def __init__(self, stop_secs: float | None = None) -> None:
         self.is_single_process = processes.is_single_process()
-        self._before: dict[signal.Signals, Any] = {}
-        self.interrupts: Interrupts = _nothing
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self.interrupts: Interrupts = _only_record
         self.received: signal.Signals | None = None
         self.received_at: float | None = None
-        self.received_twice = False
+        self.received_twice = False  # SIGINT, after any signal
         self.is_obeyed = False
         # Not the error itself, whose traceback holds the frames of the run, and with them the last state.
         self._raised_id: int | None = None
         self._handler_of_jax: Any = None
         self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False
-        self._has_agreed = False
-        self._has_asked = False
-        self._timer: threading.Timer | None = None
-        self._limit: AgreedClock | None = None
+        self._has_agreed = False  # whether several processes have agreed to stop
+        self._has_asked = False  # whether this one has asked JAX's service for it
+        self._timer: threading.Timer | None = None  # the time limit of one process
+        self._limit: AgreedClock | None = None  # that of several
         self._polls = 0
+        # Held while the timer sends its signal: `end` waits for it, so that none arrives with the handlers of others.
         self._ending = threading.Lock()
         if stop_secs is not None and self.is_single_process:
             # threading rejects longer waits than this one of 292 years.
@@ -108,15 +118,22 @@ class StopSignals:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
         self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            self._handler_of_jax = None if self.is_single_process else _action_outside_python(signal.SIGTERM)
-            handled = [signal.SIGTERM] if self.is_single_process or self._handler_of_jax is not None else []
-            handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
-            for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
-                self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
-                signal.signal(number, self._note)
-            _active.append(self)
+            self._set_handlers()
         if self._timer is not None:
             self._timer.start()
+
+    def _set_handlers(self) -> None:
+        if not self.is_single_process:
+            self._handler_of_jax = _action_outside_python(signal.SIGTERM)
+        handled: list[signal.Signals] = []
+        if self.is_single_process or self._handler_of_jax is not None:
+            handled.append(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            handled.append(signal.SIGINT)
+        for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
+            self._previous_handlers[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
+            signal.signal(number, self._note)
+        _active.append(self)
 
     def end(self) -> None:
         with self._ending:  # the timer has sent its signal, or never will
@@ -128,14 +145,15 @@ class StopSignals:
         self.restore()
 
     def restore(self) -> None:
-        for number, handler in self._before.items():
-            later = next((run for run in _active if run._before.get(number) == self._note), None)
+        """Set the previous handlers again."""
+        for number, handler in self._previous_handlers.items():
+            later = next((run for run in _active if run._previous_handlers.get(number) == self._note), None)
             if later is not None:  # a run that began later goes on, and restores the handler when it ends
-                later._before[number] = handler
+                later._previous_handlers[number] = handler
                 continue
             # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+        self._previous_handlers = {}
         self._restore_handler_of_jax()
 
     def _restore_handler_of_jax(self) -> None:
@@ -143,52 +161,61 @@ class StopSignals:
             ctypes.CDLL(None).sigaction(int(signal.SIGTERM), self._handler_of_jax, None)
 
     def _expire(self) -> None:
+        """Called by the timer, in its thread: act like SIGTERM."""
         with self._ending:
             if self._timer is None or self.received is not None:
                 return
             self._is_limit = True
-            if not self._interrupt(signal.SIGTERM):  # the run is in another thread, or a hook has set a handler
+            if not self._send_to_itself(signal.SIGTERM):
                 self.received = signal.SIGTERM
 
-    def _interrupt(self, number: signal.Signals) -> bool:
+    def _send_to_itself(self, number: signal.Signals) -> bool:
+        """Send a signal to the main thread, where it ends a wait; return whether this run handles it."""
         main = threading.main_thread().ident
-        if main is None or number not in self._before or signal.getsignal(number) != self._note:
+        # The run may be in another thread, or a hook may have set a handler.
+        if main is None or number not in self._previous_handlers or signal.getsignal(number) != self._note:
             return False
         signal.pthread_kill(main, number)
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler. What it raises, it raises wherever the main thread is."""
         if self.received is not None:
-            if number != signal.SIGINT:
-                return
-            self.received_twice = True
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                self.received_twice = True
+                raise KeyboardInterrupt
+            return
         self.received = signal.Signals(number)
         self.received_at = time.time()
-        if not self.is_single_process:
-            if not self.stop_all():
-                # Nobody can be told: this process ends as without a handler, instead of ignoring the signal.
-                processes.request_stop()
-        elif (error := self.interrupts()) is not None:
-            raise error
+        if self.is_single_process:
+            error = self.interrupts()
+            if error is not None:
+                raise error
+            return
+        # Several processes stop after the same call, so here nothing is interrupted.
+        if not self.stop_all():
+            # Nobody can be told: this process ends as without a handler, instead of ignoring the signal.
+            processes.request_stop()
 
     # Waits that a signal interrupts.
 
     def disable_interrupts(self) -> None:
         """From now on, the first signal raises nothing."""
-        self.interrupts = _nothing
+        self.interrupts = _only_record
 
     @contextlib.contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        before = self.interrupts
+        """A context that the first signal leaves by `StopWaiting`, also one that has arrived before."""
+        outer = self.interrupts
         self.interrupts = StopWaiting
         try:
             self.check()
             yield
         finally:
-            self.interrupts = before
+            self.interrupts = outer
 
     def check(self) -> None:
+        """Raise `StopWaiting` if a signal has arrived; never on one of several processes, which stop together."""
         if self.is_single_process and self.received is not None:
             raise StopWaiting
 
@@ -199,15 +226,18 @@ class StopSignals:
         """Whether the run stops; called after each call and between evaluation batches."""
         if self.is_single_process:
             return self.received is not None
-        if not self._has_agreed:
-            self._polls += 1
-            is_over = self._limit is not None and self._limit.due(self._polls)
-            is_preempted = processes.should_stop()
-            self._has_agreed = is_over or is_preempted
-            if self._has_agreed:
-                self._is_limit = is_over
-                self._agree_on_signal()
-        return self._has_agreed
+        if self._has_agreed:
+            return True
+        self._polls += 1
+        # Both are asked in any case, as all processes must ask equally often.
+        is_over = self._limit is not None and self._limit.due(self._polls)
+        is_preempted = processes.should_stop()
+        if not is_over and not is_preempted:
+            return False
+        self._has_agreed = True
+        self._is_limit = is_over
+        self._agree_on_signal()
+        return True
 
     def stop_all(self) -> bool:
         """Ask JAX's service to stop all processes after the same call, as for a signal; return whether it can be asked.
@@ -228,30 +258,43 @@ class StopSignals:
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:
-        """Agree on one exit code, except on processes that received SIGINT."""
-        own_signal = 0 if self.received is None or self.received_at is None else int(self.received)
+        """Agree on one exit code, except on processes that received SIGINT, and on what the message names."""
+        own_signal = 0
+        if self.received is not None and self.received_at is not None:
+            own_signal = int(self.received)
         rows = processes.ints_of_all(own_signal, int(1e6 * (self.received_at or 0.0)))
-        number = max(row[0] if row[0] in _OTHERS else 0 for row in rows)
+        receivers: list[_Receiver] = []
+        for process, (number, microseconds) in enumerate(rows):
+            if number:
+                receivers.append(_Receiver(microseconds, number, process))
         if self.received != signal.SIGINT:
-            self.received = signal.Signals(number or signal.SIGTERM)
-        receivers = [(at, number, str(index)) for index, (number, at) in enumerate(rows) if number]
-        if 0 < len(receivers) < len(rows):
-            at, first, _ = min(receivers)
-            name = signal.Signals(first).name
-            when = datetime.fromtimestamp(at / 1e6, UTC)
-            which = f"process{'es' if len(receivers) > 1 else ''} {format_list([row[2] for row in receivers], 8)}"
-            self._cause = f"{name} at {which} of {len(rows)} ({when:%Y-%m-%d %H:%M:%S} UTC)"
+            agreed = max((receiver.number for receiver in receivers if receiver.number in _OTHERS), default=0)
+            self.received = signal.Signals(agreed or signal.SIGTERM)
+        if not receivers or len(receivers) == len(rows):
+            return
+        first = min(receivers)
+        name = signal.Signals(first.number).name
+        when = datetime.fromtimestamp(first.microseconds / 1e6, UTC)
+        numbers = format_list([str(receiver.process) for receiver in receivers], 8)
+        which = f"process {numbers}" if len(receivers) == 1 else f"processes {numbers}"
+        self._cause = f"{name} at {which} of {len(rows)} ({when:%Y-%m-%d %H:%M:%S} UTC)"
 
     @property
     def reason(self) -> str:
-        return "stop_secs" if self._is_limit else self._cause or (self.received or signal.SIGTERM).name
+        if self._is_limit:
+            return "stop_secs"
+        return self._cause or (self.received or signal.SIGTERM).name
 
     def stop_error(self, when: str) -> BaseException:
+        """Return the exception that obeys the signal, after a line in the log."""
         received = self.received or signal.SIGTERM
         message = f"{self.reason} stopped the run {when}"
         logger.info(message)
-        is_interrupt = received == signal.SIGINT
-        error = KeyboardInterrupt(message) if is_interrupt else Preempted(message, 128 + received)
+        error: BaseException
+        if received == signal.SIGINT:
+            error = KeyboardInterrupt(message)
+        else:
+            error = Preempted(message, 128 + received)
         self._raised_id = id(error)
         return error
 
@@ -281,21 +324,25 @@ def _action_outside_python(number: signal.Signals) -> Any:
 
 _active: list[StopSignals] = []
 """The runs whose handlers are set, the innermost last."""
-_masked = threading.local()
+_fork = threading.local()
+"""`mask`: the mask of signals of the thread that forks, from before it."""
 
 
-def _before_fork() -> None:
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {n for run in _active for n in run._before})
+def _block_signals() -> None:
+    handled: set[signal.Signals] = set()
+    for run in _active:
+        handled |= run._previous_handlers.keys()
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
 
-def _in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masked.before)
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-def _in_child() -> None:
+def _restore_in_child() -> None:
     while _active:
         _active.pop().restore()
-    _in_parent()
+    _unblock_signals()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)

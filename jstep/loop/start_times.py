@@ -29,7 +29,7 @@ class Compiled:
         if event == "/jax/compilation_cache/cache_hits":
             self.hits += 1
         elif event == "/jax/core/compile/backend_compile_duration":
-            self.programs = self.programs + 1
+            self.programs += 1
             self.unfinished = 0.0
         elif event.startswith("/jax/core/compile/"):
             self.unfinished = time.perf_counter()
@@ -40,16 +40,16 @@ class Compiled:
         self.unfinished = 0.0
 
 
-class _OfThread(threading.local):
+class _ThreadRecord(threading.local):
     def __init__(self) -> None:  # called in each thread that uses it
         self.compiled = Compiled()
 
 
-_of_thread = _OfThread()
+_record = _ThreadRecord()
 
 
 def thread_record() -> Compiled:
-    return _of_thread.compiled
+    return _record.compiled
 
 
 jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: thread_record().follow(event))
@@ -63,6 +63,7 @@ class StartTimes:
     began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
+    """Whether all programs of the latest `compiling` were found in the persistent cache."""
 
     def left(self, seconds: float) -> float:
         return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
@@ -77,22 +78,23 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        here = thread_record()
-        hits = here.hits
-        before = here.programs
+        record = thread_record()
+        hits_before = record.hits
+        programs_before = record.programs
         with self.timing("compile"):
             yield
-        if here.programs > before:
-            self.is_cached = here.programs - before <= here.hits - hits
+        if record.programs > programs_before:
+            self.is_cached = record.programs - programs_before <= record.hits - hits_before
 
-    def log(self, before: float) -> None:
-        names = ("devices", "restore", "compile", "first batch")
-        words = [
-            f"{name} {self.seconds[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
-            for name in names
-            if name in self.seconds
-        ]
-        if words:
-            also = f"; the program took {before:.1f} s before the run" if before >= 0.05 else ""
-            seconds = stopwatch.CLOCKS.seconds() - self.began
-            logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)
+    def log(self, seconds_before: float) -> None:
+        """Log the seconds of this start; `seconds_before` are those of the program before its run."""
+        texts: list[str] = []
+        for name in ("devices", "restore", "compile", "first batch"):
+            if name in self.seconds:
+                cached = " (cached)" if name == "compile" and self.is_cached else ""
+                texts.append(f"{name} {self.seconds[name]:.1f}{cached}")
+        if not texts:
+            return
+        also = f"; the program took {seconds_before:.1f} s before the run" if seconds_before >= 0.05 else ""
+        seconds = stopwatch.CLOCKS.seconds() - self.began
+        logger.info("first step after %.1f s: %s%s", seconds, ", ".join(texts), also)

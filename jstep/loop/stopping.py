@@ -46,24 +46,25 @@ from jstep.core.threads import done_in_time
 from jstep.hooks.run_hook import HookCall
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.course import ENDING, Activity
-from jstep.loop.hook_runner import HookErrors
+from jstep.loop.hook_errors import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext
-from jstep.loop.saving import RunSaverHook, where_resumed, why_not_saved
+from jstep.loop.saving import RunSaverHook, find_own_saver, where_resumed, why_not_saved
 from jstep.state.train_state import TrainState
 
 # The normal end of a run, also one that takes no step.
 
 
 def report_early_end(run: RunContext) -> None:
-    start = run.course.first
+    """Report that the batches have ended; without a single step in a new run, that is an error."""
+    first = run.course.first
     last_step = run.options.last_step
-    if run.step == start and run.restored is not None:
-        logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+    if run.step == first and run.restored is not None:
+        logger.info("the batches are used up at step %d, at which the run was restored: it is finished", first)
         return
-    if run.step == start:
+    if run.step == first:
         raise ValueError(
-            f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
+            f"batches: there is no batch for step {first}, the first of this run (last_step={last_step}); give "
             "batches up to that step, such as jstep.batches(…), or a list of all of them, which begins with step 0"
         )
     if last_step is None:
@@ -79,33 +80,46 @@ def report_early_end(run: RunContext) -> None:
 
 
 def report_done(run: RunContext) -> None:
+    """Report that there is no step to take."""
     first = run.course.first
     last_step = run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
-    reasons = [getattr(hook, "stop_reason", None) for hook in run.options.hooks]
-    if (name := run.origin.extra.get(STOPPED)) is not None:
-        remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
-        reasons = [f"{name} stopped it at step {first}; to continue, {remedy}"]
-    why = next((f". {reason}" for reason in reasons if isinstance(reason, str) and first < last_step), "")
+    reason = _stop_reason(run) if first < last_step else ""
+    why = f". {reason}" if reason else ""
     logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
+
+
+def _stop_reason(run: RunContext) -> str:
+    """Say which hook keeps the run stopped; "" if none says so."""
+    name = run.origin.extra.get(STOPPED)
+    if name is not None:
+        remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
+        return f"{name} stopped it at step {run.course.first}; to continue, {remedy}"
+    for hook in run.options.hooks:
+        reason = getattr(hook, "stop_reason", None)
+        if isinstance(reason, str):
+            return reason
+    return ""
 
 
 # A signal, or the end of `stop_secs`.
 
 
 def exit_on_signal(run: RunContext) -> NoReturn:
+    """Let each saver save, and raise the exception that obeys the signal."""
     when = f"after step {run.step}"
     finiteness = run.components.finiteness
     runner = run.components.runner
     savers, why = finiteness.hooks_that_may_save()
+    is_idle = run.course.has_found_end and not run.course.has_trained
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
         # A start that has found the mark and takes no step writes nothing: before the mark, all savers had saved.
-        if run.course.has_found_end and not run.course.has_trained and not isinstance(hook, RunSaverHook):
+        if is_idle and not isinstance(hook, RunSaverHook):
             continue
         with errors:
             outcomes.append(_save(run, hook))
@@ -144,9 +158,9 @@ def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
 
 def attach_last_state(run: RunContext, error: BaseException) -> bool:
     """Attach the state to the error; return whether it is lost."""
-    lost = trees.is_donated(run.state)
-    attach_state(error, None if lost else run.state)
-    return lost
+    is_lost = trees.is_donated(run.state)
+    attach_state(error, None if is_lost else run.state)
+    return is_lost
 
 
 def attach_state(error: BaseException, state: TrainState | None) -> None:
@@ -160,24 +174,23 @@ _UNPRINTED = SystemExit, GeneratorExit, asyncio.CancelledError
 
 def rescue(run: RunContext, error: BaseException) -> None:
     """Save the state, if a restart may resume from it, and attach it to the error with a note that says so."""
-    where = f"jstep: {_doing(run)}"
-    has_obeyed_signal = _obeys_signal(run, error)
-    text = f"{where}{_rescued(run, error)}."
-    note(error, text)
-    if isinstance(error, _UNPRINTED) and not has_obeyed_signal:
-        what = text.removeprefix("jstep: ")
-        logger.warning("%s ends the run %s", type(error).__name__, what, extra=BELOW_BAR)
+    where = _describe_place(run)  # before the state is saved, which is another activity
+    obeys_signal = _obeys_signal(run, error)
+    text = f"{where}{_save_and_attach(run, error)}."
+    note(error, f"jstep: {text}")
+    if isinstance(error, _UNPRINTED) and not obeys_signal:
+        logger.warning("%s ends the run %s", type(error).__name__, text, extra=BELOW_BAR)
 
 
-def _rescued(run: RunContext, error: BaseException) -> str:
-    """Save and attach the state; return what its note says of it."""
+def _save_and_attach(run: RunContext, error: BaseException) -> str:
+    """Save and attach the state; return what the note of the error says of it."""
     signals = run.signals
     runner = run.components.runner
-    said = {str(error)}
+    noted = {str(error)}
 
     def failed(other: Exception) -> None:
-        if str(other) not in said:  # a log fails again at each checkpoint
-            said.add(str(other))
+        if str(other) not in noted:  # a log fails again at each checkpoint
+            noted.add(str(other))
             note_other(error, other)
 
     if not signals.received_twice:
@@ -256,38 +269,41 @@ def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
 def save_while_it_hangs(run: RunContext) -> str:
     step = run.step
     finiteness = run.components.finiteness
+    own_saver = find_own_saver(run)
+    assert own_saver is not None  # asked for only in a run that saves
     try:
-        if why := why_not_saved(run):
+        why = why_not_saved(run)
+        if why:
             return f"step {step} is not saved, {why}{where_resumed(run)}"
-        hook = next(hook for hook in finiteness.savers if isinstance(hook, RunSaverHook))
         savers, why = finiteness.hooks_that_may_save()
-        if hook not in savers:
+        if own_saver not in savers:
             return f"step {step} is not saved: {why}"
-        hook.save_without_peers(step, run.state, is_finite=not finiteness.nonfinite_params())
+        own_saver.save_without_peers(step, run.state, is_finite=not finiteness.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_error_clause(error)}"
-    name = checkpoint_name(hook.saver.prefix, step)
+    name = checkpoint_name(own_saver.saver.prefix, step)
     return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
 
 def _save_after_error(run: RunContext, error: BaseException) -> str:
+    """Let each saver save; return what the note of the error says of the state, as the rest of a sentence."""
     if not processes.is_single_process():
         # Not asked of the savers, which would call collectives.
-        own_saver = next((hook for hook in run.components.finiteness.savers if isinstance(hook, RunSaverHook)), None)
+        own_saver = find_own_saver(run)
         if own_saver is not None and own_saver.has_saved(run.step, run.state):
-            return (
-                f", and is saved as {checkpoint_name(own_saver.saver.prefix, run.step)}; start the run again to resume"
-            )
+            name = checkpoint_name(own_saver.saver.prefix, run.step)
+            return f", and is saved as {name}; start the run again to resume"
         return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
     savers, why = run.components.finiteness.hooks_that_may_save(error)
     if not savers:
-        return f", and is not saved{why and ': '}{why}{where_resumed(run)}"
+        reason = f": {why}" if why else ""
+        return f", and is not saved{reason}{where_resumed(run)}"
     try:
-        lost = why_not_saved(run)
+        why = why_not_saved(run)
     except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_error_clause(failure)}"
-    if lost:
-        return f", and is not saved, {lost}{where_resumed(run)}"
+    if why:
+        return f", and is not saved, {why}{where_resumed(run)}"
     outcomes = list[str]()
     for hook in savers:
         try:
@@ -295,6 +311,7 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
         except Exception as failure:
             is_same = str(failure) == str(error)
             outcome = "is not saved" if is_same else f"could not be saved: {_error_clause(failure)}"
+            # The first outcome is in the note of the error anyway.
             if outcomes and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_error_clause(failure)}")
         outcomes.append(outcome)
@@ -302,6 +319,7 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
 
 
 def _save(run: RunContext, hook: SaverHook, where: str = "") -> str:
+    """Let a hook save until it is on disk; return the outcome, as the rest of a sentence about the state."""
     if run.course.call_hook(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
@@ -311,23 +329,24 @@ def _error_clause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(".")  # a sentence ends with it
 
 
-def _doing(run: RunContext) -> str:
+def _describe_place(run: RunContext) -> str:
     """Say where an error came, by what the run was doing."""
     course = run.course
     activity = course.activity
-    at_step = f"at step {run.step}"
+    place = f"at step {run.step}"
     if course.has_trained:
-        at_step += f", after the update with batch {run.step - 1}"
+        place += f", after the update with batch {run.step - 1}"
     if isinstance(activity, HookCall):
-        return f"{at_step}, in {activity.name}"
+        return f"{place}, in {activity.name}"
     if activity in (Activity.BODY, Activity.AFTER_LOOP):
-        return f"{at_step}, in {activity.value}"
+        return f"{place}, in {activity.value}"
     if activity is Activity.FETCHING and run.components.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {course.first + run.components.batches.count} was fetched"
-    if activity not in (Activity.COMPILING, Activity.CALLING) or run.signals.received is not None:
-        return at_step
+        return f"{place}, while batch {course.first + run.components.batches.count} was fetched"
+    is_in_call = activity in (Activity.COMPILING, Activity.CALLING) and run.signals.received is None
+    if not is_in_call:
+        return place
     first = run.step
     steps = run.components.feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
-    return f"{at_step}, while running the step on {batches}"
+    return f"{place}, while running the step on {batches}"

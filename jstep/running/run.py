@@ -220,8 +220,9 @@ class Run(Generic[P]):
         self._require_body("run.state = …")
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
-        step, before, _, _ = course.position
-        course.replace_state(as_returned_state(state, before, step, "run.state was assigned"), "the body")
+        position = course.position
+        new_state = as_returned_state(state, position.state, position.step, "run.state was assigned")
+        course.replace_state(new_state, "the body")
 
     @property
     def metrics(self) -> Metrics:
@@ -284,8 +285,10 @@ class Run(Generic[P]):
     def _require_body(self, what: str) -> None:
         course = self._context.course
         if course.activity is not Activity.BODY or self._owner != (os.getpid(), threading.get_ident()):
-            outside = RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
-            raise course.failure or outside
+            # A loop whose error the block has swallowed raises it again.
+            raise course.failure or RuntimeError(
+                f"{what}: must be in the body of `for step in run:`, before the run has ended"
+            )
 
     # The loop.
 
@@ -304,7 +307,7 @@ class Run(Generic[P]):
                         course.begin_iteration()
                     else:
                         self._take(chunk)
-                    if course.has_body and course.has_due_body():
+                    if course.has_body and course.take_due_body():
                         self._resume_body()
                         yield course.position.step
                         # A step of the body has failed, and the block has swallowed the error: `__exit__` raises it
@@ -337,7 +340,7 @@ class Run(Generic[P]):
         context.signals.interrupts = context.components.feeder.interrupted
         context.course.begin()
         context.course.activity = Activity.FETCHING
-        self._run_chunk = context.components.runner.with_before_step(context.components.dispatch)
+        self._run_chunk = context.components.runner.make_run_chunk(context.components.dispatch)
         if self._loop_batches is not None:
             return itertools.repeat(None)
         return fetch_by_all(context.components.feeder)
@@ -358,7 +361,7 @@ class Run(Generic[P]):
         # leaves the state of the boundary, which is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
-        context.components.runner.after(chunk.first)
+        context.components.runner.call_after_step(chunk.first)
 
     # The time of a body is that of hooks. A body that makes the batches is waited for, until it calls `train_step`.
 
@@ -413,7 +416,7 @@ class Run(Generic[P]):
         # error is raised where they do.
         are_deferred = bool(context.failures) and context.signals.stop_all()
         if course.has_next and course.position.step >= runner.savers.next:
-            runner.save(with_failures=not are_deferred)
+            runner.save(raises_failures=not are_deferred)
         elif course.has_next and context.failures and not are_deferred:
             runner.raise_log_errors()
         if context.signals.poll_stop_signal():

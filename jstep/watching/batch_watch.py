@@ -77,11 +77,11 @@ class BatchWatch(Observer):
 
     def _watch(self, step: int) -> None:
         if self._step is None:
-            self._run.components.dispatch.after_each.append(self._after_call)
+            self._run.components.dispatch.call_listeners.append(self._after_call)
         self._step = step
 
     def _after_call(self, chunk: Chunk, state: Tree) -> None:
-        self._run.components.dispatch.stop_calling(self._after_call)
+        self._run.components.dispatch.remove_listener(self._after_call)
         if chunk.first == self._step:
             args = chunk.args
             is_stacked = chunk.program.is_stacked

@@ -169,5 +169,5 @@ class Meters(Observer):
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         meter = UtilizationMeter(peak_flops, flops_per_step)
-        self._run.components.dispatch.after_each.append(meter.count)
+        self._run.components.dispatch.call_listeners.append(meter.count)
         return meter

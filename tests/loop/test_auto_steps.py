@@ -54,7 +54,7 @@ def timed(*seconds):
 
     for step in range(len(seconds)):
         assert not auto.is_over
-        auto.timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, step))
+        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, step))
     assert auto.is_over
     return table
 

@@ -1,0 +1,251 @@
+"""The checkpoint of another run that a branch begins from: what `start_from` names is found, checked and read."""
+
+import contextlib
+import os
+import re
+from typing import Any, NamedTuple
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.saver import Saver, engine_of
+from jstep.checkpoint.store import Store
+from jstep.core import processes
+from jstep.core.logs import logger
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Tree
+from jstep.data.positions import load_own_position
+from jstep.loop.arguments import Options
+from jstep.record.schema import Parent
+from jstep.stores import tagged_json
+from jstep.stores.files import is_directory
+from jstep.stores.urls import join_path, resolve_path, split_path
+
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_PROBLEM = "start_from cannot be read"
+
+
+class ParentCheckpoint(NamedTuple):
+    """The checkpoint of another run that this one begins from.
+
+    Attributes:
+        is_named: Whether `start_from` names the checkpoint itself, not its directory.
+        edited_step: The step of the state passed, if it replaces the checkpoint's, else 0.
+    """
+
+    saver: Saver
+    step: int
+    is_named: bool
+    edited_step: int
+
+    @property
+    def reference(self) -> Parent:
+        path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
+        return {"path": path, "step": self.step}
+
+
+class ReadCheckpoint(NamedTuple):
+    """What was read of a parent: what it has beside the state, and its state, or the one that replaces it."""
+
+    parent: ParentCheckpoint
+    extra: dict[str, Any]
+    state: Tree
+
+
+class _CheckpointPath(NamedTuple):
+    directory: str
+    prefix: str
+    step: int
+
+
+def _parse_path(path: str) -> _CheckpointPath | None:
+    """Split the path of a checkpoint, such as `runs/a/model-100`; None if its name is not one of a checkpoint."""
+    directory, name = split_path(path)
+    match = _NAME.fullmatch(name)
+    return None if match is None else _CheckpointPath(directory, match[1], int(match[2]))
+
+
+# Find it.
+
+
+def find_parent(
+    options: Options, saver: Saver | None, latest: int | None, given_step: int | None
+) -> ParentCheckpoint | None:
+    """Find the checkpoint at `start_from`; None if the run has checkpoints of its own, `latest` the newest of them."""
+    if options.start_from is None:
+        return None
+    path = os.fspath(options.start_from)
+    prefix = options.prefix
+    _check_not_own(options, saver, path)
+    if latest is not None:
+        return None
+    if saver is not None:
+        with contextlib.suppress(FileNotFoundError):
+            saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
+    parent = processes.share_errors(lambda: _find_checkpoint(path, prefix, given_step or 0), _PROBLEM)
+    return _agree_on_parent(options, parent)
+
+
+def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
+    """Check that a parent is not of this run: the run would resume from it, and be its own branch."""
+    directories: dict[str, Any] = {}
+    if saver is not None:
+        directories["checkpoint_dir"] = saver.directory
+    if options.logdir is not None:
+        directories["logdir"] = options.logdir
+
+    def find_arguments() -> list[str]:
+        return [name for name, value in directories.items() if _is_in(os.fspath(value), path, options.prefix)]
+
+    names = processes.share_errors(find_arguments, _PROBLEM)
+    if names:
+        raise ValueError(
+            f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this one. A run "
+            f"resumes from its own by itself: leave start_from out, or give the branch a {names[0]} of its own"
+        )
+
+
+def _is_in(directory: str, path: str, prefix: str) -> bool:
+    """Whether a path is this directory, or a checkpoint in it; of this prefix it need not exist."""
+    resolved = resolve_path(directory)
+    named = _parse_path(path)
+    if named is None or resolve_path(named.directory) != resolved:
+        return resolve_path(path) == resolved
+    return named.prefix == prefix or open_store(named.directory).find_path(named.prefix, named.step) is not None
+
+
+def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoint:
+    """Find the checkpoint that a path names, or the newest one of the directory that it names."""
+    named = _parse_path(path)
+    if named is not None:
+        store = open_store(named.directory)
+        if store.find_path(named.prefix, named.step) is not None:
+            saver = Saver(named.directory, prefix=named.prefix)
+            return ParentCheckpoint(saver, named.step, is_named=True, edited_step=edited_step)
+        _check_intact(store, named.prefix, newest=named.step - 1, only=named.step)
+    if is_directory(path):
+        store = open_store(path)
+        newest = next((step for step, _ in store.newest_first(prefix)), -1)
+        _check_intact(store, prefix, newest)
+        if newest >= 0:
+            return ParentCheckpoint(Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step)
+    other_prefix = prefix if named is None else named.prefix
+    other = latest_checkpoint(path) or latest_checkpoint(split_path(path)[0], other_prefix)
+    hint = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
+    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
+
+
+def _check_intact(store: Store, prefix: str, newest: int, only: int | None = None) -> None:
+    """Check that no checkpoint newer than the newest readable one is corrupted, or only that of a step."""
+    for path, problem in store.find_broken(prefix, newest):
+        if only is None or split_path(path)[1] == checkpoint_name(prefix, only):
+            raise CheckpointError(f"start_from: {path} is corrupted: {problem}; give another checkpoint")
+
+
+def _agree_on_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
+    """Return the parent at the step that process 0 has found, once it is checked."""
+    (step,) = processes.broadcast_ints(parent.step)
+    if step >= options.stop_step:
+        raise ValueError(
+            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
+            f"that checkpoint, {step}"
+        )
+    if parent.edited_step not in (0, step):
+        raise ValueError(
+            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, "
+            f"{parent.edited_step}, got one at step {step}; to begin with the checkpoint's own state, pass a state at "
+            "step 0 or an abstract one"
+        )
+    return parent._replace(step=step)
+
+
+def warn_of_other_parent(options: Options, parent: Parent | None) -> None:
+    """Warn that `start_from` is not read, if it names another checkpoint than the one that the run began from."""
+    if options.start_from is None:
+        return
+    path = os.fspath(options.start_from)
+    began = "no other run's checkpoint"
+    if parent:
+        may_be_same = _parse_path(path) is None or split_path(path)[1] == split_path(parent["path"])[1]
+        if may_be_same:
+            return
+        began = parent["path"]
+    logger.warning(
+        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
+        "of that checkpoint, give another checkpoint_dir",
+        options.start_from,
+        began,
+    )
+
+
+# Read it: meanwhile its run may go on, and replace or delete it.
+
+
+def read_checkpoint(options: Options, parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint:
+    """Read a checkpoint; if it was a temporary one of a directory, which its run has replaced, a permanent one."""
+    read = _read_once(parent, target)
+    if read is None and not parent.is_named:
+        parent = _find_permanent(options, parent)
+        read = _read_once(parent, target)
+    if read is None:
+        raise _gone(parent.reference["path"])
+    return read
+
+
+def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
+    """Read a checkpoint; None if its run has replaced it meanwhile."""
+    saver = parent.saver
+    step = parent.step
+
+    def read_file(name: str) -> bytes:
+        try:
+            return saver.read_file(name, step)
+        except FileNotFoundError:  # as seen below, on all processes
+            return b""
+
+    def load(name: str) -> tagged_json.ExternalBytes:
+        return tagged_json.ExternalBytes(read_file(name))
+
+    try:
+        saved = saver.extra(step)
+        state = target
+        if not parent.edited_step:
+            with internal_transfers():
+                state = saver.restore(target, step=step)
+        extra: dict[str, Any] = {}
+        if isinstance(saved, dict):
+            extra = tagged_json.resolve_files(load_own_position(saved, read_file), load)
+        is_replaced = saver.extra(step) != saved
+    except FileNotFoundError:
+        return None
+    if processes.any_process(is_replaced):
+        return None
+    return ReadCheckpoint(parent, extra, state)
+
+
+def _find_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
+    prefix = parent.saver.prefix
+    store = open_store(parent.saver.directory)
+
+    def find_newest() -> int:
+        for step, path in store.newest_first(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                if not store.manifest(path).temporary:
+                    return step
+        raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
+
+    step = processes.share_errors(find_newest, _PROBLEM)
+    return _agree_on_parent(options, parent._replace(step=step))
+
+
+def _gone(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
+
+
+def describe_missing(parent: ParentCheckpoint) -> str:
+    """Say that a best checkpoint has the state alone: it was saved within an iteration, and nothing resumes from it."""
+    record = None
+    with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
+        record = engine_of(parent.saver).best(parent.step)
+    if record is None:
+        return ""
+    return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"
