@@ -20,6 +20,7 @@ UNSET = _Unset(100)
 
 
 def next_multiple(step: int, interval: int) -> int:
+    """Return the least multiple of the interval that is greater than the step."""
     return (step // interval + 1) * interval
 
 
@@ -46,7 +47,10 @@ class Cadence:
     again_at_last_step: bool = False
 
     def interval(self) -> float:
-        return self.secs() if callable(self.secs) else self.secs or 0.0
+        """Return the seconds of the interval that begins now."""
+        if callable(self.secs):
+            return self.secs()
+        return self.secs or 0.0
 
     def next_multiple(self, step: int) -> int:
         return NEVER if self.steps is None else next_multiple(step, self.steps)
@@ -66,12 +70,14 @@ def make_cadence(
     """Make a cadence whose errors name the caller's arguments, given as (name, value)."""
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
-    (name, number), (secs_name, seconds) = steps, secs or ("", None)
+    name, number = steps
+    secs_name, seconds = secs or ("", None)
     if number is UNSET:
-        number = None if seconds is not None else int(UNSET)
+        number = int(UNSET) if seconds is None else None
     if required and secs and number is None and seconds is None:
         raise ValueError(f"{name}=None and {secs_name}=None: say how often, with one of them")
-    if number is not None or (required and not secs):
+    is_number_required = required and not secs
+    if number is not None or is_number_required:
         number = as_int(number, name, 1, "a number of steps")
     if seconds is not None:
         seconds = as_number(seconds, secs_name, low=0, above=True, expected="a number of seconds")

@@ -121,16 +121,19 @@ class Columns(NamedTuple):
         if len(parts) == 1 and parts[0].ndim == 0:
             return parts[0]
         # The sum of finite losses may overflow. Without them, the sum is finite exactly if each loss is.
-        bad = [jnp.where(jnp.isfinite(part), jnp.zeros_like(part), part).sum() for part in parts]
-        return sum([part.astype(self.dtype) for part in bad[1:]], bad[0].astype(self.dtype))
+        nonfinite_sums = [jnp.where(jnp.isfinite(part), jnp.zeros_like(part), part).sum() for part in parts]
+        total = nonfinite_sums[0].astype(self.dtype)
+        for other in nonfinite_sums[1:]:
+            total = total + other.astype(self.dtype)
+        return total
 
-    def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
-        """Add the first `count` rows; the others are padding."""
+    def add(self, sums: DeviceSums, rows: Any, num_steps: Any) -> DeviceSums:
+        """Add the rows of the first `num_steps` steps; the others are padding."""
         numbers = rows[:, :-1]
         loss = rows[:, -1]
         blocks = self.split(sums.array)
         no_flags = jnp.zeros(len(rows), bool)
-        is_step = jnp.arange(len(rows), dtype=np.int32) < count
+        is_step = jnp.arange(len(rows), dtype=np.int32) < num_steps
         skipped = no_flags if self.skip is None else numbers[:, self.skip] == 1
 
         finite = jnp.isfinite(numbers)
@@ -148,23 +151,24 @@ class Columns(NamedTuple):
         if self.gradient is not None:
             bad_gradient = is_bad(jnp.isfinite(numbers[:, self.gradient]), skipped) & is_step
         skips_in_a_row = _count_in_a_row(skipped, sums.skips)
-        over_limit = no_flags
+        reaches_limit = no_flags
         if self.limit is not None:
-            over_limit = (skips_in_a_row >= self.limit) & is_step
+            reaches_limit = (skips_in_a_row >= self.limit) & is_step
 
         watched = blocks.watched
         dtype = watched.seen.dtype
         is_first_bad = (watched.bad < 0) & bad.any()
         new_watched = Watched(
-            seen=watched.seen + count.astype(dtype),
+            seen=watched.seen + num_steps.astype(dtype),
             bad=_first_index(watched.bad, bad, watched.seen),
             bad_loss=jnp.where(is_first_bad, loss[jnp.argmax(bad)], watched.bad_loss),
             bad_gradient=_first_index(watched.bad_gradient, bad_gradient, watched.seen),
-            skip_limit=_first_index(watched.skip_limit, over_limit, watched.seen),
+            skip_limit=_first_index(watched.skip_limit, reaches_limit, watched.seen),
         )
         counts = blocks.counts + jnp.sum(used, axis=0).astype(rows.dtype)
-        array = jnp.concatenate([total, blocks.errors + (lost + row_error), counts, jnp.stack(new_watched)])
-        return DeviceSums(array, skips_in_a_row[count - 1])
+        errors = blocks.errors + (lost + row_error)
+        array = jnp.concatenate([total, errors, counts, jnp.stack(new_watched)])
+        return DeviceSums(array, skips_in_a_row[num_steps - 1])
 
 
 def _first_index(recorded: Any, flags: Any, seen: Any) -> Any:
@@ -202,6 +206,7 @@ def _sum_rows(numbers: Any) -> tuple[Any, Any]:
 
 
 def is_bad(finite: Any, skipped: Any) -> Any:
+    """Whether a number is not finite and its update was not skipped, elementwise, on the device or on the host."""
     return ~(finite | skipped)
 
 
@@ -253,17 +258,17 @@ def choose_columns(
 def _is_wide(value: Any) -> bool:
     if not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
-    parts = 2 if jnp.issubdtype(value.dtype, jnp.complexfloating) else 1
-    return bool(value.dtype.itemsize > 4 * parts)
+    num_parts = 2 if jnp.issubdtype(value.dtype, jnp.complexfloating) else 1
+    return bool(value.dtype.itemsize > 4 * num_parts)
 
 
 @functools.cache
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, count) -> sums` for calls of one step, padded after `count`."""
+    """Compile `add(sums, calls, num_steps) -> sums` for calls of one step, padded after `num_steps`."""
 
-    def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:
+    def add(sums: DeviceSums, calls: list[list[Any]], num_steps: object) -> DeviceSums:
         rows = [columns.row(dict(zip(names, values, strict=True))) for values in calls]
-        return columns.add(sums, jnp.stack(rows), count)
+        return columns.add(sums, jnp.stack(rows), num_steps)
 
     return jax.jit(add)
 
@@ -335,12 +340,12 @@ class DeviceAccumulator:
         # A committed array decides on which devices the program runs, and the sums must be on the same ones.
         committed = (x for x in jax.tree.leaves(calls[0]) if getattr(x, "committed", False))
         sums = self.sums_like(next(committed, None), plan.columns)
-        count = np.int32(len(calls))
+        num_steps = np.int32(len(calls))
         # The last call is repeated as padding, so that one program serves any number of calls.
         calls += calls[-1:] * (plan.max_calls - len(calls))
         # Sums that are not finite are results, whatever JAX checks.
         with internal_transfers(), jax.debug_nans(False), jax.debug_infs(False):
-            self._sums = compile_add(plan.columns, plan.names)(sums, calls, count)
+            self._sums = compile_add(plan.columns, plan.names)(sums, calls, num_steps)
 
     @property
     def array(self) -> Any:

@@ -1,11 +1,10 @@
 """The file of a `History`: rows as lines of JSON."""
 
 import contextlib
-import itertools
 import json
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.checkpoint.claims import claim_file
 from jstep.core.checks import describe_type, format_value
@@ -52,13 +51,13 @@ def read_rows(path: str) -> Rows:
                 f"path={path!r}: must have rows of version 1, got version {version:.20} in line {number}, which a "
                 "later jstep wrote; install that one, or give another path"
             )
-        step, row = _parse(line)
-        if step <= next(reversed(rows), -1):
+        parsed = _parse(line)
+        if parsed is None or parsed.step <= next(reversed(rows), -1):
             raise ValueError(
                 f"path={path!r}: must be a new file or one that a History wrote, got line {number}, which is not a row "
                 "of a History; move the file away, or give another path"
             )
-        rows[step] = row
+        rows[parsed.step] = parsed.row
     return rows
 
 
@@ -75,21 +74,40 @@ def _version(line: bytes) -> str | None:
     return None
 
 
-def _parse(line: bytes) -> tuple[int, Row]:
+class _ParsedRow(NamedTuple):
+    step: int
+    row: Row
+
+
+def _parse(line: bytes) -> _ParsedRow | None:
+    """Return the row of a line; None if it is not exactly what `_line` writes."""
     try:
         found = json.loads(line)
         step = found.pop("step")
         row = {name: float(value) for name, value in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return -1, {}
-    return (step, row) if is_step(step) and _line(step, row) == line + b"\n" else (-1, {})
+        return None
+    if not is_step(step) or _line(step, row) != line + b"\n":
+        return None
+    return _ParsedRow(step, row)
 
 
 def _line(step: int, row: Row) -> bytes:
-    return json.dumps({"step": step} | {name: files.json_number(value) for name, value in row.items()}).encode() + b"\n"
+    numbers = {name: files.json_number(value) for name, value in row.items()}
+    return json.dumps({"step": step} | numbers).encode() + b"\n"
 
 
 class HistoryFile:
+    """A file of rows that grows; no other History writes to it while it is open.
+
+    Args:
+        step: The step at which the run begins: later rows are dropped.
+        resumes: Whether rows in the file are this run's; otherwise the file is set aside.
+
+    Attributes:
+        rows: The rows that were found in it.
+    """
+
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:
         self._path = as_path(path)
         self._claim = claim_file(path)
@@ -106,27 +124,38 @@ class HistoryFile:
             moved = self._lines.set_aside()
             logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
             found = {}
-        self.rows = {at: row for at, row in found.items() if at <= step}
-        ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())
-        self._ends = dict(zip(self.rows, ends, strict=True))
+        self.rows: Rows = {}
+        # Step → the size of the file after its row, in the order of steps. By it the file is cut before a row.
+        self._sizes: dict[int, int] = {}
+        for row_step, row in found.items():
+            if row_step <= step:
+                self.rows[row_step] = row
+                self._sizes[row_step] = self._size + len(_line(row_step, row))
         self._lines.truncate(self._size)
 
     @property
     def _size(self) -> int:
-        return next(reversed(self._ends.values()), 0)
+        return next(reversed(self._sizes.values()), 0)
 
-    def put(self, rows: Rows, since: float) -> None:
-        while self._ends and next(reversed(self._ends)) >= since:
-            self._ends.popitem()
-        new = [*itertools.takewhile(lambda step: step >= since, reversed(rows))][::-1]
-        lines = [_line(step, rows[step]) for step in new]
+    def put(self, rows: Rows, first: float) -> None:
+        """Replace the rows in the file from step `first` on by those of `rows` from there on."""
+        while self._sizes and next(reversed(self._sizes)) >= first:
+            self._sizes.popitem()
+        # From the end, as mostly only the last one is new.
+        new_steps: list[int] = []
+        for step in reversed(rows):
+            if step < first:
+                break
+            new_steps.append(step)
+        new_steps.reverse()
+        lines = [_line(step, rows[step]) for step in new_steps]
         try:
             self._lines.truncate(self._size)
             self._lines.write(b"".join(lines))
         except OSError as error:
             raise OSError(error.errno, f"rows of a History cannot be written: {error.strerror}", self._path) from error
-        for step, line in zip(new, lines, strict=True):
-            self._ends[step] = self._size + len(line)
+        for step, line in zip(new_steps, lines, strict=True):
+            self._sizes[step] = self._size + len(line)
 
     def sync(self) -> None:
         self._lines.sync()

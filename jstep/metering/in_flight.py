@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,19 @@ _SHARE = 0.3
 _MIN_DROPPED = 8
 """The number of calls from which on finished ones are dropped."""
 _LATEST = 64
+"""The number of durations that are kept."""
+
+
+_Call = tuple[Any, int, int]
+"""An array that is ready when a call has finished, and the steps before and after it. No `NamedTuple`, as one is made
+at each step."""
+
+
+class _SeenStep(NamedTuple):
+    """A step that another thread has seen finished, and when."""
+
+    step: int = 0
+    seen_at: float = 0.0
 
 
 class InFlight:
@@ -38,11 +51,9 @@ class InFlight:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished = 0
         self.per_step: deque[float] = deque(maxlen=_LATEST)
-        # An array that is ready with a call, and the steps before and after it.
-        self._calls: deque[tuple[Any, int, int]] = deque()
+        self._calls: deque[_Call] = deque()
         self._clock = clock
-        # The latest step that another thread saw finished, and when. One tuple, so that it is replaced at once.
-        self._seen = 0, 0.0
+        self._seen = _SeenStep()  # the latest one; replaced as a whole, by any thread
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
@@ -53,15 +64,17 @@ class InFlight:
     def add(self, first: int, step: int, state: trees.Tree, metrics: Any) -> None:
         if not self._calls:
             self._busy_since = self._clock()
-        loss = metrics.get(LOSS) if isinstance(metrics, dict) and not self._are_donated else None
-        if not isinstance(loss, jax.Array):
-            loss = _result(state, None if self._are_donated else metrics)
-        self._calls.append((loss, first, step))
+        if self._are_donated:
+            metrics = None
+        result = metrics.get(LOSS) if isinstance(metrics, dict) else None
+        if not isinstance(result, jax.Array):
+            result = _find_result(state, metrics)
+        self._calls.append((result, first, step))
         self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
-        done = 0
-        steps = 0
+        num_calls = 0
+        num_steps = 0
         # The device finishes calls in their order.
         while self._calls:
             result, first, step = self._calls[0]
@@ -69,24 +82,26 @@ class InFlight:
                 self._are_donated = True
             elif result.is_ready():
                 self.finished = step
-                done += 1
-                steps += step - first
+                num_calls += 1
+                num_steps += step - first
             else:
                 break
             self._calls.popleft()
-        if done:
-            self._measure(done, steps)
+        if num_calls:
+            self._measure(num_calls, num_steps)
             self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
-    def _measure(self, calls: int, steps: int) -> None:
+    def _measure(self, num_calls: int, num_steps: int) -> None:
         """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""
-        seen_step, seen_at = self._seen
-        # Another thread may have seen them finished before this one came to look.
-        finished_at = self._clock() if seen_step < self.finished else max(seen_at, self._busy_since)
+        seen = self._seen
+        if seen.step < self.finished:
+            finished_at = self._clock()
+        else:  # another thread has seen them finished before this one came to look
+            finished_at = max(seen.seen_at, self._busy_since)
         seconds = finished_at - self._busy_since
         self._busy_since = finished_at
-        self.per_step.append(seconds / steps)
-        newest = seconds / calls
+        self.per_step.append(seconds / num_steps)
+        newest = seconds / num_calls
         if self._call_secs is None:
             self._call_secs = newest
         else:
@@ -110,26 +125,28 @@ class InFlight:
 
     def _wait_for_one(self) -> None:
         with contextlib.suppress(Exception):
-            self._calls[0][0].block_until_ready()
+            result, _, _ = self._calls[0]
+            result.block_until_ready()
         self.drop_finished()
 
     def unfinished(self) -> tuple[int, int] | None:
+        """Return the steps before and after the call that the device runs; None if it has finished all."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
             if result.is_deleted():
                 continue
             if not result.is_ready():
                 return first, step
-            if step > self._seen[0]:
-                self._seen = step, self._clock()
+            if step > self._seen.step:
+                self._seen = _SeenStep(step, self._clock())
         return None
 
     def clear(self) -> None:
         self._calls.clear()
         self.finished = 0
-        self._seen = (0, 0.0)
+        self._seen = _SeenStep()
 
 
-def _result(state: trees.Tree, metrics: Any) -> Any:
+def _find_result(state: trees.Tree, metrics: Any) -> Any:
     """Return a small array that no later call donates: a metric, or a copy of the state's step."""
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
     if arrays:

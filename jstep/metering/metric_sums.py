@@ -90,7 +90,7 @@ class PlanTable:
 
     Attributes:
         limit: The number of consecutive skipped updates to report.
-        has_means: Whether a hook needs the means of all metrics.
+        has_means: Whether a hook needs the means of all metrics; otherwise only a few are added.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -157,6 +157,8 @@ def _canonical(value: Any) -> Any:
 
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
+
+    The loop's thread alone calls it. Only what `follow_ratios` returns may be read by any thread.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
     program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their

@@ -30,7 +30,10 @@ class Work(NamedTuple):
     Attributes:
         once: The operations if each loop body counts once, as in XLA.
         all: The operations if each loop body counts once per iteration.
+        once_bytes: The bytes that operations read and write, counted as `once`.
+        all_bytes: The same, counted as `all`.
         unknown: The number of loops, counted once, whose length depends on values.
+        products: The operations of matrix products, by dtype and precision, counted as `all`.
         factorizations: The operations of factorizations and solves on one device, by name; XLA does not know them.
         uncounted: The names of the operations whose work is unknown.
     """
@@ -56,16 +59,16 @@ class Work(NamedTuple):
             uncounted=self.uncounted | other.uncounted,
         )
 
-    def times(self, once: int, total: int) -> "Work":
-        products = Counter({product: total * flops for product, flops in self.products.items()})
+    def repeat(self, times: int, copies: int) -> "Work":
+        """Return the work of a body that runs so many times, and of which the program has so many copies."""
         return Work(
-            once=once * self.once,
-            all=total * self.all,
-            once_bytes=once * self.once_bytes,
-            all_bytes=total * self.all_bytes,
+            once=copies * self.once,
+            all=times * self.all,
+            once_bytes=copies * self.once_bytes,
+            all_bytes=times * self.all_bytes,
             unknown=self.unknown,
-            products=products,
-            factorizations=Counter({name: total * flops for name, flops in self.factorizations.items()}),
+            products=Counter({product: times * flops for product, flops in self.products.items()}),
+            factorizations=Counter({name: times * flops for name, flops in self.factorizations.items()}),
             uncounted=self.uncounted,
         )
 
@@ -81,7 +84,7 @@ def _work_of_operation(operation: Operation) -> Work:
     if operation.kind == "shard_map":
         shards = math.prod(shard_counts(operation).values())
         # Not of factorizations: each device computes those of its own shard, or else of whole matrices.
-        return inner[0].times(shards, shards)._replace(factorizations=inner[0].factorizations)
+        return inner[0].repeat(shards, copies=shards)._replace(factorizations=inner[0].factorizations)
     if operation.kind == "cond":
         largest = max(inner, key=lambda work: work.all + work.factorizations.total())
         return largest._replace(uncounted=frozenset().union(*(work.uncounted for work in inner)))
@@ -93,8 +96,11 @@ def _work_of_operation(operation: Operation) -> Work:
     if operation.kind == "scan":
         length = operation.options["length"]
         unroll = min(max(1, int(operation.options["unroll"])), max(1, length))
-        # The remainder of an unrolled loop is a second copy of its program.
-        return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
+        if length > unroll:
+            copies = unroll + length % unroll  # the remainder of an unrolled loop is a program of its own
+        else:
+            copies = max(1, length)
+        return inner[0].repeat(length, copies)
     flops = count_flops(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = matrix_product(operation.eqn)
