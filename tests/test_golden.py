@@ -15,8 +15,8 @@ import pytest
 from golden_runs import RUNS
 
 import jstep
+from jstep.hooks.history_file import read_rows
 from jstep.look.cli import main
-from jstep.metering.history_file import read_rows
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -20,6 +20,7 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
+from jstep.hooks.cadence import NEVER
 from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.chunks import CallBoundaries, make_chunks
@@ -28,7 +29,6 @@ from jstep.loop.feeder import BatchReader
 from jstep.loop.origin import extra_at
 from jstep.loop.programs import Program, ProgramTable
 from jstep.loop.stages import as_stages
-from jstep.metering.cadence import NEVER
 from jstep.metering.numbers import read_value
 from jstep.state.fingerprints import as_hexadecimal, fingerprint
 from jstep.state.global_step import check_step, global_step

@@ -19,10 +19,10 @@ from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.evaluating.callbacks import prepare_run_save, use_evaluation, use_run, wait_until_finished
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
+from jstep.hooks.cadence import Clock, make_cadence
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
 from jstep.hooks.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.metering.cadence import Clock, make_cadence
 from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
 from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState

@@ -8,9 +8,9 @@ import jax
 
 from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.logs import logger
+from jstep.hooks.cadence import NEVER, next_multiple
 from jstep.hooks.hook import Hook
 from jstep.hooks.run_hook import RunHook
-from jstep.metering.cadence import NEVER, next_multiple
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location

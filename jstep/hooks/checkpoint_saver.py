@@ -10,8 +10,8 @@ from jstep.checkpoint.manifest import as_checkpoint_extra
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.shared_directory import check_shared
 from jstep.core.checks import as_function, as_functions
+from jstep.hooks.cadence import Clock, make_cadence
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
-from jstep.metering.cadence import Clock, make_cadence
 from jstep.state.train_state import TrainState
 
 

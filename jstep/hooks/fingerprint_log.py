@@ -19,8 +19,8 @@ from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_choice, format_list, format_value
 from jstep.core.exceptions import WrongStateError
 from jstep.core.logs import logger
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.run_hook import RunHook
-from jstep.metering.cadence import make_cadence
 from jstep.metering.numbers import TransferQueue, start_transfer
 from jstep.state.fingerprints import (
     Fingerprints,

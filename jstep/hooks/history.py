@@ -17,11 +17,11 @@ from jstep.core.checks import as_int
 from jstep.core.drawing import Curve, picture
 from jstep.core.logs import logger
 from jstep.core.tables import html_table
+from jstep.hooks.cadence import make_cadence
+from jstep.hooks.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
-from jstep.metering.cadence import make_cadence
-from jstep.metering.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics
 from jstep.state.train_state import TrainState

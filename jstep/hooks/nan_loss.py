@@ -8,8 +8,8 @@ import numpy as np
 from jstep.core.checks import as_bool, as_int, describe_type, format_list, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.metering.cadence import make_cadence
 from jstep.metering.intervals import Interval
 from jstep.metering.numbers import read_value, real_parts
 from jstep.slots.roles import Role, roles_in

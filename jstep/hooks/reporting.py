@@ -14,10 +14,10 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, describe_type, format_value, in_own_digits
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
+from jstep.hooks.cadence import UNSET, Clock, make_cadence
 from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
 from jstep.hooks.speed import format_utilization, measure_finished
 from jstep.metering import numbers
-from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.train_state import TrainState
 from jstep.summary.summaries import of_skipped_step
 from jstep.training.metrics import SKIPPED, Metrics

@@ -13,8 +13,8 @@ from jstep.core.checks import format_value, hook_name
 from jstep.core.exceptions import with_path
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Hook
-from jstep.metering.cadence import Cadence
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue

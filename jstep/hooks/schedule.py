@@ -7,8 +7,8 @@ from typing import Any
 from jstep.core import processes
 from jstep.core.agreed_clock import AgreedClock
 from jstep.core.checks import describe_type, hook_name
+from jstep.hooks.cadence import NEVER, Cadence
 from jstep.hooks.run_hook import hook_cadence
-from jstep.metering.cadence import NEVER, Cadence
 
 
 def next_call(hook: object, step: int) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jstep import summary
 from jstep.core.checks import as_function, as_int, as_number
 from jstep.core.stopwatch import STEPPING
+from jstep.hooks.cadence import UNSET, Clock, make_cadence
 from jstep.hooks.run_hook import RunHook, as_writer
-from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics

@@ -14,10 +14,10 @@ from jstep.core.placement import check_not_compile_only
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.programs import AUTO
-from jstep.metering.cadence import make_cadence
 from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, as_state

@@ -12,8 +12,8 @@ import numpy as np
 
 from jstep.core.trees import Tree, batch_to_args
 from jstep.data.batch_placement import as_shardings, make_placer
+from jstep.hooks.cadence import NEVER
 from jstep.loop.stages import TrainSteps
-from jstep.metering.cadence import NEVER
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long

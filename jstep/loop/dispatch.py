@@ -300,8 +300,10 @@ def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
 
 
 def check_result(result: object) -> None:
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    state, metrics = result if is_pair else (None, None)  # type: ignore[misc]
+    state: Any = None
+    metrics: Any = None
+    if isinstance(result, tuple) and len(result) == 2:
+        state, metrics = result
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
         returned = describe_type(result)
         if isinstance(result, tuple) and result:

@@ -22,6 +22,7 @@ from jstep.core.exceptions import note, note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.evaluating.evaluation_hook import EvaluationHook, stopped_by
+from jstep.hooks.cadence import NEVER, Cadence
 from jstep.hooks.hook import call_named, defines
 from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook_cadence, use_run
 from jstep.hooks.saver_hook import SaverHook
@@ -31,7 +32,6 @@ from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.hook_errors import HookErrors
 from jstep.loop.stages import TrainSteps
-from jstep.metering.cadence import NEVER, Cadence
 
 RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` returns the new state and the last metrics."""

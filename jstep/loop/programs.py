@@ -20,9 +20,9 @@ from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.logs import logger
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import Tree, shape_of
+from jstep.hooks.cadence import NEVER
 from jstep.loop.chunks import Chunk
 from jstep.loop.stages import Stage, TrainSteps, name_of_step
-from jstep.metering.cadence import NEVER
 from jstep.metering.device_sums import Accumulate
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
 from jstep.state.global_step import check_alive

@@ -20,13 +20,13 @@ from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
+from jstep.hooks.cadence import Cadence, make_cadence
 from jstep.hooks.nan_loss import describe_initial_nan
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.loop.arguments import MAX_SECS
 from jstep.loop.contents import BEFORE_END, NOTHING, Contents, RunContents
 from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
-from jstep.metering.cadence import Cadence, make_cadence
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics

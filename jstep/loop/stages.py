@@ -10,7 +10,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.trees import Tree
 from jstep.data.steps import Staircase, as_staircase
-from jstep.metering.cadence import NEVER
+from jstep.hooks.cadence import NEVER
 from jstep.training.step import TrainStep, trace_program
 from jstep.training.watched_updates import remember_updates, watch_updates
 

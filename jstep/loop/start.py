@@ -34,6 +34,7 @@ from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import evaluate_first, evaluate_owed
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook_states import check_stateful, get_states
 from jstep.hooks.reporting import LoggingHook
 from jstep.hooks.speed import StepCounterHook, count_examples
@@ -52,7 +53,6 @@ from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
-from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.starts import FOLDER
 from jstep.stores.files import check_no_links

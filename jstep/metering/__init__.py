@@ -1,8 +1,6 @@
-"""When is something due, and what are its numbers?
+"""What are the numbers of steps? They are summed on the device, and brought to the host without waiting for it.
 
-- `cadence`: when a hook is due.
 - `device_sums`: sums of metrics on the device.
-- `history_file`: the file of a `History`.
 - `in_flight`: the step that the device has finished.
 - `intervals`: these sums over intervals of steps, on the host.
 - `metric_sums`: sums of metrics over intervals of steps.

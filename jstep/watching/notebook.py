@@ -9,9 +9,9 @@ from typing import Any
 
 from jstep.core.logs import is_below_bar
 from jstep.core.tables import html_table, html_text
+from jstep.hooks.cadence import Clock
 from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunInfo
-from jstep.metering.cadence import Clock
 from jstep.metering.numbers import as_numbers, read_values
 
 _MAX_ROWS = 20

@@ -13,11 +13,11 @@ from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
 from jstep.evaluating.evaluation_hook import newest_results
+from jstep.hooks.cadence import Cadence, Clock
 from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run_context import Observer, RunContext
-from jstep.metering.cadence import Cadence, Clock
 from jstep.metering.numbers import TransferQueue, as_numbers, format_number, scalars, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step

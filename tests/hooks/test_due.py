@@ -11,9 +11,9 @@ from hook_fakes import Clock, Writer
 from hooked_runs import train
 
 import jstep
+from jstep.hooks.cadence import NEVER, Cadence
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.schedule import HookSchedule, next_call
-from jstep.metering.cadence import NEVER, Cadence
 
 
 def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():

@@ -13,7 +13,7 @@ from hook_fakes import state_at
 from points import number
 
 import jstep
-from jstep.metering.cadence import NEVER
+from jstep.hooks.cadence import NEVER
 
 # StopAtStepHook
 

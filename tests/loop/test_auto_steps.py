@@ -83,15 +83,15 @@ def test_all_processes_take_as_many_steps_as_the_slowest(fails_on, most, monkeyp
 def test_only_the_first_calls_are_timed(monkeypatch):
     """A call that is timed waits for the device; later ones must not."""
     timed = []
-    run = AutoSteps.timed
+    run = AutoSteps.run_timed
 
     def counted(self, *args):
         timed.append(1)
         return run(self, *args)
 
-    monkeypatch.setattr(AutoSteps, "timed", counted)
+    monkeypatch.setattr(AutoSteps, "run_timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
-    assert len(timed) == dispatch._UNTIMED + dispatch._TIMED
+    assert len(timed) == dispatch._UNTIMED_CALLS + dispatch._TIMED_CALLS
 
 
 def test_the_longer_program_is_known_to_be_compiled() -> None:

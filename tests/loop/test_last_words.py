@@ -8,10 +8,10 @@ from doubles import raising
 from loop_runs import DATA, Calls, train
 
 import jstep
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stopping
 from jstep.loop.saving import RunSaverHook
-from jstep.metering.cadence import Cadence
 
 
 def said_in(directory, look):

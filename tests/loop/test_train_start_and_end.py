@@ -10,8 +10,8 @@ import pytest
 from loop_runs import OPTIMIZER, Calls, by_hand, make_state, same, train
 
 import jstep
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
-from jstep.metering.cadence import Cadence
 
 # Start and end
 
