@@ -114,7 +114,7 @@ class PointRecorder:
 
 @pytest.fixture
 def hook_run_clock_and_writer(monkeypatch):
-    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"] if metrics else state)
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics["loss"] if metrics else state)
     clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     return hook, FakeRun(hook, state_at()), clock, writer

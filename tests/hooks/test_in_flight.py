@@ -45,7 +45,7 @@ class Result:
 
 
 def most_ahead(device, host, calls, monkeypatch):
-    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics)
     flight, ahead = InFlight(lambda: device.now), []
     for step in range(calls):
         flight.make_room()
@@ -121,7 +121,7 @@ class Terminal(io.StringIO):
 def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"])
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics["loss"])
     read = []
     monkeypatch.setattr(
         numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()}
