@@ -17,7 +17,8 @@ from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
 from jstep.stores.urls import absolute, location
 
-_ALL = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
+# The time of stepping is divided into that of the steps that the run kept, and that of the steps that it lost.
+_PARTS = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
 _MAX_SLOW = 8
@@ -94,7 +95,7 @@ class Goodput(Tabular):
     @property
     def parts(self) -> dict[str, float]:
         """The seconds of each part, whose sum is `total`; `stalled` is the sum of all stalls."""
-        return {**{name: getattr(self, name) for name in _ALL}, STALLED: sum(self.stalled.values())}
+        return {**{name: getattr(self, name) for name in _PARTS}, STALLED: sum(self.stalled.values())}
 
     @property
     def total(self) -> float:
@@ -112,13 +113,18 @@ class Goodput(Tabular):
         return f"goodput {_percent(self.fraction)}: {steps}, {self.starts} {starts}{whose}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        rows = list[tuple[str, float]]()
+        figures: list[tuple[str, float]] = []
         for name, secs in self.parts.items():
-            rows.append((name, secs))
-            rows += [("  computing", self.computing)] if name == HOOKS else []
-            rows += [(f"  {part}", of_part) for part, of_part in self.stalled.items()] if name == STALLED else []
-        shown = [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
-        return [*shown, *(slow.row() for slow in self.slow[:_MAX_SLOW])]
+            figures.append((name, secs))
+            if name == HOOKS:
+                figures.append(("  computing", self.computing))
+            if name == STALLED:
+                figures += [(f"  {part}", stalled) for part, stalled in self.stalled.items()]
+        rows: list[tuple[str, str, str]] = []
+        for name, secs in figures:
+            if secs:
+                rows.append((f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}"))
+        return [*rows, *(slow.row() for slow in self.slow[:_MAX_SLOW])]
 
     def _notes(self) -> Sequence[str]:
         return self.notes
@@ -159,141 +165,221 @@ def goodput(directory: str | os.PathLike[str], prefix: str = "model") -> Goodput
         (9, 1, True, True)
     """
     where = absolute(location(directory, "directory"))
-    of_runs = find_starts(where)
-    if prefix not in of_runs:
+    runs = find_starts(where)
+    if prefix not in runs:
         raise ValueError(
-            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, of_runs))}; "
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, runs))}; "
             "give the checkpoint_prefix of the run"
         )
-    found, newest = goodput_of_starts(of_runs[prefix]), valid(of_runs[prefix])[-1]
+    starts = runs[prefix]
+    total = goodput_of_starts(starts)
+    newest = valid(starts)[-1]
     count = newest["processes"] or 1
     records = read_processes(where, prefix, newest["number"], count)
-    return dataclasses.replace(found, processes=count, slow=slow_processes(newest, records))
+    return dataclasses.replace(total, processes=count, slow=slow_processes(newest, records))
 
 
 def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
-    known = valid(starts)
-    if not known:
+    """Sum the times of all starts of a run, oldest first, of which some may be unreadable."""
+    readable = valid(starts)
+    if not readable:
         raise ValueError("none of its starts can be read")
-    of_starts = goodput_by_start(known)
-    names = (*_ALL, "computing", "steps")
-    stalled_parts = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
-    stalled = {part: sum(start.stalled.get(part, 0.0) for start in of_starts) for part in stalled_parts}
-    notes = part_changes(known)
+    single = goodput_by_start(readable)
+    sums: dict[str, Any] = {}
+    for name in (*_PARTS, "computing", "steps"):
+        sums[name] = sum(getattr(item, name) for item in single)
+    stalled: dict[str, float] = {}
+    for item in single:
+        for part, secs in item.stalled.items():
+            stalled[part] = stalled.get(part, 0.0) + secs
+    notes = part_changes(readable)
     notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
-    notes += [f"only the newest {MAX_STARTS} starts are counted"] if len(starts) == MAX_STARTS else []
-    sums: dict[str, Any] = {name: sum(getattr(start, name) for start in of_starts) for name in names}
+    if len(starts) == MAX_STARTS:
+        notes.append(f"only the newest {MAX_STARTS} starts are counted")
     return Goodput(**sums, starts=len(starts), stalled=stalled, notes=notes)
 
 
-_MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
-"""The minimum steps of a start, and the minimum milliseconds and share of a part, whose times are compared."""
-
-
-def milliseconds(start: Start) -> dict[str, float]:
-    """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
-    secs = _repeated(start["seconds"])
-    secs[STALLED] = sum(_take_stalls(start, secs).values())
-    return _per_step(secs, start["step"])
-
-
-def _repeated(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {phase: seconds.get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
-
-
-def _per_step(secs: Mapping[str, float], steps: tuple[int, int] | None) -> dict[str, float]:
-    first, last = steps or (0, 0)
-    return {phase: 1000 * value / (last - first) for phase, value in secs.items()} if last > first else {}
-
-
-def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
-    """Move the stalls of a start out of the seconds of its parts; return the stalled seconds by part."""
-    stalled: dict[str, float] = {}
-    for stall in start["stalls"]:
-        part = str(stall["part"])
-        if part == STEPPING and part not in seconds:
-            part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
-        taken = min(seconds.get(part, 0.0), stall["stalled"] or 0.0)
-        if taken > 0:
-            seconds[part] -= taken
-            stalled[part] = stalled.get(part, 0.0) + taken
-    return stalled
-
-
-def slow_processes(start: Start, records: Sequence[ProcessRecord]) -> list[SlowProcess]:
-    """Return the processes that spend twice as long as the others in a part, the slowest first."""
-    hosts = {0: start["process"]["host"]} | {record["index"]: record["process"]["host"] for record in records}
-    spans = {0: start["step"] or (0, 0)} | {record["index"]: record["step"] or (0, 0) for record in records}
-    times = {0: milliseconds(start)}
-    times |= {record["index"]: _per_step(_repeated(record["seconds"]), record["step"]) for record in records}
-    times = {process: times[process] for process, (first, last) in spans.items() if last - first >= _MIN_STEPS}
-    found = list[SlowProcess]()
-    for process, by_part in times.items() if len(times) > 1 else ():
-        least = max(_MIN_MS, _MIN_SHARE * sum(by_part.values()))
-        for part in (WAITING, SAVING, EVALUATING, HOOKS):
-            others = statistics.median(other[part] for index, other in times.items() if index != process)
-            if by_part[part] >= 2 * others and by_part[part] >= least:
-                found.append(SlowProcess(process, hosts[process], part, by_part[part], others))
-    return sorted(found, key=lambda slow: slow.others - slow.milliseconds)
-
-
-def part_changes(starts: Sequence[Start]) -> list[str]:
-    """Name each part whose time a step changed by more than a factor of two between two starts."""
-    spans = [(start, start["step"] or (0, 0), milliseconds(start)) for start in starts]
-    found = list[str]()
-    for (_, _, earlier), (start, (first, _), later) in itertools.pairwise(
-        span for span in spans if span[1][1] - span[1][0] >= _MIN_STEPS
-    ):
-        least = max(_MIN_MS, _MIN_SHARE * max(sum(earlier.values()), sum(later.values())))
-        for part, value in later.items():
-            if not earlier[part] / 2 <= value <= 2 * earlier[part] and max(earlier[part], value) >= least:
-                change = f"{earlier[part]:.3g} → {value:.3g} ms a step"
-                found.append(f"{part}: {change} from step {first} (start {start['number']}) on")
-    return found
+# The time of each start.
 
 
 def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
+    """Account for the time of each start, and in `down` for the time between the previous start and this one."""
     found: list[Goodput] = []
-    ended = starts[0]["began"] if starts else 0.0
+    previous_end = starts[0]["began"] if starts else 0.0
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
         seconds: dict[str, Any] = dict.fromkeys(PHASES, 0.0) | start["seconds"]
-        began, stepping = start["began"], seconds.pop(STEPPING)
-        down = max(0.0, began - ended)
+        began = start["began"]
+        seconds["down"] = max(0.0, began - previous_end)
         # If the process was already running before the previous start ended, that time is counted once.
-        overlap = max(0.0, ended - began)
+        overlap = max(0.0, previous_end - began)
         for phase in (BEFORE, STARTING):
-            cut = min(seconds[phase], overlap)
-            seconds[phase], overlap = seconds[phase] - cut, overlap - cut
-        ended = max(ended, began + sum(start["seconds"].values()))
-        first, final = start["step"] or (0, 0)
-        kept = total_at(start, kept_until, stepping, 1)
-        seconds |= {"productive": kept, "rewound": stepping - kept, "down": down}
-        stalled = _take_stalls(start, seconds, math.inf if kept_until == final else kept_until)
-        computing, steps = start["computing"] or 0.0, kept_until - first
+            counted_twice = min(seconds[phase], overlap)
+            seconds[phase] -= counted_twice
+            overlap -= counted_twice
+        previous_end = max(previous_end, began + sum(start["seconds"].values()))
+
+        first, last = start["step"] or (0, 0)
+        stepping = seconds.pop(STEPPING)
+        kept = total_at(start, kept_until, stepping, SAVED_SECONDS)
+        seconds["productive"] = kept
+        seconds["rewound"] = stepping - kept
+        # If no step was lost, all stalls are in `productive`, also one in a step after the last, which never finished.
+        stalled = _take_stalls(start, seconds, math.inf if kept_until == last else kept_until)
+        computing = start["computing"] or 0.0
+        steps = kept_until - first
         found.append(Goodput(**seconds, computing=computing, starts=1, steps=steps, stalled=stalled))
     return found
 
 
 def _kept_until(starts: Sequence[Start]) -> list[int]:
     """Return the last step of each start that no later start repeated."""
-    limit, steps = math.inf, list[int]()
-    for first, last in (start["step"] or (0, 0) for start in reversed(starts)):
-        steps.append(int(max(first, min(last, limit))))
-        limit = min(limit, first) if last else limit
-    return steps[::-1]
+    kept: list[int] = []
+    limit = math.inf
+    for start in reversed(starts):
+        first, last = start["step"] or (0, 0)
+        kept.append(int(max(first, min(last, limit))))
+        # A start that restored a checkpoint discards the steps after it, even if it took no step itself. `last` is 0
+        # if its steps are unknown, or if it is still at step 0.
+        if last:
+            limit = min(limit, first)
+    kept.reverse()
+    return kept
+
+
+def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
+    """Move the stalls of a start out of the seconds of its parts; return the stalled seconds by part.
+
+    Args:
+        start: The start that stalled.
+        seconds: Seconds by part, which this reduces; of `stepping`, or of `productive` and `rewound`.
+        kept_until: The step up to which a stall while stepping was in `productive`.
+    """
+    stalled: dict[str, float] = {}
+    for stall in start["stalls"]:
+        part = str(stall["part"])
+        if part == STEPPING and part not in seconds:
+            part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
+        # Not more than the part has: the record may be somebody else's, and the total stays what it was.
+        moved = min(seconds.get(part, 0.0), stall["stalled"] or 0.0)
+        if moved > 0:
+            seconds[part] -= moved
+            stalled[part] = stalled.get(part, 0.0) + moved
+    return stalled
+
+
+SAVED_SECONDS = 1
+SAVED_EXAMPLES = 2
+"""The columns of the entries of `Start["saved"]` that hold totals since the start began; column 0 is the step."""
 
 
 def total_at(start: Start, step: float, final: float, column: int) -> float:
-    """A total of a start at a step: `final` is its last value, `column` its column in the saves."""
+    """Interpolate a total of a start between its saves.
+
+    Args:
+        start: The start.
+        step: The step at which the total is wanted.
+        final: The total at its last step.
+        column: `SAVED_SECONDS` or `SAVED_EXAMPLES`.
+    """
     first, last = start["step"] or (0, 0)
     if step >= last:
         return final
-    saved: list[Any] = start["saved"]
-    saves = [(save[0], save[column]) for save in saved if first < save[0] < last and save[column] is not None]
-    for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, final)]):
-        if step <= b:
-            return min(final, max(0.0, low + (high - low) * (step - a) / (b - a)))
+    known: list[tuple[int, float]] = []
+    for save in start["saved"]:
+        total: Any = save[column]
+        if first < save[0] < last and total is not None:
+            known.append((save[0], total))
+    for (step_a, total_a), (step_b, total_b) in itertools.pairwise([(first, 0.0), *sorted(known), (last, final)]):
+        if step <= step_b:
+            interpolated = total_a + (total_b - total_a) * (step - step_a) / (step_b - step_a)
+            # The saves may be those of somebody else's file, and exceed the final total.
+            return min(final, max(0.0, interpolated))
     return final
+
+
+# The time of a step: what changed from start to start, and which processes are slow.
+
+_MIN_STEPS = 10
+"""The steps that a start must have taken for its times to be compared."""
+_MIN_MILLISECONDS = 0.1
+_MIN_SHARE = 0.01
+"""A part is compared if it takes so many milliseconds a step, and this share of all parts."""
+
+
+def milliseconds(start: Start) -> dict[str, float]:
+    """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
+    secs = _repeated_phases(start["seconds"])
+    stalled = _take_stalls(start, secs)
+    secs[STALLED] = sum(stalled.values())
+    return _milliseconds_per_step(secs, start["step"])
+
+
+def _repeated_phases(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {phase: seconds.get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
+
+
+def _milliseconds_per_step(secs: Mapping[str, float], span: tuple[int, int] | None) -> dict[str, float]:
+    steps = _step_count(span)
+    if not steps:
+        return {}
+    return {phase: 1000 * value / steps for phase, value in secs.items()}
+
+
+def _step_count(span: tuple[int, int] | None) -> int:
+    return 0 if span is None else span[1] - span[0]
+
+
+def part_changes(starts: Sequence[Start]) -> list[str]:
+    """Name each part whose time a step changed by more than a factor of two between two starts."""
+    changes: list[str] = []
+    earlier: dict[str, float] | None = None
+    for start in starts:
+        span = start["step"]
+        if span is None or _step_count(span) < _MIN_STEPS:
+            continue
+        times = milliseconds(start)
+        if earlier is not None:
+            least = max(_MIN_MILLISECONDS, _MIN_SHARE * max(sum(earlier.values()), sum(times.values())))
+            for part, value in times.items():
+                is_similar = earlier[part] / 2 <= value <= 2 * earlier[part]
+                if is_similar or max(earlier[part], value) < least:
+                    continue
+                change = f"{earlier[part]:.3g} → {value:.3g} ms a step"
+                changes.append(f"{part}: {change} from step {span[0]} (start {start['number']}) on")
+        earlier = times
+    return changes
+
+
+class _ProcessTimes(NamedTuple):
+    host: str | None
+    milliseconds: Mapping[str, float]
+
+
+def slow_processes(start: Start, records: Sequence[ProcessRecord]) -> list[SlowProcess]:
+    """Return the processes that spend twice as long as the others in a part, the slowest first.
+
+    Args:
+        start: A start, which process 0 has recorded.
+        records: What its other processes have recorded.
+    """
+    processes: dict[int, _ProcessTimes] = {}
+    if _step_count(start["step"]) >= _MIN_STEPS:
+        processes[0] = _ProcessTimes(start["process"]["host"], milliseconds(start))
+    for record in records:
+        if _step_count(record["step"]) >= _MIN_STEPS:
+            times = _milliseconds_per_step(_repeated_phases(record["seconds"]), record["step"])
+            processes[record["index"]] = _ProcessTimes(record["process"]["host"], times)
+    if len(processes) < 2:
+        return []
+    slow: list[SlowProcess] = []
+    for process, (host, own) in processes.items():
+        least = max(_MIN_MILLISECONDS, _MIN_SHARE * sum(own.values()))
+        others = [other.milliseconds for index, other in processes.items() if index != process]
+        for part in (WAITING, SAVING, EVALUATING, HOOKS):
+            median = statistics.median(other[part] for other in others)
+            if own[part] >= 2 * median and own[part] >= least:
+                slow.append(SlowProcess(process, host, part, own[part], median))
+    return sorted(slow, key=lambda item: item.others - item.milliseconds)
 
 
 # `goodput` of the command line.
@@ -311,9 +397,11 @@ def _print_goodput(arguments: argparse.Namespace) -> int:
 
 def _print_one(path: str, arguments: argparse.Namespace) -> int:
     result = goodput(path, arguments.prefix)
-    fields = {**vars(result), "total": result.total, "fraction": result.fraction}
+    values = {**vars(result), "total": result.total, "fraction": result.fraction}
+    # Without empty lists and dicts, but with the numbers that are 0.
+    fields = {name: value for name, value in values.items() if value or value == 0}
     lines = [f"{path}:", str(result)] if len(arguments.paths) > 1 else [str(result)]
-    return answer(arguments, {name: value for name, value in fields.items() if value or value == 0}, lines)
+    return answer(arguments, fields, lines)
 
 
 GOODPUT = Command(_add_arguments, _print_goodput)

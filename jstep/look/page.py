@@ -2,8 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jstep.core.checks import format_list, truncate
 from jstep.core.drawing import NEUTRAL, Curve, Mark, legend_key, picture
@@ -11,30 +11,36 @@ from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
-from jstep.look.run_folder import last_step_text
+from jstep.look.run_folder import RunFolder, last_step_text
 from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
 from jstep.look.sweep import RunFiles, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
-_MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
+_MAX_CELL = 24
+_MAX_NAME = 40
+_MAX_TITLE = 2000
 """The maximum number of characters of a cell, of a name, and of a tooltip."""
 _BOX_ROWS = 20
 """The maximum number of rows of a table that does not scroll."""
 _NAMED_OPTIONS = 8
 """The number of options of the best run that are named."""
-_MAX_PICTURES, _MAX_ODD = 100, 20
+_MAX_PICTURES = 100
+_MAX_WARNINGS = 20
 """The maximum number of pictures of curves, and of warnings of one run."""
-_COLORED, _NEUTRAL = 40_000, 75_000
-"""How many columns all colored curves of a page have together, and all others."""
+_COLORED_COLUMNS = 40_000
+_NEUTRAL_COLUMNS = 75_000
+"""How many columns all colored curves of a page have together, and all others: they bound its size."""
 
 
 def sections(sweep: Sweep) -> dict[str, list[str]]:
     """Return the parts of the page by their headings; one without parts is not shown."""
-    several = len(sweep.rows) > 1
-    runs = {"The runs": [*_table(sweep), *_seeds(sweep)]} if several else {"The run": _facts(sweep.rows[0])}
+    if len(sweep.rows) > 1:
+        runs = {"The runs": [*_table(sweep), *_seeds(sweep)]}
+    else:
+        runs = {"The run": _facts(sweep.rows[0])}
     return {
-        "Warnings": _odd(sweep),
+        "Warnings": _warnings(sweep),
         **runs,
         "How it went": _curves(sweep),
         "What differs": _differences(sweep),
@@ -45,24 +51,35 @@ def sections(sweep: Sweep) -> dict[str, list[str]]:
 # Cells and tables.
 
 
-def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, after: str = "", padding: str = "") -> str:
-    """A cell; a long text is cut, and the whole is its tooltip. `number` is what it is sorted by."""
-    cut = truncate(text, most)
+def _cell(
+    text: str, max_width: int = _MAX_CELL, *, number: float | None = None, swatch: str = "", padding: str = ""
+) -> str:
+    """A cell; a long text is cut, and the whole is its tooltip.
+
+    Args:
+        text: The text, which is escaped.
+        max_width: The number of its characters that are shown.
+        number: What it is sorted by.
+        swatch: HTML behind the text.
+        padding: A length of CSS in front of it.
+    """
+    cut = truncate(text, max_width)
     title = f' title="{html_text(truncate(text, _MAX_TITLE))}"' if cut != text else ""
-    attributes = "" if number is None else f' class="n" data-v="{_sorted_by(number)}"'
+    attributes = "" if number is None else f' class="n" data-v="{_sort_value(number)}"'
     style = f' style="padding-left:{padding}"' if padding else ""
-    return f"<td{attributes}{title}{style}>{html_text(cut)}{after}</td>"
+    return f"<td{attributes}{title}{style}>{html_text(cut)}{swatch}</td>"
 
 
 def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format) -> str:
+    """A cell with a number, whose tooltip has all its digits."""
     if value is None:
         return "<td></td>"
     exact = f"{value!r}".removesuffix(".0")
     title = f' title="{exact}"' if exact != text(value) else ""
-    return f'<td class="n" data-v="{_sorted_by(value)}"{title}>{text(value)}</td>'
+    return f'<td class="n" data-v="{_sort_value(value)}"{title}>{text(value)}</td>'
 
 
-def _sorted_by(number: float) -> str:
+def _sort_value(number: float) -> str:
     """A number as the script reads it; NaN is behind all others, as empty cells are."""
     return "" if math.isnan(number) else f"{number:.9g}".replace("inf", "Infinity")
 
@@ -78,16 +95,22 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 # Warnings.
 
 
-def _odd(sweep: Sweep) -> list[str]:
-    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
+def _warnings(sweep: Sweep) -> list[str]:
+    """A list of what is unusual: an item for each run, or if there is one run, for each warning."""
     several = len(sweep.rows) > 1
+    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
     for row in sweep.rows:
-        not_shown = [f"and {len(row.warnings) - _MAX_ODD} more"] if len(row.warnings) > _MAX_ODD else []
-        lines = [html_text(truncate(line, 300)) for line in (*row.warnings[:_MAX_ODD], *not_shown)]
-        together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
-        items += together if several else lines
+        warnings = [html_text(truncate(line, 300)) for line in row.warnings[:_MAX_WARNINGS]]
+        if len(row.warnings) > _MAX_WARNINGS:
+            warnings.append(f"and {len(row.warnings) - _MAX_WARNINGS} more")
+        if not several:
+            items += warnings
+        elif warnings:
+            items.append(f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(warnings)}")
+    if not items:
+        return []
     listed = "".join(f"<li>{item}</li>" for item in items)
-    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>'] if items else []
+    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>']
 
 
 # One run: its facts.
@@ -131,30 +154,40 @@ def _facts(row: RunFiles) -> list[str]:
         facts[f"last {name}"] = f"{value:.4g}"
     facts["directory"] = run.path
 
-    items = []
+    items: list[str] = []
     for name, text in facts.items():
+        if not text:
+            continue
         title = f' title="{exact_numbers[name]!r}"' if name in exact_numbers else ""
-        if text:
-            items.append(f"<div><dt>{html_text(name)}</dt><dd{title}>{html_text(text)}</dd></div>")
+        items.append(f"<div><dt>{html_text(name)}</dt><dd{title}>{html_text(text)}</dd></div>")
     return [f"<dl>{''.join(items)}</dl>", _recorded(row)]
 
 
 def _recorded(row: RunFiles) -> str:
-    groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
-    if argv := row.folder.last_trained_start.get("argv"):
-        groups["command"] = shlex.join(argv)
+    """A table of what the run was given: its options, its command, and the rest in groups."""
+    texts: dict[str, str] = {}
+    if row.run.config:
+        texts["options"] = _assignments(row.run.config)
+    argv = row.folder.last_trained_start.get("argv")
+    if argv:
+        texts["command"] = truncate(shlex.join(argv), _MAX_TITLE)
+    groups: dict[str, dict[str, Any]] = {}
     for name, (section, value) in values_of(row.folder.last_trained_start).items():
-        if section not in ("config", "settings") and value is not None:
-            group = groups.setdefault("program" if section == "programs" else section, {})
-            group[name.partition(": ")[2] or name] = value
-    rows = []
+        if section in ("config", "settings") or value is None:
+            continue
+        group = groups.setdefault("program" if section == "programs" else section, {})
+        group[name.partition(": ")[2] or name] = value
     for title, values in groups.items():
-        is_text = isinstance(values, str)
-        named = [] if is_text else [f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items()]
-        text = truncate(values, _MAX_TITLE) if is_text else ", ".join(named)
-        rows.append(f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>")
+        texts[title] = _assignments(values)
+    if not texts:
+        return ""
+    rows = [f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>" for title, text in texts.items()]
     table = f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
-    return f"<details open><summary>what it was given</summary>{table}</details>" if rows else ""
+    return f"<details open><summary>what it was given</summary>{table}</details>"
+
+
+def _assignments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items())
 
 
 # Several runs: a row a run, and a small table of those that differ by a seed.
@@ -170,44 +203,60 @@ def _table(sweep: Sweep) -> list[str]:
     }
     for name in main_metrics(runs, None):
         columns[f"last {name}"] = [_number(run.metrics.get(name)) for run in runs]
-    columns |= {name: list(map(_option_cell, values)) for name, values in sweep.options.items()}
+    for name, values in sweep.options.items():
+        columns[name] = list(map(_option_cell, values))
     columns["wall time"] = [_number(None if run.error else run.wall_seconds, duration_text) for run in runs]
     columns["goodput"] = [_number(run.goodput, "{:.1%}".format) for run in runs]
-    drawn = list[str]()
+    rows: list[str] = []
     for i, depth in sweep.tree():
         cells = "".join(column[i] for column in columns.values())
-        drawn.append(f'<tr data-r="{i}">{_name_cell(sweep, i, depth)}{cells}</tr>')
-    words = html_text(f"{_best_words(sweep)}The best is the {sweep.metric}.")
-    return [f'<p>{words}</p><div id="controls"></div>', _boxed(["name", *columns], drawn, "runs")]
+        rows.append(f'<tr data-r="{i}">{_name_cell(sweep, i, depth)}{cells}</tr>')
+    text = html_text(f"{_best_text(sweep)}The best is the {sweep.metric}.")
+    return [f'<p>{text}</p><div id="controls"></div>', _boxed(["name", *columns], rows, "runs")]
 
 
 def _seeds(sweep: Sweep) -> list[str]:
     """A row for each group of runs that differ in nothing but a seed."""
-    rows = list[str]()
+    rows: list[str] = []
     for group in sweep.groups:
-        values = [best[0] for i in group if (best := sweep.best[i]) is not None]
+        values: list[float] = []
+        for i in group:
+            best = sweep.best[i]
+            if best is not None:
+                values.append(best[0])
         if values:
             names = format_list([sweep.rows[i].name for i in group], 10)
-            numbers = (sum(values) / len(values), min(values), max(values))
-            rows.append(f"<tr>{_cell(f'{len(group)} seeds: {names}', _MAX_NAME)}{''.join(map(_number, numbers))}</tr>")
+            cells = _cell(f"{len(group)} seeds: {names}", _MAX_NAME)
+            cells += _number(sum(values) / len(values)) + _number(min(values)) + _number(max(values))
+            rows.append(f"<tr>{cells}</tr>")
     return [_boxed(("runs", f"mean {sweep.metric.name}", "least", "greatest"), rows)] if rows else []
 
 
-def _best_words(sweep: Sweep) -> str:
-    i = next(iter(sweep.ranked()), None)
-    if i is None or (best := sweep.best[i]) is None:
+def _best_text(sweep: Sweep) -> str:
+    """A sentence about the best run; "" if no run has a value of the metric."""
+    ranked = sweep.ranked()
+    best = sweep.best[ranked[0]] if ranked else None
+    if best is None:
         return ""
-    varied = [(name, values[i]) for name, values in sweep.options.items() if values[i] is not None]
-    options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
-    name = truncate(sweep.rows[i].name, _MAX_NAME)
-    return f"Best: {name}, {best[0]:.4g} at step {best[1]}{options and f' with {options}'}. "
+    i = ranked[0]
+    options = [
+        f"{name} {truncate(value_text(values[i]), _MAX_NAME)}"
+        for name, values in sweep.options.items()
+        if values[i] is not None
+    ]
+    given = f" with {', '.join(options[:_NAMED_OPTIONS])}" if options else ""
+    return f"Best: {truncate(sweep.rows[i].name, _MAX_NAME)}, {best[0]:.4g} at step {best[1]}{given}. "
 
 
 def _name_cell(sweep: Sweep, i: int, depth: int) -> str:
-    row, color = sweep.rows[i], sweep.colors[i]
+    run = sweep.rows[i].run
+    color = sweep.colors[i]
+    text = sweep.rows[i].name
+    if run.parent is not None:
+        text += f" @{run.parent[1]}"
     swatch = f" {legend_key('', color, color)}" if color != NEUTRAL else ""
-    text = row.name + (f" @{row.run.parent[1]}" if row.run.parent is not None else "")
-    return _cell(text, _MAX_NAME, after=swatch, padding=f"{min(depth, 12) * 1.1:.1f}em" if depth else "")
+    padding = f"{min(depth, 12) * 1.1:.1f}em" if depth else ""
+    return _cell(text, _MAX_NAME, swatch=swatch, padding=padding)
 
 
 def _status_cell(run: RunSummary) -> str:
@@ -230,54 +279,103 @@ def _option_cell(value: Any) -> str:
 
 def _curves(sweep: Sweep) -> list[str]:
     """A picture for each scalar; of one run, training and evaluations are in one."""
-    tags, is_one = dict.fromkeys(tag for row in sweep.rows for tag in row.series), len(sweep.rows) == 1
-    groups: dict[str, list[str]] = {}
+    is_one = len(sweep.rows) == 1
+    tags: dict[str, None] = {}
+    for row in sweep.rows:
+        tags |= dict.fromkeys(row.series)
+    pictures: dict[str, list[str]] = {}
     for tag in tags:
         metric = tag.rpartition("/")[2]
-        groups.setdefault(metric if is_one and metric in tags else tag, []).append(tag)
-    order = sorted(groups, key=lambda tag: (tag != sweep.metric.name, tag.rpartition("/")[2] != "loss", "/" in tag))
-    shown = order[:_MAX_PICTURES]
+        title = metric if is_one and metric in tags else tag
+        pictures.setdefault(title, []).append(tag)
+
+    def rank(title: str) -> tuple[bool, bool, bool]:
+        # The metric that ranks the runs is first, then losses, then what is not of an evaluation.
+        return title != sweep.metric.name, title.rpartition("/")[2] != "loss", "/" in title
+
+    titles = sorted(pictures, key=rank)
+    shown = titles[:_MAX_PICTURES]
     if not shown:
         return []
-    every = [i for name in shown for tag in groups[name] for i, row in enumerate(sweep.rows) if tag in row.series]
-    colored = sum(sweep.colors[i] != NEUTRAL for i in every)
-    most = max(12, _COLORED // max(1, colored)), max(2, _NEUTRAL // max(1, len(every) - colored))
-    columns = min(560 if is_one else 140, most[0]), min(35, most[1])
-    figures = [f"<div>{_figure(sweep, name, groups[name], columns)}</div>" for name in shown]
-    note = f"<p>{len(order) - len(shown)} further scalars are not shown.</p>" if len(order) > len(shown) else ""
+    shown_tags = [tag for title in shown for tag in pictures[title]]
+    columns = _picture_columns(sweep, shown_tags)
+    figures = [f"<div>{_figure(sweep, title, pictures[title], columns)}</div>" for title in shown]
+    others = len(titles) - len(shown)
+    note = f"<p>{others} further scalars are not shown.</p>" if others else ""
     return [_legend(sweep), note, f'<div class="pictures">{"".join(figures)}</div>']
+
+
+def _picture_columns(sweep: Sweep, tags: Sequence[str]) -> tuple[int, int]:
+    """The number of columns of each colored curve, and of each other, such that a page of many curves stays small."""
+    colored = 0
+    neutral = 0
+    for tag in tags:
+        for row, color in zip(sweep.rows, sweep.colors, strict=True):
+            if tag not in row.series:
+                continue
+            if color == NEUTRAL:
+                neutral += 1
+            else:
+                colored += 1
+    colored_columns = max(12, _COLORED_COLUMNS // max(1, colored))
+    neutral_columns = max(2, _NEUTRAL_COLUMNS // max(1, neutral))
+    return min(560 if len(sweep.rows) == 1 else 140, colored_columns), min(35, neutral_columns)
 
 
 def _legend(sweep: Sweep) -> str:
     if len(sweep.rows) == 1:
-        words = "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best value (dot)"
-        again = ", steps that were made again (pale)" if any(sweep.rows[0].rewound.values()) else ""
-        return f"<p>{words}{again}.</p>"
+        text = "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best value (dot)"
+        if any(sweep.rows[0].rewound.values()):
+            text += ", steps that were made again (pale)"
+        return f"<p>{text}.</p>"
     ranked = sweep.ranked()
-    keys = [legend_key(truncate(sweep.rows[i].name, _MAX_NAME), sweep.colors[i], sweep.colors[i], i) for i in ranked]
+    keys: list[str] = []
+    for i in ranked:
+        color = sweep.colors[i]
+        keys.append(legend_key(truncate(sweep.rows[i].name, _MAX_NAME), color, color, i))
     if len(sweep.rows) > len(ranked):
         keys.append(legend_key("all others", NEUTRAL, 0))
-    words = f"The best {len(ranked)} are in color, from the first on; dots are their best values."
-    return f'<div id="drawing"></div><p id="legend">{"".join(keys)}</p><p>{html_text(words)}</p>'
+    text = f"The best {len(ranked)} are in color, from the first on; dots are their best values."
+    return f'<div id="drawing"></div><p id="legend">{"".join(keys)}</p><p>{html_text(text)}</p>'
 
 
 def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, int]) -> str:
-    curves = list[Curve]()
-    marks = list[Mark]()
+    """A picture of some scalars, in which each run has its color, or of one run each scalar its dashes.
+
+    Args:
+        sweep: The runs.
+        name: The title, the scalar that is drawn first.
+        tags: The scalars; of several runs, there is one.
+        columns: The number of columns of a colored curve, and of another one.
+    """
+    curves: list[Curve] = []
+    marks: list[Mark] = []
     is_one = len(sweep.rows) == 1
+    ordered_tags = sorted(tags, key=lambda tag: tag != name)
     for i, row in enumerate(sweep.rows):
-        for n, tag in enumerate(sorted(tags, key=lambda tag: tag != name)):
+        color = sweep.colors[i]
+        for n, tag in enumerate(ordered_tags):
             if tag not in row.series:
                 continue
-            color, key = sweep.colors[i], n if is_one else i
-            text, dash = (tag, n) if is_one else (truncate(row.name, _MAX_NAME), color)
-            for points in row.rewound[tag] if is_one else ():
-                curves.append(Curve(text, *points, color, dash, pale=True, key=key))
+            if is_one:
+                key = n
+                text = tag
+                dash = n
+                for points in row.rewound[tag]:
+                    curves.append(Curve(text, *points, color, dash, pale=True, key=key))
+            else:
+                key = i
+                text = truncate(row.name, _MAX_NAME)
+                dash = color
             curves.append(Curve(text, *row.series[tag], color, dash, key=key))
-            best = row.run.best.get(tag) or (sweep.best[i] if tag == sweep.metric.name else None)
+            best = row.run.best.get(tag)
+            if best is None and tag == sweep.metric.name:
+                best = sweep.best[i]
             if best is not None and color != NEUTRAL:
-                marks.append(Mark("best", best[1], f"{text}: best {best[0]!r} at step {best[1]}", color, best[0], key))
-    marks += sweep.rows[0].marks() if is_one else []
+                value, step = best
+                marks.append(Mark("best", step, f"{text}: best {value!r} at step {step}", color, value, key))
+    if is_one:
+        marks += sweep.rows[0].marks()
     return picture(name, curves, marks, columns=columns, legend=is_one, style=False)
 
 
@@ -285,13 +383,14 @@ def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, in
 
 
 def _differences(sweep: Sweep) -> list[str]:
-    rows = []
-    for name, values in sweep.differ.items():
+    rows: list[str] = []
+    for name, values in sweep.differences.items():
         runs: dict[str, list[str]] = {}
         for row, value in zip(sweep.rows, values, strict=True):
-            runs.setdefault("none" if value is None else value_text(value), []).append(truncate(row.name, _MAX_NAME))
-        lines = [f"{truncate(value, 100)}: {format_list(names, 3)}" for value, names in runs.items()]
-        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(lines), 120)}</tr>")
+            text = "none" if value is None else value_text(value)
+            runs.setdefault(text, []).append(truncate(row.name, _MAX_NAME))
+        groups = [f"{truncate(text, 100)}: {format_list(names, 3)}" for text, names in runs.items()]
+        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(groups), 120)}</tr>")
     table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
     if len(sweep.rows) != 2:
         return table
@@ -300,26 +399,56 @@ def _differences(sweep: Sweep) -> list[str]:
     return [f"<p>{html_text(text)}</p>", *table] if text else table
 
 
+class _TimeLine(NamedTuple):
+    name: str
+    goodput: Goodput
+    note: str = ""
+
+
+_PARTS = tuple(Goodput().parts)
+"""The parts of time; their places are the classes of their colors in `report.css`."""
+
+
 def _times(sweep: Sweep) -> list[str]:
-    """A line for each run, or of one run for each start: how its time is divided."""
-    known = [row for row in sweep.rows if row.folder.valid_starts]
-    lines = [(row.name, goodput_of_starts(row.folder.valid_starts), "") for row in known]
-    for folder in [row.folder for row in known] if len(sweep.rows) == 1 else ():
-        for start, item in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
-            facts = folder.facts_of(start)
-            steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {last_step_text(facts)}"
-            words = f"{steps}, {facts['status']}: {facts['reason']}".rstrip(": ")
-            lines.append((f"start {start['number']}", item, words))
-    names = list(Goodput().parts)
-    used = [name for name in names if any(item.parts[name] for _, item, _ in lines)]
-    keys = " ".join(f'<span class="key"><span class="box b{names.index(name)}"></span> {name}</span>' for name in used)
-    rows = []
-    for name, item, words in lines:
-        parts = {part: secs for part, secs in item.parts.items() if secs > 0}
-        bar = "".join(
-            f'<i class="b{names.index(part)}" style="flex:{secs / item.total:.4f}"></i>' for part, secs in parts.items()
-        )
-        title = ", ".join(f"{part} {secs:.4g} s ({secs / item.total:.1%})" for part, secs in parts.items())
-        cells = _cell(name, _MAX_NAME) + _number(item.fraction, "{:.1%}".format) + _number(item.total, duration_text)
-        rows.append(f'<tr>{cells}<td><div class="bar" title="{title}">{bar}</div></td>{_cell(words, 80)}</tr>')
-    return [f"<p>{keys}</p>", _boxed(("name", "goodput", "time", "parts", ""), rows)] if rows else []
+    """A line for each run, and if there is one run for each start: how its time is divided."""
+    lines: list[_TimeLine] = []
+    for row in sweep.rows:
+        if not row.folder.valid_starts:
+            continue
+        lines.append(_TimeLine(row.name, goodput_of_starts(row.folder.valid_starts)))
+        if len(sweep.rows) == 1:
+            lines += _start_lines(row.folder)
+    if not lines:
+        return []
+    keys: list[str] = []
+    for i, part in enumerate(_PARTS):
+        if any(line.goodput.parts[part] for line in lines):
+            keys.append(f'<span class="key"><span class="box b{i}"></span> {part}</span>')
+    rows: list[str] = []
+    for name, goodput, note in lines:
+        cells = _cell(name, _MAX_NAME)
+        cells += _number(goodput.fraction, "{:.1%}".format)
+        cells += _number(goodput.total, duration_text)
+        rows.append(f"<tr>{cells}<td>{_bar(goodput)}</td>{_cell(note, 80)}</tr>")
+    return [f"<p>{' '.join(keys)}</p>", _boxed(("name", "goodput", "time", "parts", ""), rows)]
+
+
+def _start_lines(folder: RunFolder) -> list[_TimeLine]:
+    lines: list[_TimeLine] = []
+    for start, goodput in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
+        facts = folder.facts_of(start)
+        steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {last_step_text(facts)}"
+        note = f"{steps}, {facts['status']}: {facts['reason']}".rstrip(": ")
+        lines.append(_TimeLine(f"start {start['number']}", goodput, note))
+    return lines
+
+
+def _bar(goodput: Goodput) -> str:
+    bars: list[str] = []
+    texts: list[str] = []
+    for i, (part, secs) in enumerate(goodput.parts.items()):
+        if secs > 0:
+            share = secs / goodput.total
+            bars.append(f'<i class="b{i}" style="flex:{share:.4f}"></i>')
+            texts.append(f"{part} {secs:.4g} s ({share:.1%})")
+    return f'<div class="bar" title="{", ".join(texts)}">{"".join(bars)}</div>'

@@ -22,8 +22,9 @@ from jstep.look.sweep import RunFiles, Sweep
 from jstep.stores.files import check_no_links, write_named
 from jstep.stores.urls import absolute, location
 
-_COLUMNS, _COLUMNS_OF_ONE = 100, 560
-"""How many columns of a run's curves are kept."""
+_COLUMNS = 100
+_SINGLE_RUN_COLUMNS = 560
+"""How many columns of a run's curves are kept, if a page shows several runs or one."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -82,7 +83,8 @@ def report(
         >>> import jax.numpy as jnp, jstep, tempfile
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> state, run = jstep.TrainState.create({"w": 0.0}, optimizer), tempfile.mkdtemp()
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> run = tempfile.mkdtemp()
         >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=run)
         >>> page = jstep.report(run)
         >>> page.html.startswith("<!doctype html>"), "finished" in page.html
@@ -99,9 +101,9 @@ def report(
     listed = find_runs(places)
     if not listed:
         raise ValueError(f"paths={places!r}: must be a path or several, got none")
-    columns = _COLUMNS if len(listed) > 1 else _COLUMNS_OF_ONE
-    rows = [RunFiles.of(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
-    page = Report(html=_page(Sweep.of(rows, metric, mode)))
+    columns = _COLUMNS if len(listed) > 1 else _SINGLE_RUN_COLUMNS
+    rows = [RunFiles.read(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
+    page = Report(html=_page(Sweep.build(rows, metric, mode)))
     if output is not None:
         for place in [*places, *(run.path for run in listed)]:
             check_no_links(output, location(place, "paths"))
@@ -115,7 +117,9 @@ def report(
 def _page(sweep: Sweep) -> str:
     title = f"Run {sweep.rows[0].name}" if len(sweep.rows) == 1 else f"{len(sweep.rows)} runs"
     body = [f"<h2>{html_text(name)}</h2>{''.join(parts)}" for name, parts in sections(sweep).items() if parts]
-    style, script = stylesheet() + _asset("report.css"), _asset("report.js")
+    style = stylesheet() + _asset("report.css")
+    script = _asset("report.js")
+    # The browser runs this script alone: names and values on the page are somebody else's.
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     page = (

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.core.checks import format_bytes, format_list, truncate
 from jstep.look.cli import SHOWN, first_lines, local_text, local_zone, table
@@ -30,18 +30,42 @@ from jstep.stores.owners import is_alive
 from jstep.stores.untrusted import RecordedRun
 from jstep.stores.urls import is_url, join_path, split_path
 
-RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
+RUNNING = "running"
+HANGS = "hangs"
+UNREADABLE = "unreadable"
 MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
 _SILENT = 120.0
 """Seconds after which a run on another host, whose file does not change, counts as dead."""
-_AS_RECORDED = ("exception", "config", "argv", "commit", "edits", "devices", "directory", "state_changes", *MEMORY)
+_RECORDED_FACTS = ("exception", "config", "argv", "commit", "edits", "devices", "directory", "state_changes", *MEMORY)
 """The facts about a start that are fields of its file."""
-_FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", "saved", "milliseconds", *_AS_RECORDED)
+_DERIVED_FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", "saved", "milliseconds")
+
+
+class EventFiles(NamedTuple):
+    """The paths of the event files of a run, and why others are not read, as sentences."""
+
+    paths: Sequence[str]
+    problems: Sequence[str]
+
+
+class Logdirs(NamedTuple):
+    """The logdirs of a run.
+
+    Attributes:
+        readable: Those that may be opened.
+        foreign: Those that somebody else recorded, and that lead away from the run.
+    """
+
+    readable: Sequence[str]
+    foreign: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunFolder:
-    """The folder of a run with one prefix of checkpoints; all but its starts (oldest first) is read when used."""
+    """The folder of a run with one prefix of checkpoints.
+
+    Everything but its starts, oldest first, is read when it is first used, and once: a page asks for it several times.
+    """
 
     path: str
     prefix: str
@@ -64,8 +88,13 @@ class RunFolder:
     @functools.cached_property
     def last_trained_start(self) -> Mapping[str, Any]:
         """The newest start with a setup, up to the one that represents the run, or {}."""
-        last = [start for start in self.valid_starts if start["number"] <= self.trained["number"]]
-        return next((full for start in reversed(last) if (full := load_setup(self.path, start))["setup"]), {})
+        for start in reversed(self.valid_starts):
+            if start["number"] > self.trained["number"]:
+                continue
+            start_with_setup = load_setup(self.path, start)
+            if start_with_setup["setup"]:
+                return start_with_setup
+        return {}
 
     @property
     def unreadable_starts(self) -> list[str]:
@@ -85,7 +114,7 @@ class RunFolder:
     def _facts_of(self, start: Start) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "number": start["number"],
-            **dict.fromkeys(_FACTS),
+            **dict.fromkeys([*_DERIVED_FACTS, *_RECORDED_FACTS]),
             "problem": start["problem"] or None,
         }
         if start["problem"]:
@@ -94,46 +123,55 @@ class RunFolder:
                 "reason": f"its start {start['number']} {start['problem']}",
                 "devices": "",
             }
-        life = None if self.original or start["end"] else self._life_of(start)
-        ending = life or start["end"] or self._ending_of(start)
-        first = last = None
-        if start["step"] and has_trained(start):
-            first, last = start["step"]
-        ended = start["now"] if life is None else None
-        saved_steps = [step for step, *_ in start["saved"]]
-        return facts | {
+        living = None
+        # Not in a copy: its process may live, but writes to the original.
+        if not self.original and start["end"] is None:
+            living = self._status_of_living(start)
+        status, reason = living or start["end"] or self._status_of_killed(start)
+        facts |= {
             "began": start["began"],
-            "ended": ended,
-            "first": first,
-            "last": last,
-            "status": ending[0],
-            "reason": ending[1],
+            "status": status,
+            "reason": reason,
             "host": start["process"].get("host"),
             "pid": start["process"].get("pid"),
-            "saved": saved_steps[-1] if saved_steps else None,
             "milliseconds": milliseconds(start),
-            **{name: start.get(name) for name in _AS_RECORDED},
         }
+        if living is None:
+            facts["ended"] = start["now"]
+        if start["step"] and has_trained(start):
+            facts["first"], facts["last"] = start["step"]
+        if start["saved"]:
+            facts["saved"] = start["saved"][-1][0]
+        for name in _RECORDED_FACTS:
+            facts[name] = start.get(name)
+        return facts
 
-    def _life_of(self, start: Start) -> tuple[str, str] | None:
+    def _status_of_living(self, start: Start) -> tuple[str, str] | None:
         """Return the status and the reason of a start that lives; None if its process is gone."""
         process = start["process"]
         alive = is_alive(process)
-        if alive is None:  # on another host
-            silent = time.time() - start["now"]
-            if not is_url(self.path):
-                with contextlib.suppress(OSError):
-                    silent = abs(seconds_since_write(path_of(self.path, self.prefix, start["number"])))
-            alive = silent < _SILENT
+        if alive is None:
+            # The process is on another host.
+            alive = self._silent_seconds(start) < _SILENT
         if not alive:
             return None
         with contextlib.suppress(OSError):
-            for waiting in read_stalls(self.path, self.prefix)[0]:
-                if waiting["stall"] and (waiting["process"] or waiting["pid"] == process.get("pid")):
-                    return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
+            stalls, _ = read_stalls(self.path, self.prefix)
+            for stall in stalls:
+                # Of process 0, the PID tells this start from another one; those of other processes are not recorded.
+                is_of_start = stall["process"] or stall["pid"] == process.get("pid")
+                if stall["stall"] and is_of_start:
+                    return HANGS, f"process {stall['process']} at step {stall.get('step')}: {stall['what']}"
         return RUNNING, ""
 
-    def _ending_of(self, start: Start) -> tuple[str, str]:
+    def _silent_seconds(self, start: Start) -> float:
+        """Return how long ago a start wrote its file."""
+        if not is_url(self.path):
+            with contextlib.suppress(OSError):
+                return abs(seconds_since_write(path_of(self.path, self.prefix, start["number"])))
+        return time.time() - start["now"]
+
+    def _status_of_killed(self, start: Start) -> tuple[str, str]:
         """Return the status and the reason of a start that could not record its end."""
         if self.original:
             return KILLED, f"a copy of {self.original}"
@@ -141,44 +179,53 @@ class RunFolder:
 
     @functools.cached_property
     def facts_with_changes(self) -> list[dict[str, Any]]:
-        """The same with `changes`, what a start changed since the one before it with a setup; None for the first."""
-        found = list[dict[str, Any]]()
-        before = dict[str, Any]()
-        for start, facts in zip(self.starts, self.facts, strict=True):
-            found.append({"prefix": self.prefix, **facts, "changes": None})
-            described: dict[str, Any] = {} if start["problem"] else {**load_setup(self.path, start)}
-            if not described.get("setup"):
-                found[-1]["problem"] = start["problem"] or "has no setup file: what it was given is not known"
+        """The facts, and as `changes` what a start changed since the previous one with a setup; None for the first."""
+        found: list[dict[str, Any]] = []
+        previous: dict[str, Any] = {}
+        for start, start_facts in zip(self.starts, self.facts, strict=True):
+            facts: dict[str, Any] = {"prefix": self.prefix, **start_facts, "changes": None}
+            found.append(facts)
+            current: dict[str, Any] = {} if start["problem"] else {**load_setup(self.path, start)}
+            if not current.get("setup"):
+                facts["problem"] = start["problem"] or "has no setup file: what it was given is not known"
                 continue
-            if before:
-                step = start["other_batch"]
-                other_batch = [] if step is None else [f"batch {step} does not match the one read before the restart"]
-                found[-1]["changes"] = [*changes(before, described).lines, *other_batch]
-            programs = described["setup"].get("programs") or (before or described)["setup"].get(
-                "programs"
-            )  # none without a step
-            before = {**described, "setup": {**described["setup"], "programs": programs}}
+            if previous:
+                facts["changes"] = changes(previous, current).lines
+                if start["other_batch"] is not None:
+                    facts["changes"].append(f"batch {start['other_batch']} does not match the one read before the restart")
+            if not current["setup"].get("programs") and previous:
+                # A start without a step has compiled nothing, so the next one is compared with the latest programs.
+                programs = previous["setup"].get("programs")
+                current = {**current, "setup": {**current["setup"], "programs": programs}}
+            previous = current
         return found
 
     # What it has logged.
 
     @functools.cached_property
-    def event_files(self) -> tuple[list[str], list[str]]:
-        """Its event files in the order of their names, and why others are not read."""
-        files = dict[str, str]()
-        others = list[str]()
-        problems = list[str]()
-        ids = {None, *(start["run"] for start in self.valid_starts)}
-        for place in dict.fromkeys([self.path, *self._logdirs(problems)]):
-            for path in event_files(place) if is_directory(place) else ():
+    def event_files(self) -> EventFiles:
+        """Its event files in the order of their names, which is that of their times, wherever they are."""
+        files: dict[str, str] = {}
+        others: list[str] = []
+        run_ids = {start["run"] for start in self.valid_starts}
+        for directory in dict.fromkeys([self.path, *self.logdirs.readable]):
+            for path in event_files(directory) if is_directory(directory) else ():
                 name = split_path(path)[1]
-                if Writer.parse(name).run in ids:
+                run_id = Writer.parse(name).run
+                # A user's writer names no run.
+                if run_id is None or run_id in run_ids:
                     files[name] = path
                 else:
                     others.append(name)
+        problems: list[str] = []
+        for logdir in self.logdirs.foreign:
+            problems.append(
+                f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
+                "nor beside it; move the event files into that directory to see its curves"
+            )
         if others:
             problems.append(f"event files of other runs are not shown: {format_list(others, 5)}")
-        return [files[name] for name in sorted(files)], problems
+        return EventFiles([files[name] for name in sorted(files)], problems)
 
     def recorded_run(self, start: Start) -> RecordedRun:
         """What a start says about where it was made, which decides what may be opened of the paths in it."""
@@ -186,45 +233,36 @@ class RunFolder:
         hosts = [other["process"].get("host") for other in self.valid_starts if other["directory"] == directory]
         return RecordedRun(self.path, directory, frozenset(hosts))
 
-    def _logdirs(self, problems: list[str]) -> list[str]:
-        found, unread = self.logdirs
-        problems += [
-            f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
-            "nor beside it; move the event files into that directory to see its curves"
-            for logdir in unread
-        ]
-        return found
-
     @functools.cached_property
-    def logdirs(self) -> tuple[list[str], list[str]]:
-        """The logdirs of its starts that may be opened, and those that somebody else recorded and that lead away."""
-        found = dict[str, None]()
-        unread = dict[str, None]()
+    def logdirs(self) -> Logdirs:
+        readable: dict[str, None] = {}
+        foreign: dict[str, None] = {}
         for start in self.valid_starts:
             logdir = start["logdir"]
             if logdir is None:
                 continue
-            place = self.recorded_run(start).find(logdir)
-            if place is None:
-                unread[logdir] = None
+            directory = self.recorded_run(start).find(logdir)
+            if directory is None:
+                foreign[logdir] = None
             else:
-                found[place] = None
-        return list(found), list(unread)
+                readable[directory] = None
+        return Logdirs(list(readable), list(foreign))
 
     def series(self, on_corrupted: Callable[[DataLossError], None] = lambda error: None) -> dict[str, Series]:
         """Return the scalars of its event files by tag."""
-        return read_series(self.event_files[0], on_corrupted)
+        return read_series(self.event_files.paths, on_corrupted)
 
     def losses(self) -> dict[int, float]:
         """The losses that it has recorded by step, in event files and as the last one of each start."""
-        found = dict[int, float]()
+        losses: dict[int, float] = {}
         for start in self.valid_starts:
             if start["end"] is not None and start["step"] is not None and "loss" in start["values"]:
-                found[start["step"][1]] = start["values"]["loss"]
+                losses[start["step"][1]] = start["values"]["loss"]
         with contextlib.suppress(OSError, ValueError, ImportError):
-            if (series := self.series().get("loss")) is not None:
-                found |= dict(zip(series.steps, series.values, strict=True))
-        return found
+            logged = self.series().get("loss")
+            if logged is not None:
+                losses |= dict(zip(logged.steps, logged.values, strict=True))
+        return losses
 
 
 def run_folders(path: str) -> list[RunFolder]:
@@ -245,10 +283,13 @@ def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
     from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
 
-    logdirs = [logdir for folder in folders for logdir in folder.logdirs[0]]
-    for place in dict.fromkeys([path, *logdirs]):
+    directories = [path]
+    for folder in folders:
+        directories += folder.logdirs.readable
+    for directory in dict.fromkeys(directories):
         with contextlib.suppress(OSError, ValueError):
-            return {step: entry.state for step, entry in read_log(join_path(place, FINGERPRINTS_FILE)).entries.items()}
+            log = read_log(join_path(directory, FINGERPRINTS_FILE))
+            return {step: entry.state for step, entry in log.entries.items()}
     return {}
 
 
@@ -260,30 +301,39 @@ NOT_COMPARED = "not compared: files, and data except the first batch of a restar
 
 
 def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Describe what each of some starts changed; they are items of `RunFolder.facts_with_changes`."""
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
-        lines, begin = start["changes"], f"{start['prefix']}: " if several else ""
+        begin = f"{start['prefix']}: " if several else ""
         if start["problem"]:
             yield f"{begin}its start {start['number']} {start['problem']}"
             continue
-        what = "changed since the previous start:" if lines else "nothing has changed"
-        what = "the first start" if lines is None else what
+        lines = start["changes"]
+        if lines is None:
+            what = "the first start"
+        elif lines:
+            what = "changed since the previous start:"
+        else:
+            what = "nothing has changed"
         where = "without a step" if start["first"] is None else f"from step {start['first']}"
         yield f"{begin}{local_text(start['began'])}, {where}: {what}"
         yield from first_lines(lines or [])
-        yield from (f"  its state was {line}" for line in state_change_lines(start))
+        for line in state_change_lines(start):
+            yield f"  its state was {line}"
     if any(start["changes"] == [] for start in starts):
         yield NOT_COMPARED
 
 
 def state_change_lines(start: Mapping[str, Any]) -> list[str]:
     """Describe when the body of the loop, or a hook, replaced which leaves of the state."""
-    lines = list[str]()
+    lines: list[str] = []
     for change in start["state_changes"] or ():
-        count, steps = change["count"], change["steps"] or [0]
-        when = f"{count} steps from {steps[0]} to {steps[-1]}"
+        count = change["count"]
+        steps = change["steps"] or [0]
         if count == len(steps) <= _SHOWN_STEPS:
             when = f"{'steps' if count > 1 else 'step'} {', '.join(map(str, steps))}"
+        else:
+            when = f"{count} steps from {steps[0]} to {steps[-1]}"
         others = f" and {change['leaves_left_out']} more" if change["leaves_left_out"] else ""
         lines.append(f"changed by {change['by']} at {when}: {', '.join(change['leaves'])}{others}")
     return lines
@@ -297,23 +347,29 @@ def last_step_text(start: Mapping[str, Any]) -> str | None:
 
 
 def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
-    times_of_starts = [start["milliseconds"] or {} for start in starts]
-    parts = [part for part in times_of_starts[0] if any(times.get(part) for times in times_of_starts)]
-    rows, notes = list[dict[str, Any]](), list[str]()
-    for start, times in zip(starts, times_of_starts, strict=True):
-        sizes = {name: format_bytes(start[name]) if start[name] else None for name in MEMORY}
-        began = None if start["began"] is None else local_text(start["began"])
-        end = f"{start['status']}: {start['reason'] or ''}"[:60].rstrip(": ")
-        in_ms = {part: f"{value:.3g}" for part, value in times.items()}
-        rows.append({**start, **in_ms, **sizes, "began": began, "last": last_step_text(start), "end": end})
+    """The lines of a table of starts, which are items of `RunFolder.facts_with_changes`, and notes below it."""
+    times = [start["milliseconds"] or {} for start in starts]
+    parts = [part for part in times[0] if any(start_times.get(part) for start_times in times)]
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for start, start_times in zip(starts, times, strict=True):
+        row = dict(start)
+        for part, value in start_times.items():
+            row[part] = f"{value:.3g}"
+        for name in MEMORY:
+            row[name] = format_bytes(start[name]) if start[name] else None
+        row["began"] = None if start["began"] is None else local_text(start["began"])
+        row["last"] = last_step_text(start)
+        row["end"] = f"{start['status']}: {start['reason'] or ''}"[:60].rstrip(": ")
+        rows.append(row)
         if start["problem"]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:
             notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
         notes += [f"start {start['number']}, its state was {line}" for line in state_change_lines(start)]
-    places = dict.fromkeys(start["directory"] for start in starts if start["directory"])
-    if len(places) > 1:
-        notes.append(f"it was in {format_list(list(places), SHOWN, ', then in ')}")
+    directories = dict.fromkeys(start["directory"] for start in starts if start["directory"])
+    if len(directories) > 1:
+        notes.append(f"it was in {format_list(list(directories), SHOWN, ', then in ')}")
     heads = {"start": "number", f"began ({local_zone()})": "began", "from": "first", "to": "last"}
     heads |= {name: name for name in ("end", "saved", *parts)}
     heads |= {"host now": "host_bytes", "host most": "host_peak_bytes", "device most": "peak_bytes"}

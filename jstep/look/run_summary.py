@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.names import latest_checkpoint, open_store
-from jstep.look.goodput import goodput_of_starts, total_at
+from jstep.look.goodput import SAVED_EXAMPLES, goodput_of_starts, total_at
 from jstep.look.run_folder import HANGS, RUNNING, UNREADABLE, RunFolder, run_folder
 from jstep.record.differences import changes
 from jstep.record.schema import Start
@@ -110,8 +109,14 @@ class RunSummary:
     @property
     def nonfinite(self) -> list[str]:
         """The names of metrics whose last or best value is NaN or infinite."""
-        named = [*self.metrics.items(), *((name, value) for name, (value, _) in self.best.items())]
-        return list(dict.fromkeys(name for name, value in named if not math.isfinite(value)))
+        names: dict[str, None] = {}
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                names[name] = None
+        for name, (value, _) in self.best.items():
+            if not math.isfinite(value):
+                names[name] = None
+        return list(names)
 
 
 def as_json_fields(run: RunSummary) -> dict[str, Any]:
@@ -143,50 +148,53 @@ def summarize(folder: RunFolder) -> RunSummary:
 
 
 def _summary(folder: RunFolder) -> RunSummary:
-    starts, facts, newest = folder.valid_starts, folder.facts, folder.valid_starts[-1]
+    starts = folder.valid_starts
+    newest = starts[-1]
+    facts = folder.facts
     living = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
-    # The newest living start that takes steps, or else the newest living one.
+    # Several may live, if a run was started twice. We show the newest that takes steps, or else the newest.
     active = max(living, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
     latest = active or folder.facts_of(newest)
-    trained = folder.starts[facts.index(active)] if active and active["first"] is not None else folder.trained
+    trained = folder.trained
+    if active is not None and active["first"] is not None:
+        trained = next(start for start in starts if start["number"] == active["number"])
     ending = _ending(starts, trained)
     shown = active or folder.facts_of(ending)
+
     problem = folder.starts[-1]["problem"]
     reasons = [f"its newest start {problem}" if problem else shown["reason"]]
-    others = [fact for fact in living if fact is not active]
-    reasons += [f"start {fact['number']} (process {fact['pid']} on {fact['host']}) {RUNNING}, too" for fact in others]
-    best, paths = _best(folder, ending)
-    if trained["step"] and has_trained(trained):
-        step = trained["step"][1]
-    else:
-        steps = [start["step"][1] for start in starts if start["step"] is not None]
-        step = steps[-1] if steps else 0
+    for fact in living:
+        if fact is not active:
+            reasons.append(f"start {fact['number']} (process {fact['pid']} on {fact['host']}) {RUNNING}, too")
     ended = None
     if not living:
         ended = max(fact["ended"] for fact in facts if fact["ended"] is not None)
-    seconds = [secs for start in starts for secs in start["seconds"].values()]
+    wall_seconds = math.fsum(secs for start in starts for secs in start["seconds"].values())
     peaks = [start["peak_bytes"] or 0 for start in starts]
-    rates = [start["mfu"] for start in starts if start["mfu"]]
-    former_paths = () if folder.original else _former_paths(folder)
-    refused = _refused(facts, ending["number"]) if has_trained(trained) else None
+    utilization = None
+    for start in starts:
+        utilization = start["mfu"] or utilization
+    # A copy was nowhere else: the directories in its record are those of its original.
+    former_paths: Sequence[str] = () if folder.original else _former_paths(folder)
+    best, paths = _best(folder, ending)
     return RunSummary(
         path=folder.path,
         prefix=folder.prefix,
         status=shown["status"],
         reason="; ".join(filter(None, reasons)),
-        step=step,
+        step=_last_known_step(starts, trained),
         last_step=trained["last_step"],
         metrics=ending["values"],
         metrics_left_out=ending["values_left_out"] or 0,
         best=best,
         started=starts[0]["began"],
         ended=ended,
-        wall_seconds=math.fsum(seconds),
+        wall_seconds=wall_seconds,
         devices=trained["devices"] or "",
         parent=_parent(folder, newest),
         parameters=trained["parameters"],
         peak_bytes=max(peaks, default=0) or None,
-        mfu=rates[-1] if rates else None,
+        mfu=utilization,
         goodput=goodput_of_starts(folder.starts).fraction,
         config=trained["config"],
         commit=trained["commit"],
@@ -199,12 +207,21 @@ def _summary(folder: RunFolder) -> RunSummary:
         examples=_examples(starts),
         best_checkpoints=paths,
         best_notes=_best_notes(folder, ending, trained),
-        refused=refused,
+        refused=_refused(facts, ending["number"]),
         starts=facts[-_SHOWN:],
         starts_count=len(folder.starts),
         newest_checkpoint=_newest_checkpoint(folder),
         former_paths=former_paths,
     )
+
+
+def _last_known_step(starts: Sequence[Start], trained: Start) -> int:
+    if trained["step"] is not None and has_trained(trained):
+        return trained["step"][1]
+    for start in reversed(starts):
+        if start["step"] is not None:
+            return start["step"][1]
+    return 0
 
 
 def _newest_checkpoint(folder: RunFolder) -> str | None:
@@ -214,7 +231,7 @@ def _newest_checkpoint(folder: RunFolder) -> str | None:
 
 
 def _former_paths(folder: RunFolder) -> list[str]:
-    former = dict[str, None]()
+    former: dict[str, None] = {}
     for start in folder.valid_starts:
         directory = start["directory"]
         if directory is not None and not folder.recorded_run(start).is_at(directory):
@@ -223,11 +240,17 @@ def _former_paths(folder: RunFolder) -> list[str]:
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
-    """The start that ended a run: one without a step did if it only called the hooks that were left."""
-    reached = trained["step"] and trained["step"][1]
-    for start in () if reached is None or _has_finished(trained) else starts:
-        is_later = start["number"] > trained["number"] and start["last_step"] == trained["last_step"]
-        if is_later and start["step"] is not None and {*start["step"]} == {reached} and _has_finished(start):
+    """The start that ended a run: the one that trained, or a later one that only called the hooks that were left."""
+    if trained["step"] is None or _has_finished(trained):
+        return trained
+    reached = trained["step"][1]
+    for start in starts:
+        if start["number"] <= trained["number"] or start["last_step"] != trained["last_step"]:
+            continue
+        if start["step"] is None or not _has_finished(start):
+            continue
+        first, last = start["step"]
+        if first == last == reached:
             return start
     return trained
 
@@ -238,23 +261,30 @@ def _has_finished(start: Start) -> bool:
 
 def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
     """The newest start that ended without a step, if it is later than the one that ended the run."""
-    later = itertools.takewhile(lambda fact: fact["number"] > number and fact["first"] is None, reversed(facts))
-    ended = next((fact for fact in later if fact["ended"] is not None), None)
-    names = ("status", "reason", "exception", "config")
-    return ended and {"time": ended["ended"], **{name: ended[name] for name in names}}
+    for fact in reversed(facts):
+        if fact["number"] <= number or fact["first"] is not None:
+            return None
+        if fact["ended"] is not None:
+            refused = {"time": fact["ended"]}
+            for name in ("status", "reason", "exception", "config"):
+                refused[name] = fact[name]
+            return refused
+    return None
 
 
 def _examples(starts: Sequence[Start]) -> int | None:
     """The number of examples up to the last step; None if the rows of a batch are unknown."""
     count = 0.0
+    # From the newest start to the oldest: the steps of a start after `limit` were repeated by a later one.
     limit = math.inf
     for start in reversed(starts):
         first, last = start["step"] or (0, 0)
-        if first < min(last, limit):
-            if start["examples"] is None:
-                return None
-            count += total_at(start, limit, start["examples"], 2)
-            limit = first
+        if first >= min(last, limit):
+            continue
+        if start["examples"] is None:
+            return None
+        count += total_at(start, limit, start["examples"], SAVED_EXAMPLES)
+        limit = first
     return round(count)
 
 
@@ -263,8 +293,9 @@ def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]]
 
     A checkpoint elsewhere that somebody else recorded is not looked for: it is as recorded.
     """
-    best, paths = dict[str, tuple[float, int]](), dict[str, str]()
-    parent_step = -1 if start["parent"] is None else start["parent"]["step"]
+    best: dict[str, tuple[float, int]] = {}
+    paths: dict[str, str] = {}
+    parent_step = _parent_step(start)
     recorded_run = folder.recorded_run(start)
     for name, (value, step, recorded) in start["best"].items():
         if step <= parent_step:
@@ -277,54 +308,92 @@ def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]]
 
 
 def _is_checkpoint(path: str) -> bool:
-    above, checkpoint = split_path(path)
+    directory, checkpoint = split_path(path)
     prefix, _, digits = checkpoint.rpartition("-")
     step = step_in(digits)
     with contextlib.suppress(Exception):
-        return step is not None and open_store(above).find_path(prefix, step) is not None
+        return step is not None and open_store(directory).find_path(prefix, step) is not None
     return False
 
 
 def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, str]:
     """Notes on best values that do not compare with the newest start, or are worse than the parent's."""
-    notes = dict[str, str]()
-    parent = _parent(folder, ending)
-    parent_step = -1 if parent is None else parent[1]
-    values = {} if parent is None else _best_of_parent(folder, ending, parent_step)
-    values |= {name: (value, step) for name, (value, step, _) in ending["best"].items() if step <= parent_step}
-    for name in values.keys() & (ending["best"].keys() | ending["kept"].keys()):
-        value, step = values[name]
-        branch_value, branch_step, _ = ending["best"].get(name, (math.nan, -1, ""))
-        is_max = name in ending["kept"] and ending["kept"][name]["mode"] == "max"
-        if branch_step <= parent_step or (value > branch_value if is_max else value < branch_value):
-            notes[name] = f"{value:.4g} at {step} is its parent's"
-    for name, (_, step, _) in ending["best"].items():
-        spans = ((start, start["step"]) for start in reversed(folder.valid_starts))
-        made_by = next((start for start, span in spans if span is not None and span[0] < step <= span[1]), trained)
-        data = [start["kept"][name]["data"] if name in start["kept"] else None for start in (made_by, trained)]
-        is_elsewhere = _existing(ending["best"][name][2], folder.recorded_run(ending)) is None
-        if name not in notes and step > parent_step and is_elsewhere:
-            notes[name] = "as recorded: its checkpoint is elsewhere, and was not looked for"
-        if name not in notes and changes({"config": made_by["config"]}, {"config": trained["config"]}).lines:
-            notes[name] = "measured with another config"
-        elif name not in notes and None not in data and data[0] != data[1]:
-            notes[name] = "measured on other data"
+    notes = _notes_on_parent(folder, ending)
+    for name in ending["best"]:
+        if name in notes:
+            continue
+        note = _note_on_origin(folder, ending, trained, name)
+        if note is not None:
+            notes[name] = note
     return notes
 
 
-def _best_of_parent(folder: RunFolder, start: Start, parent_step: int) -> dict[str, tuple[float, int]]:
+def _notes_on_parent(folder: RunFolder, ending: Start) -> dict[str, str]:
+    """Name → a note for each metric whose best value is better in the steps before the branch than after it."""
+    notes: dict[str, str] = {}
+    parent_step = _parent_step(ending)
+    inherited = _best_of_parent(folder, ending)
+    for name, (value, step, _) in ending["best"].items():
+        if step <= parent_step:
+            inherited[name] = value, step
+    for name, (value, step) in inherited.items():
+        if name not in ending["best"] and name not in ending["kept"]:
+            continue
+        branch_value, branch_step, _ = ending["best"].get(name, (math.nan, -1, ""))
+        is_max = name in ending["kept"] and ending["kept"][name]["mode"] == "max"
+        is_better = value > branch_value if is_max else value < branch_value
+        if branch_step <= parent_step or is_better:
+            notes[name] = f"{value:.4g} at {step} is its parent's"
+    return notes
+
+
+def _note_on_origin(folder: RunFolder, ending: Start, trained: Start, name: str) -> str | None:
+    """Say why the best value of a metric may not compare with the values of the start that trained last."""
+    _, step, path = ending["best"][name]
+    if step > _parent_step(ending) and _existing(path, folder.recorded_run(ending)) is None:
+        return "as recorded: its checkpoint is elsewhere, and was not looked for"
+    measured = _start_that_took(step, folder.valid_starts) or trained
+    if changes({"config": measured["config"]}, {"config": trained["config"]}).lines:
+        return "measured with another config"
+    if name in measured["kept"] and name in trained["kept"]:
+        data = measured["kept"][name]["data"]
+        data_now = trained["kept"][name]["data"]
+        if None not in (data, data_now) and data != data_now:
+            return "measured on other data"
+    return None
+
+
+def _start_that_took(step: int, starts: Sequence[Start]) -> Start | None:
+    """Return the newest start that took a step; None if that was before them, or in a parent."""
+    for start in reversed(starts):
+        first, last = start["step"] or (0, 0)
+        if first < step <= last:
+            return start
+    return None
+
+
+def _best_of_parent(folder: RunFolder, start: Start) -> dict[str, tuple[float, int]]:
     """The best values in the record of a parent, of the steps before the branch."""
-    found = dict[str, tuple[float, int]]()
-    path = None
-    if start["parent"] is not None:
-        path = _existing(start["parent"]["path"], folder.recorded_run(start))
+    best: dict[str, tuple[float, int]] = {}
+    parent = start["parent"]
+    if parent is None:
+        return best
+    path = _existing(parent["path"], folder.recorded_run(start))
     if path is None:
-        return found
-    place, checkpoint = split_path(path)
+        return best
+    directory, checkpoint = split_path(path)
+    prefix = checkpoint.rpartition("-")[0]
     with contextlib.suppress(OSError):
-        for other in run_folder(place, checkpoint.rpartition("-")[0]).valid_starts:
-            found |= {name: (value, step) for name, (value, step, _) in other["best"].items() if step <= parent_step}
-    return found
+        for parent_start in run_folder(directory, prefix).valid_starts:
+            for name, (value, step, _) in parent_start["best"].items():
+                if step <= parent["step"]:
+                    best[name] = value, step
+    return best
+
+
+def _parent_step(start: Start) -> int:
+    """The step at which a start's run was branched; −1 if it was not."""
+    return -1 if start["parent"] is None else start["parent"]["step"]
 
 
 def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
@@ -345,10 +414,10 @@ def _existing(path: str, run: RecordedRun, *, is_copy: bool = False) -> str | No
         if is_copy and not os.path.isdir(moved):
             return path
         return moved if is_below_or_beside(moved, run.where) else None
-    # It was not in the run, which may have been moved as part of a larger directory.
-    as_recorded = path if is_below_or_beside(path, run.where) else None
-    if as_recorded is not None and os.path.isdir(os.path.dirname(as_recorded)):
-        return as_recorded
+    # It was not in the run, which may have been moved alone, or as part of a larger directory.
+    may_be_opened = is_below_or_beside(path, run.where)
+    if may_be_opened and os.path.isdir(os.path.dirname(path)):
+        return path
     if is_below_or_beside(moved, run.where) and os.path.isdir(os.path.dirname(moved)):
         return moved
-    return as_recorded
+    return path if may_be_opened else None

@@ -53,8 +53,14 @@ class RunFiles:
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: RunSummary, name: str, columns: int) -> "RunFiles":
-        """Read the files of a run; whatever they hold, this raises nothing."""
+    def read(cls, run: RunSummary, name: str, columns: int) -> "RunFiles":
+        """Read the files of a run; whatever they hold, this raises nothing.
+
+        Args:
+            run: The run.
+            name: Its name on the page.
+            columns: The number of columns of its curves that are kept.
+        """
         folder = RunFolder(run.path, run.prefix, ())
         if run.error is not None:
             return cls(run, name, folder, [run.error])
@@ -64,7 +70,7 @@ class RunFiles:
             folder = run_folder(run.path, run.prefix)
             warnings += folder.unreadable_starts
             warnings += _warnings(run, folder)
-            warnings += folder.event_files[1]
+            warnings += folder.event_files.problems
             series = folder.series(lambda error: warnings.append(f"{error}; what follows is not shown"))
             warnings += _not_finite(series)
             warnings += _skipped(series)
@@ -87,8 +93,8 @@ class RunFiles:
         """The steps at which a start, a stage or a checkpoint is marked in a picture; none for step 0."""
         marks: list[Mark] = []
         for start in self.folder.valid_starts:
-            if start["step"] and start["step"][0]:
-                first = start["step"][0]
+            first, _ = start["step"] or (0, 0)
+            if first:
                 marks.append(Mark("start", first, f"start from step {first}"))
         stages = (self.folder.last_trained_start.get("setup") or {}).get("stages") or {}
         for step, name in stages.items():
@@ -115,6 +121,20 @@ def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
     if run.refused is not None:
         reason = f"{run.refused['status']}: {run.refused['reason']}".rstrip(": ")
         yield f"the start that ended {utc_text(run.refused['time'])} took no step: {reason}"
+    yield from _stall_warnings(run, folder)
+    spans = [start["step"] for start in folder.valid_starts if start["step"]]
+    for earlier, later in itertools.pairwise(spans):
+        if later[0] < earlier[1]:
+            yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
+    yield from part_changes(folder.valid_starts)
+    for facts in folder.facts_with_changes:
+        for line in state_change_lines(facts):
+            yield f"its state was {truncate(line, 300)} (start {facts['number']})"
+        for change in facts["changes"] or ():
+            yield f"changed before the start of {utc_text(facts['began'])}: {truncate(change, 300)}"
+
+
+def _stall_warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
     for start in folder.valid_starts:
         for stall in start["stalls"]:
             what = truncate(str(stall.get("what")), 200)
@@ -128,33 +148,27 @@ def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
             what = truncate(process["what"], 200)
             yield f"before it ended, process {process['process']} was {what}: {process['line']}"
     yield from missing_threads(ended)
-    spans = [start["step"] for start in folder.valid_starts if start["step"]]
-    for earlier, later in itertools.pairwise(spans):
-        if later[0] < earlier[1]:
-            yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
-    yield from part_changes(folder.valid_starts)
-    for facts in folder.facts_with_changes:
-        for line in state_change_lines(facts):
-            yield f"its state was {truncate(line, 300)} (start {facts['number']})"
-        for change in facts["changes"] or ():
-            yield f"changed before the start of {utc_text(facts['began'])}: {truncate(change, 300)}"
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
     for tag, points in series.items():
         bad = np.flatnonzero(~np.isfinite(points.values))
         if bad.size:
-            count, first = len(points.steps), points.steps[bad[0]]
+            count = len(points.steps)
+            first = points.steps[bad[0]]
             yield f"{tag} is not finite at {bad.size} of {count} points, first at step {first}"
 
 
 def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
-    """Name the step since which all updates are skipped, unless it is the loss scale's."""
+    """Name the step since which all updates are skipped, unless it is a single one, as a loss scale skips it."""
     points = series.get(_SKIPPED)
-    streak = [] if points is None else list(itertools.takewhile(lambda value: value == 1, reversed(points.values)))
-    if points is not None and len(streak) > 1:
-        first = points.steps[-len(streak)]
-        yield f"all {len(streak)} logged updates from step {first} on were skipped, as they were not finite"
+    if points is None:
+        return
+    count = 0
+    while count < len(points.values) and points.values[-1 - count] == 1:
+        count += 1
+    if count > 1:
+        yield f"all {count} logged updates from step {points.steps[-count]} on were skipped, as they were not finite"
 
 
 # The metric.
@@ -170,8 +184,8 @@ class Ranking(NamedTuple):
         return f"{'greatest' if self.is_max else 'least'} {self.name}"
 
     @classmethod
-    def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
-        """The named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
+    def choose(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
+        """Choose the named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
         names: dict[str, None] = {}
         for row in rows:
             names |= dict.fromkeys([*row.run.metrics, *row.run.best, *row.series])
@@ -217,9 +231,12 @@ def _default_metric(rows: Sequence[RunFiles], names: Collection[str]) -> str:
 
 def _evaluations(start: Mapping[str, Any]) -> set[str]:
     """The prefixes of the metrics of evaluations, from the text of the hooks."""
-    hooks = ((start.get("setup") or {}).get("arguments") or {}).get("hooks")
+    setup = start.get("setup") or {}
+    hooks = (setup.get("arguments") or {}).get("hooks")
     prefixes: set[str] = set()
-    for hook in hooks if isinstance(hooks, list) else []:
+    if not isinstance(hooks, list):
+        return prefixes
+    for hook in hooks:
         match = re.fullmatch(r"EvaluationHook\((.*)\)", str(hook))
         if match is not None:
             prefixes.add(match[1])
@@ -231,7 +248,9 @@ def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
     is_max: bool | None = None
     for row in rows:
         for start in row.folder.valid_starts:
-            mode = start["kept"][name]["mode"] if name in start["kept"] else None
+            if name not in start["kept"]:
+                continue
+            mode = start["kept"][name]["mode"]
             if mode is not None:
                 is_max = mode == "max"
     return is_max
@@ -241,6 +260,7 @@ def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
 
 
 def is_finite_number(value: object) -> bool:
+    # Not `isinstance`, as a bool is an int; and not `math.isfinite`, which an int of many digits overflows.
     return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
 
 
@@ -250,12 +270,13 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Short name → the values of an option of configs that varies; where no run has a config, of a hyperparameter."""
-    names = [name for name in differ if name.startswith(SECTIONS["config"])]
-    if not any(row.run.config for row in rows):
+def varied_options(rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Short name → the values of an option of configs that varies; if no run has a config, of a hyperparameter."""
+    if any(row.run.config for row in rows):
+        names = [name for name in differences if name.startswith(SECTIONS["config"])]
+    else:
         numbers = _hyperparameters(rows)
-        names = [name for name in differ if name in numbers]
+        names = [name for name in differences if name in numbers]
     paths = [name.removeprefix(SECTIONS["config"]) for name in names]
     # Counted once, and not for each name: somebody else's config may have as many as a file can hold.
     keys = Counter(path.rpartition("/")[2] for path in paths)
@@ -263,7 +284,7 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> di
     for name, path in zip(names, paths, strict=True):
         key = path.rpartition("/")[2]
         is_unique = keys[key] == 1 and key not in _TAKEN
-        varied[key if is_unique else path] = differ[name]
+        varied[key if is_unique else path] = differences[name]
     return varied
 
 
@@ -284,18 +305,20 @@ _TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
 
 
 def is_seed(name: str) -> bool:
+    """Whether a name has the word seed, as `data_seed` and `dataSeed` do, and `seeded` does not."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     return re.search(r"(?<![a-z])seeds?(?![a-z])", words) is not None
 
 
-def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> list[list[int]]:
+def seed_groups(rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]) -> list[list[int]]:
     """Indices of runs, two or more, that have the same parent and differ only in their seeds."""
-    fixed = [values for name, values in differ.items() if not is_seed(name)]
-    seeds = [values for name, values in differ.items() if is_seed(name)]
+    seeds = [values for name, values in differences.items() if is_seed(name)]
+    others = [values for name, values in differences.items() if not is_seed(name)]
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
+        # A run that is not known to have trained, of which all differences are None, is in no group.
         if row.folder.last_trained_start:
-            key = json.dumps([row.run.parent, *[values[i] for values in fixed]], default=str)
+            key = json.dumps([row.run.parent, *[values[i] for values in others]], default=str)
             groups.setdefault(key, []).append(i)
     return [group for group in groups.values() if _differ_in_seed(group, seeds)]
 
@@ -313,22 +336,23 @@ class Sweep:
 
     Attributes:
         best: The best value of each run, and its step.
-        options: Name of an option that varies → its value in each run, None without one.
         colors: The color of each run: its place among the best ten, or `NEUTRAL`.
-        groups: Runs that differ by a seed.
+        differences: Name of what differs → its value in each run, None without one.
+        options: The same of the options that vary.
+        groups: Indices of runs that differ only by a seed.
     """
 
     rows: Sequence[RunFiles]
     metric: Ranking
     best: Sequence[tuple[float, int] | None]
     colors: Sequence[int]
-    differ: Mapping[str, Sequence[Any]]
+    differences: Mapping[str, Sequence[Any]]
     options: Mapping[str, Sequence[Any]]
     groups: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Sweep":
-        metric = Ranking.of(rows, name, mode)
+    def build(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Sweep":
+        metric = Ranking.choose(rows, name, mode)
         best = [metric.best(row) for row in rows]
 
         def rank(i: int) -> float:
@@ -340,19 +364,21 @@ class Sweep:
         colors = [NEUTRAL] * len(rows)
         for color, i in enumerate(sorted(range(len(rows)), key=rank)[:COLORS]):
             colors[i] = color
-        differ = differences_of([row.folder.last_trained_start for row in rows])
+        differences = differences_of([row.folder.last_trained_start for row in rows])
         return cls(
             rows=rows,
             metric=metric,
             best=best,
             colors=colors,
-            differ=differ,
-            options=options(rows, differ),
-            groups=seed_groups(rows, differ),
+            differences=differences,
+            options=varied_options(rows, differences),
+            groups=seed_groups(rows, differences),
         )
 
     def ranked(self) -> list[int]:
-        return sorted((i for i, color in enumerate(self.colors) if color != NEUTRAL), key=self.colors.__getitem__)
+        """The indices of the runs that have a color, the best first."""
+        colored = [i for i, color in enumerate(self.colors) if color != NEUTRAL]
+        return sorted(colored, key=lambda i: self.colors[i])
 
     def tree(self) -> list[tuple[int, int]]:
         """The runs in the order of the table, branches below their parents: index and depth of each."""
