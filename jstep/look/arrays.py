@@ -36,26 +36,37 @@ class Range:
         return not self.nans + self.infinities
 
     def __str__(self) -> str:
-        kind = array_type(self.shape, self.dtype)
+        parts: list[str] = []
         if self.low is None:
-            finite = "empty" if self.is_finite else ""
-        elif self.low == self.high:
-            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
+            if self.is_finite:
+                parts.append("empty")
+        elif self.low != self.high:
+            parts.append(f"from {self.low:.6g} to {self.high:.6g}")
+        elif self.shape:
+            parts.append(f"all {self.low:.6g}")
         else:
-            finite = f"from {self.low:.6g} to {self.high:.6g}"
-        bad = [f"{count} {what}" for count, what in ((self.nans, "NaN"), (self.infinities, "infinite")) if count]
-        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
+            parts.append(f"{self.low:.6g}")
+        if self.nans:
+            parts.append(f"{self.nans} NaN")
+        if self.infinities:
+            parts.append(f"{self.infinities} infinite")
+        return f"{array_type(self.shape, self.dtype)} {', '.join(parts)}"
 
 
 def array_range(array: np.ndarray[Any, Any]) -> Range:
-    host = array
-    if np.iscomplexobj(host):
-        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
-    host = host.astype(np.float64) if is_inexact(host.dtype) else host
-    finite = host[np.isfinite(host)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
-    nans = int(np.isnan(host).sum())
-    return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
+    numbers = array
+    if np.iscomplexobj(numbers):
+        # A sum of parts of which one is not finite is not finite either.
+        is_finite = np.isfinite(numbers.real) & np.isfinite(numbers.imag)
+        numbers = np.where(is_finite, np.abs(numbers), numbers.real + numbers.imag)
+    if is_inexact(numbers.dtype):
+        numbers = numbers.astype(np.float64)
+    finite = numbers[np.isfinite(numbers)]
+    low = float(finite.min()) if finite.size else None
+    high = float(finite.max()) if finite.size else None
+    nans = int(np.isnan(numbers).sum())
+    infinities = numbers.size - finite.size - nans
+    return Range(str(array.dtype), array.shape, low, high, nans, infinities)
 
 
 def norm(array: np.ndarray[Any, Any]) -> float:
@@ -63,7 +74,10 @@ def norm(array: np.ndarray[Any, Any]) -> float:
     magnitudes = np.abs(array if array.dtype.kind == "c" else array.astype(np.float64)).astype(np.float64)
     finite = magnitudes[np.isfinite(magnitudes)]
     largest = float(finite.max(initial=0.0))
-    return largest * float(np.linalg.norm(finite / largest)) if largest else 0.0
+    if not largest:
+        return 0.0
+    # Relative to the largest, as the squares of large numbers overflow.
+    return largest * float(np.linalg.norm(finite / largest))
 
 
 # How two arrays differ, by absolute difference and by units in the last place.
@@ -96,12 +110,12 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
         return None
     others_a = a.reshape(-1)[is_other]
     others_b = b.reshape(-1)[is_other]
-    max_abs, ulps = _by_how_much(others_a, others_b)
+    max_abs, max_ulps = _largest_differences(others_a, others_b)
     words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
     if max_abs is not None:
         words.append(f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}")
-    if ulps is not None:
-        words.append(f"({ulps} ULP{'s' if ulps != 1 else ''})")
+    if max_ulps is not None:
+        words.append(f"({max_ulps} ULP{'s' if max_ulps != 1 else ''})")
     norms: tuple[float, float] | None = None
     if is_inexact(a.dtype):
         is_finite = np.isfinite(others_a) & np.isfinite(others_b)
@@ -110,38 +124,53 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
             words.append(f"with {bad} not finite")
         if a.size > 1:
             norms = (norm(a), norm(b))
-    if norms is not None:
-        words[-1] += f", norm {norms[0]:.6g} in A, {norms[1]:.6g} in B"
-    return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps, norms)
+            words[-1] += f", norm {norms[0]:.6g} in A, {norms[1]:.6g} in B"
+    return LeafDifference(
+        path=path,
+        why="values",
+        detail=" ".join(words),
+        number=number,
+        size=int(a.size),
+        max_abs=max_abs,
+        max_ulps=max_ulps,
+        norms=norms,
+    )
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.dtype.itemsize)
 
 
-def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
+def _largest_differences(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
+    """The largest absolute difference of finite numbers, and the largest in units in the last place."""
     if np.iscomplexobj(a):
-        return _by_how_much(a.view(a.real.dtype), b.view(b.real.dtype))
-    if not is_inexact(a.dtype):
-        if a.dtype == np.bool_:
-            return None, None
-        return float(_gap(a, b)), None
-    finite = np.isfinite(a) & np.isfinite(b)
-    if not finite.any():
+        return _largest_differences(a.view(a.real.dtype), b.view(b.real.dtype))
+    if a.dtype == np.bool_:
         return None, None
+    if not is_inexact(a.dtype):
+        return float(_largest_gap(a, b)), None
+    is_finite = np.isfinite(a) & np.isfinite(b)
+    if not is_finite.any():
+        return None, None
+    a = a[is_finite]
+    b = b[is_finite]
     with np.errstate(over="ignore"):
-        max_abs = float(np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64)).max())
-    return (max_abs if np.isfinite(max_abs) else None), _gap(_order(a[finite]), _order(b[finite]))
+        max_abs = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max())
+    max_ulps = _largest_gap(_float_ranks(a), _float_ranks(b))
+    return (max_abs if np.isfinite(max_abs) else None), max_ulps
 
 
-def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """The largest difference of integers, computed in uint64 because two int64 may overflow int64."""
-    above, under = np.maximum(a, b), np.minimum(a, b)
-    return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
+def _largest_gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """The largest difference of integers, computed in uint64 because that of two int64 may overflow int64."""
+    larger = np.maximum(a, b)
+    smaller = np.minimum(a, b)
+    return int((larger.astype(np.uint64) - smaller.astype(np.uint64)).max())
 
 
-def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
+def _float_ranks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Map floats to integers of the same order, such that neighbors differ by 1; 0.0 and −0.0 are equal."""
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
-    magnitude = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)  # all bits except the sign
-    return np.where(bits & ~magnitude, -(bits & magnitude), bits)
+    all_but_sign = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)
+    magnitude = bits & all_but_sign
+    is_negative = bits & ~all_but_sign
+    return np.where(is_negative, -magnitude, bits)

@@ -14,7 +14,10 @@ from jstep.core.checks import array_type, format_list, in_own_digits, truncate
 from jstep.look.arrays import is_inexact
 from jstep.record.stall_files import format_ranges
 
-_MAX_NAME, _MAX_TEXT, _MAX_ITEMS, _MAX_GROUPS = 200, 80, 8, 8
+_MAX_NAME = 200
+_MAX_TEXT = 80
+_MAX_ITEMS = 8
+_MAX_GROUPS = 8
 """The characters of a name and of a value, the items of a list, and the groups of processes that are shown."""
 
 ReadFile = Callable[[str], bytes]
@@ -35,65 +38,75 @@ class PositionValue(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a process; `since` is the number of batches that were fetched after it."""
+    """The position of a process, and the number of batches that were fetched after it."""
 
     entries: Sequence[PositionValue]
-    since: Any
+    later_batches: Any
 
 
 class Positions(NamedTuple):
-    """The positions in a checkpoint by process; if those of all processes are equal, one with the key None."""
+    """The positions in a checkpoint.
 
-    processes: Any
-    by_process: Mapping[int | None, Position]
+    Attributes:
+        count: The number of processes, as the checkpoint names it.
+        positions: Process → its position; None → that of all processes, if it is the same.
+    """
 
-    def of(self, process: int | None) -> Position | None:
-        return self.by_process.get(process, self.by_process.get(None))
+    count: Any
+    positions: Mapping[int | None, Position]
+
+    def position(self, process: int | None) -> Position | None:
+        return self.positions.get(process, self.positions.get(None))
 
     def as_json(self) -> list[dict[str, Any]]:
-        return [
-            {"process": process, "name": entry.name, "value": entry.value}
-            for process, position in self.by_process.items()
-            for entry in position.entries
-        ]
+        items: list[dict[str, Any]] = []
+        for process, position in self.positions.items():
+            for entry in position.entries:
+                items.append({"process": process, "name": entry.name, "value": entry.value})
+        return items
 
 
 def positions_in(extra: Any, read_file: ReadFile) -> Positions | None:
     """Return the positions in the `extra` of a checkpoint, or None if it has none."""
     if not isinstance(extra, dict):
         return None
-    from jstep.stores.tagged_json import FilesOnce  # it imports JAX
+    # Imported here and below, not at the head: these modules import JAX.
+    from jstep.stores.tagged_json import FilesOnce
 
     files = FilesOnce(read_file)
-    every = extra.get("batches_of_processes")
-    if not isinstance(every, dict):
-        every = {"processes": 1, "positions": [extra.get("batches")]}
-    positions = every.get("positions")
-    if not isinstance(positions, list):
+    saved_positions = extra.get("batches_of_processes")
+    if not isinstance(saved_positions, dict):
+        saved_positions = {"processes": 1, "positions": [extra.get("batches")]}
+    every = saved_positions.get("positions")
+    if not isinstance(every, list):
         return None
-    known: dict[int | None, Position] = {}
-    for process, saved in enumerate(positions):
+    positions: dict[int | None, Position] = {}
+    for process, saved in enumerate(every):
         if saved == f"position.process_{process}":
-            from jstep.data.positions import position_in_file  # it imports JAX
+            # A large position is in a file of its own.
+            from jstep.data.positions import position_in_file
 
             saved = position_in_file(files(saved).read())
         if isinstance(saved, dict) and "value" in saved:
-            known[None if len(positions) == 1 else process] = _position(saved, files)
-    return Positions(every.get("processes"), known) if known else None
+            positions[None if len(every) == 1 else process] = _position(saved, files)
+    return Positions(saved_positions.get("processes"), positions) if positions else None
 
 
 def lines_of_positions(positions: Positions) -> list[str]:
     """Describe each value in a line; processes with the same value are named together."""
-    lines = list[str]()
-    by_name = dict[str, dict[tuple[str, str], list[int]]]()
-    for process, position in positions.by_process.items():
+    # Name → bits and text of a value → the processes that have it, none for that of all.
+    groups_by_name: dict[str, dict[tuple[str, str], list[int]]] = {}
+    for process, position in positions.positions.items():
         for entry in position.entries:
-            of_value = by_name.setdefault(entry.name, {}).setdefault((entry.bits, entry.text), [])
-            of_value += [] if process is None else [process]
-    for name, groups in by_name.items():
-        count = sum(map(len, groups.values()))
-        is_of_all = len(groups) == 1 and count in (0, positions.processes)
-        texts = [f"{'' if is_of_all else _named(group)}{name} {text}" for (_, text), group in groups.items()]
+            groups = groups_by_name.setdefault(entry.name, {})
+            processes = groups.setdefault((entry.bits, entry.text), [])
+            if process is not None:
+                processes.append(process)
+    lines: list[str] = []
+    for name, groups in groups_by_name.items():
+        count = sum(len(processes) for processes in groups.values())
+        is_common = len(groups) == 1 and count in (0, positions.count)
+        texts = [f"{'' if is_common else _named(processes)}{name} {text}" for (_, text), processes in groups.items()]
         lines.append(format_list(texts, _MAX_GROUPS, "; "))
     return lines
 
@@ -106,17 +119,27 @@ def position_differences(a: Positions | None, b: Positions | None) -> list[tuple
     """Return the names of the values that differ, and how; nothing if a checkpoint has no positions."""
     if a is None or b is None:
         return []
-    keys = {*a.by_process, *b.by_process}
-    if a.processes != b.processes and keys != {None}:
-        return [("positions", f"of {a.processes} processes in A, of {b.processes} in B")]
-    found = list[tuple[str, str]]()
-    for process in [None] if keys == {None} else sorted(keys - {None}, key=int):  # type: ignore[arg-type]
-        first, second, begins = a.of(process), b.of(process), "" if process is None else f"process {process}: "
-        if first is None or second is None:
-            found.append((f"{begins}position", f"only in {'B' if first is None else 'A'}"))
-        elif first.since == second.since:  # else they were read after other batches, as time allowed
-            found += [(f"{begins}{name}", how) for name, how in _differing(first.entries, second.entries)]
+    processes = sorted(process for process in {*a.positions, *b.positions} if process is not None)
+    if not processes:
+        return _differences_of_process(a, b, None)
+    if a.count != b.count:
+        return [("positions", f"of {a.count} processes in A, of {b.count} in B")]
+    found: list[tuple[str, str]] = []
+    for process in processes:
+        found += _differences_of_process(a, b, process)
     return found
+
+
+def _differences_of_process(a: Positions, b: Positions, process: int | None) -> list[tuple[str, str]]:
+    first = a.position(process)
+    second = b.position(process)
+    begin = "" if process is None else f"process {process}: "
+    if first is None or second is None:
+        return [(f"{begin}position", f"only in {'B' if first is None else 'A'}")]
+    if first.later_batches != second.later_batches:
+        # They were read after other batches, as time allowed, and may differ for that alone.
+        return []
+    return [(f"{begin}{name}", how) for name, how in _differing(first.entries, second.entries)]
 
 
 def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterator[tuple[str, str]]:
@@ -137,35 +160,39 @@ def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterat
 
 
 def _position(saved: Mapping[str, Any], files: Callable[[str], Any]) -> Position:
-    from jstep.checkpoint.leaf_records import unique  # it imports JAX
+    from jstep.checkpoint.leaf_records import unique
 
-    since = saved.get("after", 0)
+    later_batches = saved.get("after", 0)
     try:
         parts = list(_parts("", saved["value"]))
         entries = [_entry(name.removeprefix("."), part, files) for name, part in parts]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        # What a malicious or corrupted file raises; the rest of the checkpoint is shown.
         text = truncate(f"cannot be read: {error}", _MAX_TEXT)
         entries = [PositionValue("", text, text)]
-    entries += [PositionValue("batches since", since, json.dumps(since))] if since else []
+    if later_batches:
+        entries.append(PositionValue("batches since", later_batches, json.dumps(later_batches)))
     names = unique(truncate(entry.name or "position", _MAX_NAME) for entry in entries)
-    return Position([entry._replace(name=name) for name, entry in zip(names, entries, strict=True)], since)
+    return Position([entry._replace(name=name) for name, entry in zip(names, entries, strict=True)], later_batches)
 
 
 def _parts(name: str, saved: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and the tagged JSON of the values in nested dicts and short lists."""
     tag, inner = _tag(saved)
-    items = list[tuple[str, Any]]()
+    items: list[tuple[str, Any]] = []
     if tag in ("$dict", "$ordered_dict"):
         items = [(f"[{truncate(str(_plain(key)), _MAX_TEXT)}]", item) for key, item in inner]
     elif tag in (None, "$tuple") and isinstance(inner, list) and len(inner) <= _MAX_ITEMS:
         items = [(f"[{number}]", item) for number, item in enumerate(inner)]
     elif tag is None and isinstance(inner, dict):
         items = [(f".{key}", item) for key, item in inner.items()]
-    elif tag == "$jax":  # of a key, its data
+    elif tag == "$jax":
+        # Of a PRNG key, its data.
         items = [("", inner["data"])]
     for key, item in items:
         yield from _parts(f"{name}{key}", item)
     if not items:
+        # A tensor of PyTorch is saved as an array is, and shown as one.
         yield name, {"$array": inner} if tag == "$tensor" else saved
 
 
@@ -178,7 +205,7 @@ def _tag(saved: Any) -> tuple[str | None, Any]:
 
 def _plain(saved: Any) -> Any:
     """Return the number or the tuple of a tag, or the value as it is."""
-    from jstep.stores import tagged_json  # it imports JAX
+    from jstep.stores import tagged_json
 
     tag, inner = _tag(saved)
     if tag == "$tuple" and isinstance(inner, list):
@@ -187,10 +214,11 @@ def _plain(saved: Any) -> Any:
 
 
 def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
-    from jstep.stores import tagged_json  # it imports JAX
+    from jstep.stores import tagged_json
 
     whole = tagged_json.resolve_files(saved, files)
-    hashed = json.dumps(whole, sort_keys=True, default=lambda large: large.hash.hex())
+    # For bytes in a file of their own, their hash stands.
+    hashed = json.dumps(whole, sort_keys=True, default=lambda external: external.hash.hex())
     bits = hashlib.blake2b(hashed.encode()).hexdigest()
     tag, inner = _tag(saved)
     if tag in ("$array", "$scalar"):
@@ -199,7 +227,8 @@ def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
         return PositionValue(name, f"{len(inner)} items {bits[:8]}", bits)
     if tag in (None, "$tuple", "$int", "$float"):
         return PositionValue(name, inner if tag == "$tuple" else _plain(saved), bits)
-    return PositionValue(name, f"{tag[1:]} {bits[:8]}", bits)  # a random generator, or bytes
+    # A random generator, or bytes.
+    return PositionValue(name, f"{tag[1:]} {bits[:8]}", bits)
 
 
 def _number_or_text(array: np.ndarray[Any, Any], bits: str) -> Any:

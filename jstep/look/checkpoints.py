@@ -25,12 +25,19 @@ from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 # Finding and reading checkpoints for the command line, leaf by leaf.
 
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
-_AT_ONCE = 2**28
+_MAX_GROUP_BYTES = 2**28
 """The number of bytes of leaves to read together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
+    """A checkpoint whose manifest has been read.
+
+    Attributes:
+        path: The path at which the store has it.
+        store: The store of its directory or bucket.
+    """
+
     path: str
     prefix: str
     step: int
@@ -49,7 +56,8 @@ class Checkpoint:
         return {leaf.path: leaf for leaf in self.manifest.left_out}
 
     @functools.cached_property
-    def _strange(self) -> str:
+    def _array_problem(self) -> str:
+        """What is unlike what jstep writes in the arrays' metadata, or "": tensorstore must not open that."""
         return self.store.reader(self.path, self.manifest).foreign_content()
 
     def positions(self) -> Positions | None:
@@ -63,8 +71,9 @@ class Checkpoint:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
         from jstep.weights.tensors import group_by_bytes  # it imports JAX
 
-        chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
-        for group in group_by_bytes(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
+        chosen = self.named if names is None else names
+        sized = ((name, self.named[name].nbytes, self.named[name]) for name in chosen)
+        for group in group_by_bytes(sized, _MAX_GROUP_BYTES):
             yield from self._read(group)
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
@@ -73,12 +82,13 @@ class Checkpoint:
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
-            if problem := self._strange:
-                raise CheckpointError(f"{self.path} is corrupted: {problem}")
+            if self._array_problem:
+                raise CheckpointError(f"{self.path} is corrupted: {self._array_problem}")
             arrays = self.store.reader(self.path, self.manifest).read(wanted)
         except (CheckpointError, OSError):
             raise
         except Exception as error:
+            # A corrupted file may raise anything in tensorstore and its decoders.
             raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
         for name, leaf in leaves.items():
             yield name, leaf, np.asarray(leaf_value(leaf, None, arrays))
@@ -95,27 +105,29 @@ class Checkpoint:
 def checkpoint_at(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
     path = absolute(path)
-    above, last = split_path(path.rstrip("/"))
-    match = _NAME.fullmatch(last)
+    directory, name = split_path(path.rstrip("/"))
+    match = _NAME.fullmatch(name)
     if match is None:
         return None
+    prefix = match[1]
     step = step_in(match[2])
     if step is None:
         return None
-    store = open_store(above)
-    stored = store.find_path(match[1], step)
+    store = open_store(directory)
+    stored = store.find_path(prefix, step)
     if stored is None:
-        problem = dict(store.find_broken(match[1], step - 1)).get(path)
+        problem = dict(store.find_broken(prefix, step - 1)).get(path)
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
     try:
         manifest = store.manifest(stored)
-    except FileNotFoundError:  # evicted meanwhile
+    except FileNotFoundError:
+        # Its run has deleted it meanwhile.
         return None
     if manifest.step != step:
-        raise CheckpointError(f"{path}: {misnaming_text(match[1], step, manifest.step)}")
-    return Checkpoint(stored, match[1], step, manifest, store)
+        raise CheckpointError(f"{path}: {misnaming_text(prefix, step, manifest.step)}")
+    return Checkpoint(stored, prefix, step, manifest, store)
 
 
 def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
@@ -126,17 +138,24 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
     problems: dict[str, str] = {}
     names = [split_path(path)[1] for _, path in store.newest_first(None)]
     if not is_url(directory) and is_directory(directory):
+        # The store lists only what is complete; a prefix may have nothing but broken checkpoints.
         names += names_in(directory)
-    for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
+    matches = map(_NAME.fullmatch, names)
+    for prefix in sorted({match[1] for match in matches if match is not None}):
         paths += [path for _, path in store.newest_first(prefix)]
-        problems |= {path: f"{path}: {problem}" for path, problem in store.find_broken(prefix, -1)}
-    checkpoints = []
+        for path, problem in store.find_broken(prefix, -1):
+            problems[path] = f"{path}: {problem}"
+    checkpoints: list[Checkpoint] = []
     for path in paths:
         try:
-            checkpoints.append(checkpoint_at(path))
+            checkpoint = checkpoint_at(path)
         except (CheckpointError, OSError) as error:
             problems[path] = str(error)
-    return sorted(filter(None, checkpoints), key=lambda checkpoint: (checkpoint.prefix, checkpoint.step)), problems
+            continue
+        if checkpoint is not None:
+            checkpoints.append(checkpoint)
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.prefix, checkpoint.step))
+    return checkpoints, problems
 
 
 # The command.
@@ -169,44 +188,64 @@ def _print_contents(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(path: str, arguments: argparse.Namespace) -> int:
-    if (checkpoint := checkpoint_at(path)) is not None:
-        return _checkpoint(checkpoint, arguments)
+    checkpoint = checkpoint_at(path)
+    if checkpoint is not None:
+        return _inspect_checkpoint(checkpoint, arguments)
     if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint or directory of checkpoints: {path}")
-    return _directory(path, arguments)
+    return _inspect_directory(path, arguments)
 
 
 def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
-    fields = {**about, "problems": problems} | ({"sound": False} if arguments.verify else {})
+    fields = {**about, "problems": problems}
+    if arguments.verify:
+        fields["sound"] = False
     return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
 
 
-def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
-    about, manifest = _about(checkpoint), checkpoint.manifest
-    if problems := _problems(checkpoint, arguments):
+_KIND_COLUMNS = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
+_NUMBER_COLUMNS = {
+    "bytes": "bytes",
+    "min": "min",
+    "max": "max",
+    "mean": "mean",
+    "norm": "norm",
+    "non-finite": "nonfinite",
+}
+
+
+def _inspect_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
+    manifest = checkpoint.manifest
+    about = _about(checkpoint)
+    problems = _problems(checkpoint, arguments)
+    if problems:
         return _corrupted(about, problems, arguments)
-    rows = [
-        {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
-        for name, leaf, array in checkpoint.leaves()
-    ]
-    absent = [leaf.to_json() for leaf in manifest.left_out]
+    rows: list[dict[str, Any]] = []
+    for name, leaf, array in checkpoint.leaves():
+        row = {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes}
+        rows.append({**row, **_numbers(leaf, array)})
+    left_out = [leaf.to_json() for leaf in manifest.left_out]
+    positions = checkpoint.positions()
+
     fields = {**about, "extra": manifest.extra, "leaves": rows}
-    if (positions := checkpoint.positions()) is not None:
+    if positions is not None:
         fields["positions"] = positions.as_json()
-    fields |= ({"left_out": absent} if absent else {}) | ({"sound": True} if arguments.verify else {})
-    kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
-    figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "norm": "norm", "non-finite": "nonfinite"}
+    if left_out:
+        fields["left_out"] = left_out
+    if arguments.verify:
+        fields["sound"] = True
+
     lines = [
         checkpoint.path,
         f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
         f"{format_bytes(about['bytes'])}, {_extent(checkpoint.path, arguments)}",
         *_extra_lines(manifest.extra),
         "",
-        *cli.table(kinds | figures, rows, left=3),
+        *cli.table(_KIND_COLUMNS | _NUMBER_COLUMNS, rows, left=3),
     ]
-    if absent:
+    if left_out:
         lines += ["", "left out by Saver(leave_out=…); restore takes them from the target", ""]
-        lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
+        lines += cli.table(_KIND_COLUMNS | {"fingerprint": "fingerprint"}, left_out, left=4)
     if positions is not None:
         shown = [printable(line) for line in lines_of_positions(positions)]
         lines += ["", "positions of the batches, and of the objects of from_loop", *cli.first_lines(shown)]
@@ -220,24 +259,40 @@ def _extent(path: str, arguments: argparse.Namespace) -> str:
 
 
 def _extra_lines(extra: Any) -> list[str]:
-    own_keys = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
-    shown = {key: value for key, value in extra.items() if key not in own_keys} if own_keys else extra
-    lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own_keys or extra is None) else []
+    own_keys: list[str] = []
+    users_extra = extra
+    if isinstance(extra, dict):
+        own_keys = [key for key in extra if key in OWN_EXTRA]
+        users_extra = {key: value for key, value in extra.items() if key not in own_keys}
+    lines: list[str] = []
+    # An empty `extra` is shown if the user saved it, not if only jstep's entries were in it.
+    if users_extra or (extra is not None and not own_keys):
+        lines.append(f"extra {cli.as_strict_json(users_extra)}")
     if own_keys:
         lines.append(f"entries of jstep in extra, which --json shows: {', '.join(own_keys)}")
     return lines
 
 
 def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    numbers = None if leaf.key_impl is not None else array_range(array)
-    nonfinite = None if numbers is None else numbers.nans + numbers.infinities
-    if numbers is None or numbers.low is None:
-        return {"min": None, "max": None, "mean": None, "norm": None, "nonfinite": nonfinite}
+    numbers: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "norm", "nonfinite"))
+    if leaf.key_impl is not None:
+        # The data of a PRNG key are no numbers.
+        return numbers
+    value_range = array_range(array)
+    numbers["nonfinite"] = value_range.nans + value_range.infinities
+    if value_range.low is None:
+        return numbers
+    if is_inexact(array.dtype):
+        numbers["min"] = value_range.low
+        numbers["max"] = value_range.high
+    else:
+        # Not those of the range, which are floats: beyond 2**53 these are not exact.
+        numbers["min"] = int(array.min())
+        numbers["max"] = int(array.max())
     values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
-    mean = float(np.mean(values, where=np.isfinite(values)))
-    is_whole = not is_inexact(array.dtype)
-    low, high = (int(array.min()), int(array.max())) if is_whole else (numbers.low, numbers.high)
-    return {"min": low, "max": high, "mean": mean, "norm": norm(array), "nonfinite": nonfinite}
+    numbers["mean"] = float(np.mean(values, where=np.isfinite(values)))
+    numbers["norm"] = norm(array)
+    return numbers
 
 
 def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str]:
@@ -248,37 +303,58 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
     return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
 
 
-def _directory(path: str, arguments: argparse.Namespace) -> int:
+_DIRECTORY_COLUMNS = {
+    "checkpoint": "name",
+    "saved": "time",
+    "step": "step",
+    "leaves": "leaves",
+    "size": "size",
+    "": "note",
+}
+
+
+def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
     checkpoints, broken = checkpoints_in(path)
     if not checkpoints and not broken:
         from jstep.look.runs import hint_at_runs, runs
 
         none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         raise FileNotFoundError(hint_at_runs(path, runs(path)) or none)
-    best, broken_best = checkpoints_in(join_path(path, "best")) if checkpoints else ([], {})
-    broken |= broken_best
-    rows, problems = list[dict[str, Any]](), list(broken.values())
+    best: list[Checkpoint] = []
+    if checkpoints:
+        best, broken_best = checkpoints_in(join_path(path, "best"))
+        broken |= broken_best
+    rows: list[dict[str, Any]] = []
+    problems = list(broken.values())
     for checkpoint in [*checkpoints, *best]:
-        wrong = _problems(checkpoint, arguments)
-        problems += wrong
-        name, leaves = f"{checkpoint.prefix}-{checkpoint.step}", len(checkpoint.manifest.leaves)
-        name = f"best/{name}" if checkpoint in best else name
-        sound = {"sound": not wrong} if arguments.verify else {}
-        rows.append({"name": name, **_about(checkpoint), "leaves": leaves, **sound})
-    keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
-    shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row)} for row in rows]
+        found = _problems(checkpoint, arguments)
+        problems += found
+        name = f"{checkpoint.prefix}-{checkpoint.step}"
+        if checkpoint in best:
+            name = f"best/{name}"
+        row = {"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves)}
+        if arguments.verify:
+            row["sound"] = not found
+        rows.append(row)
     lines = [path] if len(arguments.paths) > 1 else []
-    lines += [*cli.table(keys, shown, left=2), _extent(path, arguments)] if rows else []
+    if rows:
+        shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row)} for row in rows]
+        lines += [*cli.table(_DIRECTORY_COLUMNS, shown, left=2), _extent(path, arguments)]
     if arguments.verify:
-        rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
+        rows += [{"name": split_path(broken_path)[1], "path": broken_path, "sound": False} for broken_path in broken]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
     return cli.complain("inspect", *problems)
 
 
 def _note(row: Mapping[str, Any]) -> str:
-    sound = {True: "as written", False: "CORRUPTED", None: ""}[row.get("sound")]
-    finite = "" if row["finite"] else "NOT FINITE"
-    return ", ".join(filter(None, (sound, finite, "until the next one" if row["temporary"] else "")))
+    notes: list[str] = []
+    if "sound" in row:
+        notes.append("as written" if row["sound"] else "CORRUPTED")
+    if not row["finite"]:
+        notes.append("NOT FINITE")
+    if row["temporary"]:
+        notes.append("until the next one")
+    return ", ".join(notes)
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -104,25 +104,35 @@ class Divergence(NamedTuple):
     compared_by: list[str]
 
     def text(self, runs: Sequence[RecordedRuns]) -> str:
+        """Describe where the runs diverge, and which of them was started in between; "" if they do not."""
         if self.differ_at is None:
             return ""
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
         text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
-        for path, folders in runs:
-            spans = [start["step"] for folder in folders for start in folder.valid_starts]
-            firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
-            text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
+        for run in runs:
+            for folder in run.folders:
+                for start in folder.valid_starts:
+                    first, _ = start["step"] or (0, 0)
+                    if first > 0 and (self.equal_at or 0) <= first <= self.differ_at:
+                        text += f"; {run.path} was started at {first}"
         return text
 
 
 def divergence(
     runs: Sequence[RecordedRuns], source: str = "", compared: Mapping[int, bool] | None = None
 ) -> Divergence:
-    """Compare two runs by their logs; `compared` has the steps that `source` has compared: step → whether equal."""
+    """Compare two runs by their logs.
+
+    Args:
+        runs: The two runs.
+        source: What has compared them already, or "".
+        compared: The steps that it has compared, and whether they are equal.
+    """
     sources = [source] if source else []
     same = dict(compared or {})
     logs: dict[str, list[_Log]] = {}
-    if runs[0].path != runs[1].path:  # two runs in one directory have one file of fingerprints
+    # Two runs in one directory have one file of fingerprints.
+    if runs[0].path != runs[1].path:
         logs["fingerprints"] = [_fingerprints(run) for run in runs]
     logs["scalars"] = _scalars_of_each(runs)
     for name, (log_a, log_b) in logs.items():
@@ -133,9 +143,10 @@ def divergence(
             # Equal numbers do not prove equal states, but different ones prove different states.
             is_equal = log_a[step, tag] == log_b[step, tag]
             same[step] = same.get(step, True) and is_equal
-    differ = min((step for step, is_same in same.items() if not is_same), default=None)
-    equal = max((step for step, is_same in same.items() if is_same and (differ is None or step < differ)), default=None)
-    return Divergence(equal, differ, sources)
+    differ_at = min((step for step, is_same in same.items() if not is_same), default=None)
+    # Not a step after the first difference, at which all that was logged may be equal by chance.
+    equal_steps = [step for step, is_same in same.items() if is_same and (differ_at is None or step < differ_at)]
+    return Divergence(max(equal_steps, default=None), differ_at, sources)
 
 
 _Log: TypeAlias = dict[tuple[int, str], Any]
@@ -148,39 +159,25 @@ def _fingerprints(run: RecordedRuns) -> _Log:
 
 def _scalars_of_each(runs: Sequence[RecordedRuns]) -> list[_Log]:
     # By the tag alone if there is nothing to be confused: two runs with other prefixes are compared as well.
-    by_prefix = any(len(run.folders) != 1 for run in runs)
+    needs_prefix = any(len(run.folders) != 1 for run in runs)
     with contextlib.suppress(OSError, ValueError, ImportError):
-        return [_scalars(run, by_prefix) for run in runs]
+        return [_scalars(run, needs_prefix) for run in runs]
     return [{}, {}]
 
 
-def _scalars(run: RecordedRuns, by_prefix: bool) -> _Log:
+def _scalars(run: RecordedRuns, needs_prefix: bool) -> _Log:
     log: _Log = {}
     for folder in run.folders:
         for tag, points in folder.series().items():
             if _TIMED.search(tag):
                 continue
-            name = f"{folder.prefix}: {tag}" if by_prefix else tag
+            name = f"{folder.prefix}: {tag}" if needs_prefix else tag
             for step, value in zip(points.steps, points.values, strict=True):
                 log[step, name] = value
     return log
 
 
 # The command: of two runs, the first step at which they differ; of two checkpoints, the leaves.
-
-
-def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    for path in a.left_out | b.left_out:
-        first = a.left_out.get(path)
-        second = b.left_out.get(path)
-        where = "left out of both"
-        if first is None or second is None:
-            yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
-        elif (first.dtype, first.shape) != (second.dtype, second.shape):
-            kinds = f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
-            yield LeafDifference(path, "shape" if first.dtype == second.dtype else "dtype", f"{kinds}, {where}")
-        elif first.fingerprint != second.fingerprint:
-            yield LeafDifference(path, "values", f"the fingerprint, {where}")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +189,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Side(NamedTuple):
-    """One side of the comparison; `steps` maps (step, prefix) to checkpoints or entries of a log."""
+    """One side of the comparison.
+
+    Attributes:
+        path: The path that the user has given, or that of the log in it.
+        kind: `_CHECKPOINT`, `_DIRECTORY` or `_LOG`.
+        steps: (Step, prefix) → the checkpoint, or the entry of the log.
+        problems: What cannot be compared, as sentences.
+    """
 
     path: str
     kind: str
@@ -201,12 +205,13 @@ class _Side(NamedTuple):
 
     def recorded_runs(self) -> RecordedRuns:
         """Return the run that a checkpoint is of, or all; all also if none has its prefix, as for the best ones."""
-        where = self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
+        directory = self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
         prefixes = [prefix for _, prefix in self.steps] if self.kind == _CHECKPOINT else []
-        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            every = run_folders(where)
-            return RecordedRuns(where, [folder for folder in every if folder.prefix in prefixes] or every)
-        return RecordedRuns(where, [])
+        # A directory that cannot be read is reported by the comparison itself.
+        with contextlib.suppress(OSError):
+            folders = run_folders(directory)
+            return RecordedRuns(directory, [folder for folder in folders if folder.prefix in prefixes] or folders)
+        return RecordedRuns(directory, [])
 
 
 _CHECKPOINT = "a checkpoint"
@@ -217,40 +222,39 @@ _LOG = "a log of fingerprints"
 def _print_differences(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # As for two runs, the starts do not decide the exit code.
-        run = location(arguments.a, "A")
-        starts = [start for folder in find_run_folders(run) for start in folder.facts_with_changes]
-        return cli.answer(arguments, {"run": run, "starts": starts}, lines_of_changes(starts))
+        directory = location(arguments.a, "A")
+        starts: list[dict[str, Any]] = []
+        for folder in find_run_folders(directory):
+            starts += folder.facts_with_changes
+        return cli.answer(arguments, {"run": directory, "starts": starts}, lines_of_changes(starts))
     a = _side(location(arguments.a, "A"))
     b = _side(location(arguments.b, "B"))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     runs = [a.recorded_runs(), b.recorded_runs()]
-    folders = [folder for run in runs for folder in run.folders]
-    problems = [f"{folder.path}: {problem}" for folder in folders for problem in folder.unreadable_starts]
+    problems: list[str] = []
+    for run in runs:
+        for folder in run.folders:
+            problems += [f"{folder.path}: {problem}" for problem in folder.unreadable_starts]
     start_lines = _start_differences(*runs)
-    changed = _state_changes(*runs)
-    if a.kind == _CHECKPOINT:
-        (first,), (second,) = a.steps.values(), b.steps.values()
-        every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
-        steps = {"a": first.step, "b": second.step}
-        result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
-        if positions := _positions(first, second):
-            result["positions"] = positions
-    else:
-        result = _runs(a, b)
-    lines = [*problems, *changes_text(start_lines), *first_lines(changed, indent=""), *_differences_text(result)]
+    state_lines = _state_changes(*runs)
+    # The keys of the result are those of `--json`.
+    result = _compare_checkpoints(a, b) if a.kind == _CHECKPOINT else _compare_steps(a, b)
+    lines = [*problems, *changes_text(start_lines), *first_lines(state_lines, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
-        first = result.get("step")
-        same = {step: step != first for step in result["common"] if first is None or step <= first}
+        differ_at = result.get("step")
+        same = {step: step != differ_at for step in result["common"] if differ_at is None or step <= differ_at}
         found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()
-        lines += filter(None, [found.text(runs)])
+        text = found.text(runs)
+        if text:
+            lines.append(text)
     if start_lines is not None:
         result["starts"] = start_lines
     if problems:
         result["unreadable"] = problems
-    if changed:
-        result["state_changes"] = changed
+    if state_lines:
+        result["state_changes"] = state_lines
     is_same = result["same"] and not result.get("positions")
     code = cli.answer(arguments, result, lines, cli.OK if is_same else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
@@ -260,21 +264,22 @@ def _side(path: str) -> _Side:
     checkpoint = checkpoint_at(path)
     if checkpoint is not None:
         return _Side(path, _CHECKPOINT, {(checkpoint.step, checkpoint.prefix): checkpoint})
-    in_directory = is_directory(path)
-    if in_directory:
+    if is_directory(path):
         checkpoints, problems = checkpoints_in(path)
         if checkpoints or problems:
-            by_step = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
-            return _Side(path, _DIRECTORY, by_step, list(problems.values()))
-    elif not is_url(path) and not os.path.lexists(path):
+            steps = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
+            return _Side(path, _DIRECTORY, steps, list(problems.values()))
+        return _log_side(path, is_logdir=True)
+    if not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
-    return _log_at(path, in_directory)
+    return _log_side(path, is_logdir=False)
 
 
-def _log_at(path: str, in_directory: bool) -> _Side:
-    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # imports JAX, which is not needed above
+def _log_side(path: str, *, is_logdir: bool) -> _Side:
+    # Imported here, as it imports JAX, which checkpoints do not need.
+    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log
 
-    if in_directory:
+    if is_logdir:
         if FINGERPRINTS_FILE not in names_in(path):
             raise FileNotFoundError(f"no checkpoints and no {FINGERPRINTS_FILE} in {path}")
         path = join_path(path, FINGERPRINTS_FILE)
@@ -285,7 +290,22 @@ def _log_at(path: str, in_directory: bool) -> _Side:
     return _Side(path, _LOG, {(step, ""): entry for step, entry in log.entries.items()}, problems)
 
 
-def _runs(a: _Side, b: _Side) -> dict[str, Any]:
+# Comparing the sides.
+
+
+def _compare_checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
+    (first,) = a.steps.values()
+    (second,) = b.steps.values()
+    compared = {*first.left_out, *first.named, *second.left_out, *second.named}
+    steps = {"a": first.step, "b": second.step}
+    result = _result(a, b, _leaf_differences(first, second), steps=steps, compared=len(compared))
+    positions = _position_differences(first, second)
+    if positions:
+        result["positions"] = positions
+    return result
+
+
+def _compare_steps(a: _Side, b: _Side) -> dict[str, Any]:
     """Compare two directories of checkpoints, or two logs, up to the first step at which they differ."""
     items_a = a.steps
     items_b = b.steps
@@ -303,16 +323,18 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
     for same_before, key in enumerate(keys):
         leaves: list[LeafDifference] | None
         if a.kind == _LOG:
-            leaves = _leaves_of_entries(items_a[key], items_b[key])
+            leaves = _entry_differences(items_a[key], items_b[key])
         else:
-            leaves = _leaves(items_a[key], items_b[key]) or None
+            leaves = _leaf_differences(items_a[key], items_b[key]) or None
             # Of loaders, the first difference is shown, which may be earlier than that of the state.
-            found = [] if positions else _positions(items_a[key], items_b[key])
+            found = [] if positions else _position_differences(items_a[key], items_b[key])
             if found:
                 positions = {"positions": found, "positions_step": key[0]}
+        # Not `if leaves`: of a log without leaves, a difference is an empty list.
         if leaves is not None:
-            at_step = {"step": key[0], "common": common, "same_before": same_before, "same": False}
-            return _result(a, b, leaves, **at_step, **positions)
+            result = _result(a, b, leaves, step=key[0], common=common, same_before=same_before, **positions)
+            result["same"] = False
+            return result
     return _result(a, b, [], common=common, **positions)
 
 
@@ -320,13 +342,13 @@ def _steps(items: Mapping[tuple[int, str], Any]) -> str:
     return format_list([str(step) for step, _ in sorted(items)], 5) or "none"
 
 
-def _positions(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
+def _position_differences(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
     found = position_differences(a.positions(), b.positions())
     return [{"name": name, "detail": detail} for name, detail in found]
 
 
-def _leaves_of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
-    """Return the leaves that differ, [] if a log has none; None if the states are the same."""
+def _entry_differences(a: Any, b: Any) -> list[LeafDifference] | None:
+    """Return the leaves that differ between two entries of logs, [] if a log has none; None if the states are equal."""
     from jstep.hooks.fingerprint_log import compare_logs
 
     result = compare_logs(a, b)
@@ -337,55 +359,80 @@ def _leaves_of_entries(a: Any, b: Any) -> list[LeafDifference] | None:
     return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in leaves]
 
 
-def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
+def _leaf_differences(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
     for checkpoint in (a, b):
-        if problems := checkpoint.problems():
+        problems = checkpoint.problems()
+        if problems:
             raise ValueError(f"{checkpoint.path} is corrupted: {'; '.join(problems[:3])}")
     left_out = a.left_out.keys() | b.left_out.keys()
     leaves_a = {name: leaf for name, leaf in a.named.items() if name not in left_out}
     leaves_b = {name: leaf for name, leaf in b.named.items() if name not in left_out}
-    by_name: dict[str, LeafDifference] = {}
+    found: dict[str, LeafDifference] = {}
     for name, leaf in leaves_a.items():
         other = leaves_b.get(name)
         if other is None:
-            by_name[name] = LeafDifference(name, "only in A", "only in A")
+            found[name] = LeafDifference(name, "only in A", "only in A")
         elif (leaf.dtype, leaf.key_impl) != (other.dtype, other.key_impl):
-            by_name[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
-    common = [name for name in leaves_a if name not in by_name]
+            found[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
+    common = [name for name in leaves_a if name not in found]
     # Read leaf by leaf, because two checkpoints may not fit into memory.
     for (name, _, array_a), (_, _, array_b) in zip(a.leaves(common), b.leaves(common), strict=True):
         difference = array_difference(name, array_a, array_b)
         if difference is not None:
-            by_name[name] = difference
-    in_order = [by_name[name] for name in leaves_a if name in by_name]
-    only_b = [LeafDifference(name, "only in B", "only in B") for name in leaves_b if name not in leaves_a]
-    return [*in_order, *only_b, *differences_left_out(a, b)]
+            found[name] = difference
+    differences = [found[name] for name in leaves_a if name in found]
+    differences += [LeafDifference(name, "only in B", "only in B") for name in leaves_b if name not in leaves_a]
+    return [*differences, *differences_left_out(a, b)]
 
 
-def _result(a: _Side, b: _Side, differing: list[LeafDifference], **fields: object) -> dict[str, Any]:
-    leaves = [{key: value for key, value in leaf._asdict().items() if value is not None} for leaf in differing]
-    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differing, "leaves": leaves} | fields
+def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
+    """Compare the leaves that a checkpoint has left out, by their kinds and fingerprints."""
+    for path in a.left_out | b.left_out:
+        first = a.left_out.get(path)
+        second = b.left_out.get(path)
+        where = "left out of both"
+        if first is None or second is None:
+            yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
+        elif (first.dtype, first.shape) != (second.dtype, second.shape):
+            why = "shape" if first.dtype == second.dtype else "dtype"
+            kinds = f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
+            yield LeafDifference(path, why, f"{kinds}, {where}")
+        elif first.fingerprint != second.fingerprint:
+            yield LeafDifference(path, "values", f"the fingerprint, {where}")
+
+
+def _result(a: _Side, b: _Side, differences: list[LeafDifference], **fields: object) -> dict[str, Any]:
+    leaves: list[dict[str, Any]] = []
+    for difference in differences:
+        leaves.append({key: value for key, value in difference._asdict().items() if value is not None})
+    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differences, "leaves": leaves} | fields
+
+
+# The results as text.
 
 
 def _differences_text(result: dict[str, Any]) -> list[str]:
     lines = _leaves_text(result)
-    if positions := result.get("positions"):
-        step = f" at step {result['positions_step']}, the first of these" if "positions_step" in result else ""
+    positions = result.get("positions")
+    if positions:
         what = "position differs" if len(positions) == 1 else "positions differ"
-        lines += [f"{len(positions)} {what}{step}", *_rows([(found["name"], found["detail"]) for found in positions])]
+        step = f" at step {result['positions_step']}, the first of these" if "positions_step" in result else ""
+        lines.append(f"{len(positions)} {what}{step}")
+        lines += _rows([(position["name"], position["detail"]) for position in positions])
     return lines
 
 
 def _leaves_text(result: dict[str, Any]) -> list[str]:
-    leaves, common = result["leaves"], result.get("common")
+    leaves = result["leaves"]
+    common = result.get("common")
     if result["same"]:
         if common is None:
             return [f"identical ({result['compared']} leaves, bitwise)"]
         return [f"identical at all common steps ({len(common)}, from {common[0]} to {common[-1]})"]
     if common is None:
         steps = result["steps"]
-        at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
-        lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
+        where = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
+        lines = [f"{len(leaves)} of {result['compared']} leaves differ ({where})"]
     else:
         place = f"number {result['same_before'] + 1} of {len(common)} common steps"
         lines = [f"the runs diverge at step {result['step']}, {place}"]
@@ -397,9 +444,11 @@ def _leaves_text(result: dict[str, Any]) -> list[str]:
 
 
 def _rows(pairs: list[tuple[str, str]]) -> list[str]:
-    shown = columns(pairs[:SHOWN], 2) if pairs else []
-    texts = [f"{name}: {detail}" for name, detail in pairs]
-    return first_lines(texts, [part for line in shown for part in fold(line, cli.terminal_width() - 2, 2)])
+    """Names and details in columns, of a long list the first."""
+    shown: list[str] = []
+    for line in columns(pairs[:SHOWN], 2) if pairs else ():
+        shown += fold(line, cli.terminal_width() - 2, 2)
+    return first_lines([f"{name}: {detail}" for name, detail in pairs], shown)
 
 
 DIFF = cli.Command(_add_arguments, _print_differences)

@@ -78,7 +78,7 @@ VALUES = [
 def test_each_kind_of_value_has_a_line(value, text):
     found = positions_in({"batches": position({"a": {"b": value}})}, read_file=None)
     assert position_differences(found, positions_in({"batches": position({"a": {"b": value}})}, read_file=None)) == []
-    ((entry,),) = (of.entries for of in found.by_process.values())
+    ((entry,),) = (position.entries for position in found.positions.values())
     assert (entry.name, entry.text.startswith(text), len(entry.text) <= 80) == ("a.b", True, True)
     assert entry.text == printable(entry.text)
 
@@ -86,7 +86,7 @@ def test_each_kind_of_value_has_a_line(value, text):
 def test_containers_name_their_items():
     value = {"t": (1, [2]), "d": {3: 4, (5,): 6}, "a.b": 7, "a": {"b": 8}, "$x": 9, "y": 10}
     found = positions_in({"batches": position(value, since=2)}, read_file=None)
-    names = {entry.name: entry.text for of in found.by_process.values() for entry in of.entries}
+    names = {entry.name: entry.text for position in found.positions.values() for entry in position.entries}
     assert list(names.values()) == ["1", "2", "4", "6", "7", "8", "9", "10", "2"]
     assert list(names)[:3] == ["t[0]", "t[1][0]", "d[3]"]
     assert list(names)[4:] == ["a.b", "a.b#2", "$x", "y", "batches since"]
