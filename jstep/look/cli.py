@@ -40,7 +40,8 @@ class Command(NamedTuple):
 
 def as_strict_json(value: object) -> str:
     """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")  # the others are escaped already
+    # `json.dumps` escapes all other characters that a terminal obeys.
+    return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")
 
 
 JSON_VERSION = 1
@@ -56,11 +57,17 @@ def as_json_answer(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> s
 
 def _plain(x: object) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
-    x = x._asdict() if hasattr(x, "_asdict") else x
+        if math.isnan(x):
+            return "NaN"
+        return "Infinity" if x > 0 else "-Infinity"
+    if hasattr(x, "_asdict"):
+        # A NamedTuple is an object with its fields, not a list.
+        x = x._asdict()
     if isinstance(x, Mapping):
         return {str(key): _plain(y) for key, y in x.items()}
-    return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        return [_plain(y) for y in x]
+    return x
 
 
 def answer(
@@ -73,9 +80,12 @@ def answer(
     if arguments.json:
         print(as_json_answer(fields))
         return code
-    most = terminal_width()
-    for line in (printable(line) for text in lines for line in text.split("\n")):
-        print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
+    width = terminal_width()
+    for text in lines:
+        for line in text.split("\n"):
+            line = printable(line)
+            indent = len(line) - len(line.lstrip())
+            print("\n".join(fold(line, width, indent + 4)))
     return code
 
 
@@ -91,7 +101,9 @@ def terminal_width() -> int:
 
 def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
     """Return the lines of a table that fits the terminal; `keys` maps heads to the keys of rows."""
-    cells = [list(keys), *([cell(row.get(key)) for key in keys.values()] for row in rows)]
+    cells = [list(keys)]
+    for row in rows:
+        cells.append([cell(row.get(key)) for key in keys.values()])
     return columns(cells, left, terminal_width())
 
 
@@ -104,27 +116,35 @@ def cell(value: object) -> str:
 
 
 def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  ") -> list[str]:
+    """Return the first lines of a long list, and how many there are besides; `shown` is what is shown of them."""
+    first = [f"{indent}{line}" for line in shown or lines[:SHOWN]]
     others = len(lines) - SHOWN
-    ending = [f"and {others} more (--json lists all)"] if others > 0 else []
-    return [f"{indent}{line}" for line in (*(shown or lines[:SHOWN]), *ending)]
+    if others > 0:
+        first.append(f"{indent}and {others} more (--json lists all)")
+    return first
 
 
 def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
-    """Return the names that some patterns match, exact matches first; a pattern that matches none is a ValueError."""
-    names, chosen = list(names), list[str]()
+    """Return the names that some patterns match; a pattern that matches none is a ValueError.
+
+    A pattern that is a name means this name alone, as names may have brackets.
+    """
+    names = list(names)
+    chosen: dict[str, None] = {}
     for pattern in patterns:
-        some = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not some:
+        matches = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
             choices = format_list(names, 30) or "none"
             raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {choices}")
-        chosen += some
-    return list(dict.fromkeys(chosen))
+        chosen |= dict.fromkeys(matches)
+    return list(chosen)
 
 
 def utc_text(seconds: float, precision: str = "seconds") -> str:
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(" ", precision).removesuffix("+00:00")
-    except (OverflowError, ValueError, OSError):  # outside the range of datetime
+    except (OverflowError, ValueError, OSError):
+        # Outside the range of datetime.
         return f"{seconds:g} s"
 
 
@@ -146,7 +166,7 @@ COMMANDS = {
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
     "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
     "stalls": ("show the processes that hang (exit code 1), and why", "look.stalled_processes:STALLS"),
-    "goodput": ("show where the wall time of a run went, over all its starts", "look.goodput:GOODPUT"),
+    "goodput": ("account for the wall time of a run, over all its starts", "look.goodput:GOODPUT"),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep` the `Command` is."""
@@ -165,7 +185,8 @@ a corrupted file, nothing to compare."""
 def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else argv
     is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
-    if argv is None and is_text:  # the stdout of the process is ours
+    # Only without `argv`: the stdout of a program that calls `main` is not ours.
+    if argv is None and is_text:
         # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser(command_line)
@@ -173,18 +194,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return OK
-    if logging.lastResort is not None:  # it prints warnings of jstep if there is no handler
+    if logging.lastResort is not None:
+        # It prints warnings of jstep if there is no handler.
         logging.lastResort.setFormatter(_PrintableFormatter())
     try:
         code: int = arguments.run(arguments)
-        print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
+        # Not sys.stdout.flush(), which fails if stdout is closed.
+        print(end="", flush=True)
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
         return complain(arguments.command, error)
-    except Exception:  # such as in the program of `cost`; Python's exit code would mean a difference
+    except Exception:
+        # Such as in the program of `cost`. Python would exit with 1, which means a difference.
         print("\n".join(map(printable, traceback.format_exc().rstrip().split("\n"))), file=sys.stderr)
         return TROUBLE
     return code

@@ -108,60 +108,66 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
         >>> import jax.numpy as jnp, jstep, tempfile
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> above = tempfile.mkdtemp()
+        >>> root = tempfile.mkdtemp()
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=f"{above}/trunk")
-        >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(above)]
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=f"{root}/base")
+        >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(root)]
         [('finished', 9, ['learning_rate', 'loss'])]
     """
     wanted = None if prefix is None else as_string(prefix, "prefix")
-    above = absolute(location(directory, "directory"))
-    if not is_directory(above):
-        raise FileNotFoundError(f"{above}: no such directory")
+    root = absolute(location(directory, "directory"))
+    if not is_directory(root):
+        raise FileNotFoundError(f"{root}: no such directory")
     found: list[RunSummary] = []
-    for where, error in _recorded_directories(above):
+    for recorded, error in _recorded_directories(root):
         try:
             if error is not None:
                 raise error
-            found += map(summarize, run_folders(where))
+            found += map(summarize, run_folders(recorded))
         except OSError as problem:
-            found.append(unreadable_run(where, "", problem))
-    known = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
-    return RunList(row.run for row in tree(_with_moved_parents(known)))
+            found.append(unreadable_run(recorded, "", problem))
+    # A run that cannot be read has no prefix, and is always shown.
+    chosen = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
+    return RunList(row.run for row in tree(_relocate_parents(chosen)))
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
     """Return the runs below some directories, each once; FileNotFoundError if one has none."""
-    found = list[RunList]()
+    found: list[RunList] = []
     for path in paths:
-        found.append(runs(path))
-        if not found[-1]:
+        runs_of_path = runs(path)
+        if not runs_of_path:
             raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
-    return found[0] if len(found) == 1 else RunList(_with_moved_parents(distinct(itertools.chain(*found))))
+        found.append(runs_of_path)
+    if len(found) == 1:
+        return found[0]
+    # Again over all of them: a parent may be below another path than its branch.
+    return RunList(_relocate_parents(distinct(itertools.chain(*found))))
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
+    """Return each run once: two paths may lead to one directory."""
     once: dict[tuple[str, str], RunSummary] = {}
     for run in found:
         once.setdefault((resolve_path(run.path), run.prefix), run)
     return RunList(once.values())
 
 
-def _recorded_directories(above: str) -> list[tuple[str, OSError | None]]:
+def _recorded_directories(root: str) -> list[tuple[str, OSError | None]]:
     """The directories with records, at and below a path, and those that cannot be opened, with the error.
 
     Checkpoints are not searched, and each directory is searched once. Links are followed last.
     """
-    if is_url(above):
-        folders = [split_path(where) for where, names in walk(above) if names]
-        return [(where, None) for where, name in folders if name == FOLDER]
+    if is_url(root):
+        folders = [split_path(url) for url, names in walk(root) if names]
+        return [(directory, None) for directory, name in folders if name == FOLDER]
     found: list[tuple[str, OSError | None]] = []
     seen = set[tuple[int, int]]()
     # A link to a directory above leads to runs that were not asked for.
-    for parent in pathlib.Path(os.path.realpath(above)).parents:
+    for parent in pathlib.Path(os.path.realpath(root)).parents:
         with contextlib.suppress(OSError):
             seen.add(_identity(os.stat(parent)))
-    waiting = [above]
+    waiting = [root]
     links: list[str] = []
     while waiting or links:
         if not waiting:
@@ -175,13 +181,13 @@ def _recorded_directories(above: str) -> list[tuple[str, OSError | None]]:
             if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
                 continue
             seen.add(_identity(about))
-            with os.scandir(folder) as entries:
-                below = {entry.name: entry for entry in entries}
+            with os.scandir(folder) as scanned:
+                entries = {entry.name: entry for entry in scanned}
             # With data beside it: other programs have files of that name, too.
-            if MANIFEST_FILE in below and has_data(folder):
+            if MANIFEST_FILE in entries and has_data(folder):
                 continue
             inner: list[str] = []
-            for name, entry in below.items():
+            for name, entry in entries.items():
                 if entry.is_symlink():
                     links.append(entry.path)
                 elif not entry.is_dir(follow_symlinks=False):
@@ -201,11 +207,11 @@ def _identity(about: os.stat_result) -> tuple[int, int]:
     return about.st_dev, about.st_ino
 
 
-def hint_at_runs(path: str, below: Sequence[RunSummary]) -> str:
-    """A sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
-    if not below or any(resolve_path(run.path) == resolve_path(path) for run in below):
+def hint_at_runs(path: str, found: Sequence[RunSummary]) -> str:
+    """A sentence that says so if the runs found in a directory are all below it; otherwise ""."""
+    if not found or any(resolve_path(run.path) == resolve_path(path) for run in found):
         return ""
-    names = format_list(run_names(below), 5)
+    names = format_list(run_names(found), 5)
     return f"{path} is a directory of runs ({names}): `jstep runs {path}` lists them; give the path of one"
 
 
@@ -256,13 +262,13 @@ _MAX_INDENT = 48
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
     """Return a function that finds the parent of a run by its run ID: of copies, the one at the recorded path."""
-    by_id = _by_id(summaries)
+    runs_of_id = _group_by_id(summaries)
 
     def find_parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
             return None
         directory = _resolved(split_path(run.parent[0])[0], run)
-        copies = by_id.get(run.parent_run or "", [])
+        copies = runs_of_id.get(run.parent_run or "", [])
         # The best checkpoints of a run, which may be branched as well, are in a directory below it.
         recorded = [copy for copy in copies if _is_in(directory, resolve_path(copy.path))]
         candidates = recorded or copies
@@ -288,24 +294,24 @@ def _resolved(path: str, run: RunSummary) -> str:
     return absolute(path)
 
 
-def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
-    by_id: dict[str, list[RunSummary]] = {}
+def _group_by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
+    groups: dict[str, list[RunSummary]] = {}
     for run in summaries:
         if run.run_id is not None:
-            by_id.setdefault(run.run_id, []).append(run)
-    return by_id
+            groups.setdefault(run.run_id, []).append(run)
+    return groups
 
 
-def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+def _relocate_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     """Replace the path of each parent that was moved, and is known by its run ID."""
     find_parent = _parents_among(summaries)
-    moved: list[RunSummary] = []
+    relocated: list[RunSummary] = []
     for run in summaries:
         if run.parent is not None:
             path, step = run.parent
             run = dataclasses.replace(run, parent=(_parent_path(run, path, find_parent(run)), step))
-        moved.append(run)
-    return moved
+        relocated.append(run)
+    return relocated
 
 
 def _parent_path(run: RunSummary, recorded: str, parent: RunSummary | None) -> str:
@@ -328,7 +334,7 @@ def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
     """A sentence for the directories that have one run ID, if there are such."""
     names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
     shared: list[str] = []
-    for run_id, copies in _by_id(summaries).items():
+    for run_id, copies in _group_by_id(summaries).items():
         # Not if it is one directory with several prefixes.
         if len({run.path for run in copies}) > 1:
             shared.append(f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {run_id}")
@@ -344,12 +350,19 @@ _MOST_METRICS = 4
 
 def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
     """The columns of metrics that the globs name, by default the losses, and those with a best value."""
-    names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
+    names: dict[str, None] = {}
+    best: set[str] = set()
+    for run in summaries:
+        names |= dict.fromkeys([*run.metrics, *run.best])
+        best |= {*run.best, *run.best_notes}
     if globs:
-        return [globs] if globs in names else choose(names, globs.split(","), "--metrics", "a metric")
-    best = {name for run in summaries for name in (*run.best, *run.best_notes)}
+        if globs in names:
+            # One name, which may have a comma in it.
+            return [globs]
+        return choose(names, globs.split(","), "--metrics", "a metric")
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
-    shown = {*losses[:_MOST_METRICS], *[name for name in names if name in best][:_MOST_METRICS]}
+    best_metrics = [name for name in names if name in best]
+    shown = {*losses[:_MOST_METRICS], *best_metrics[:_MOST_METRICS]}
     return [name for name in names if name in shown]
 
 
@@ -378,13 +391,15 @@ def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         wall = duration_text(run.wall_seconds)
         if run.error:
-            step = wall = ""  # neither is known
+            # Neither is known.
+            step = ""
+            wall = ""
         saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
-        since = "" if run.started is None else local_text(run.started, "minutes")
+        started = "" if run.started is None else local_text(run.started, "minutes")
         cells = [name, run.status, step, saved]
         cells += [_metric_text(run, metric) for metric in metrics]
         cells += ["" if values[i] is None else str(values[i]) for values in differences.values()]
-        cells += [since, wall, run.devices]
+        cells += [started, wall, run.devices]
         table.append([truncate(cell, _MAX_CELL) for cell in cells])
     return table
 
@@ -422,11 +437,19 @@ def status_text(run: RunSummary) -> str:
 
 
 def _metric_text(run: RunSummary, metric: str) -> str:
-    last = f"{run.metrics[metric]:.4g}" if metric in run.metrics else ""
-    best = f"best {run.best[metric][0]:.4g} at {run.best[metric][1]}" if metric in run.best else ""
-    note = run.best_notes.get(metric, "")
-    notes = ("; " if note.endswith("parent's") else ", ").join(filter(None, (best, note)))
-    return f"{last} ({notes})".strip() if notes else last
+    notes: list[str] = []
+    if metric in run.best:
+        value, step = run.best[metric]
+        notes.append(f"best {value:.4g} at {step}")
+    note = run.best_notes.get(metric)
+    if note:
+        notes.append(note)
+    text = f"{run.metrics[metric]:.4g}" if metric in run.metrics else ""
+    if notes:
+        # A note on the parent's value is about another number than the run's own best one.
+        separator = "; " if notes[-1].endswith("parent's") else ", "
+        text += f" ({separator.join(notes)})"
+    return text.strip()
 
 
 def duration_text(seconds: float) -> str:
@@ -438,7 +461,8 @@ def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
     cells = _cells(rows, metrics, differences)
     width = shutil.get_terminal_size((0, 0)).columns
     if not width:
-        return [*columns(cells, 2), *messages(rows)]  # a file, or a pipe: lines are whole
+        # A file, or a pipe: lines are whole.
+        return [*columns(cells, 2), *messages(rows)]
     # Names are cut first, as there is a path in each.
     narrow = [[printable(cell) for cell in row] for row in cells]
     excess = max(0, breadth(narrow) - width)
@@ -499,8 +523,10 @@ def _print_runs(arguments: argparse.Namespace) -> int:
         values = _values_of(arguments.sort, summaries, differences)
         order = sorted(range(len(rows)), key=lambda i: _sort_key(values[i]))
         summaries = [summaries[i] for i in order]
-        rows = [Row(run) for run in summaries]  # without branches, which the order does not follow
-        differences = {name: [row[i] for i in order] for name, row in differences.items()}
+        # Without branches, which the order does not follow.
+        rows = [Row(run) for run in summaries]
+        for name, row in differences.items():
+            differences[name] = [row[i] for i in order]
     if arguments.json:
         fields = [as_json_fields(run) for run in summaries]
         if arguments.differences:
@@ -517,8 +543,11 @@ def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[
     """The values of a column, a metric or an option, by which runs are sorted."""
     if name in _FIELDS:
         return [getattr(run, _FIELDS[name]) for run in summaries]
-    metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
+    metrics: set[str] = set()
+    for run in summaries:
+        metrics |= {*run.metrics, *run.best}
     if name in metrics:
+        # The last value, or else the best one, if only that is known.
         return [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
     if name not in differences:
         choices = ", ".join([*_FIELDS, *sorted(metrics), *differences])
@@ -528,7 +557,8 @@ def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[
 
 def _sort_key(value: Any) -> tuple[int, Any]:
     """Numbers come first, then strings, then what is not known, and NaN."""
-    if value is None or value != value:
+    is_nan = value != value
+    if value is None or is_nan:
         return 2, 0
     return (0, value) if isinstance(value, int | float) else (1, str(value))
 

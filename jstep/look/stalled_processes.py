@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.look.cli import DIFFERENT, Command, answer, complain, local_text, local_zone, table
 from jstep.look.runs import find_runs, run_names, runs
@@ -25,57 +25,86 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="RUN", nargs="+", help=what)
 
 
+class _Run(NamedTuple):
+    """A run whose stalls are shown; of a directory without a record, the prefix is None, and all files are read."""
+
+    name: str
+    path: str
+    prefix: str | None
+
+
 def _print_stalls(arguments: argparse.Namespace) -> int:
     time_now = time.time()
-    unreadable = list[str]()
-    problems = dict[str, None]()
-    places = list[tuple[str, str, str | None]]()
-    for where in [absolute(location(path, "RUN")) for path in arguments.paths]:
-        if is_directory(join_path(where, FOLDER)) and not runs(where):  # it hung before its record began
-            places.append((split_path(where)[1], where, None))
+    unreadable: list[str] = []
+    listed: list[_Run] = []
+    for path in [absolute(location(path, "RUN")) for path in arguments.paths]:
+        if is_directory(join_path(path, FOLDER)) and not runs(path):
+            # It hung before its record began.
+            listed.append(_Run(split_path(path)[1], path, None))
             continue
-        found = find_runs([where])
+        found = find_runs([path])
         unreadable += [f"{run.path}: {run.error}" for run in found if run.error is not None]
-        places += [(name, run.path, run.prefix or None) for name, run in zip(run_names(found), found, strict=True)]
-    groups, ended = list[dict[str, Any]](), list[dict[str, Any]]()
-    for name, place, prefix in places:
-        for several, is_ended in ((groups, False), (ended, True)):
-            stalls, unread = read_stalls(place, prefix, ended=is_ended)
-            problems |= dict.fromkeys(unread)
-            if any(stall["stall"] for stall in stalls):
-                at = max(stall["renewed"] for stall in stalls) if is_ended else time_now
-                several.append(_group(name, stalls, at))
-    trouble, lines = complain("stalls", *unreadable), _lines(groups, len(places) > 1)
+        listed += [_Run(name, run.path, run.prefix or None) for name, run in zip(run_names(found), found, strict=True)]
+    stalled: list[dict[str, Any]] = []
+    ended: list[dict[str, Any]] = []
+    # Each once: two runs in a directory have the same unreadable files.
+    problems: dict[str, None] = {}
+    for run in listed:
+        stalls, unread = read_stalls(run.path, run.prefix)
+        problems |= dict.fromkeys(unread)
+        if any(stall["stall"] for stall in stalls):
+            stalled.append(_stalled_run(run.name, stalls, time_now))
+        stalls, unread = read_stalls(run.path, run.prefix, ended=True)
+        problems |= dict.fromkeys(unread)
+        if any(stall["stall"] for stall in stalls):
+            last_seen = max(stall["renewed"] for stall in stalls)
+            ended.append(_stalled_run(run.name, stalls, last_seen))
+    code = complain("stalls", *unreadable)
     complain("stalls", *problems)
-    for group in ended:
-        named = f" of {group['run']}" if len(places) > 1 else ""
-        lines += ["", f"before the processes{named} ended, at {local_text(group['at'])} ({local_zone()}):"]
-        lines += [*_lines([group], False), *group["missing_threads"]]
-    of_all = {key: [item for group in groups for item in group[key]] for key in ("stalls", "silent")}
-    fields = {**of_all, "runs": groups, "ended": ended}
-    return answer(arguments, fields, lines, DIFFERENT if groups else trouble)
+    lines = _lines(stalled, len(listed) > 1)
+    for run_fields in ended:
+        name = f" of {run_fields['run']}" if len(listed) > 1 else ""
+        lines += ["", f"before the processes{name} ended, at {local_text(run_fields['at'])} ({local_zone()}):"]
+        lines += [*_lines([run_fields], False), *run_fields["missing_threads"]]
+    fields = {
+        "stalls": [stall for run_fields in stalled for stall in run_fields["stalls"]],
+        "silent": [process for run_fields in stalled for process in run_fields["silent"]],
+        "runs": stalled,
+        "ended": ended,
+    }
+    return answer(arguments, fields, lines, DIFFERENT if stalled else code)
 
 
-def _group(name: str, stalls: list[Fields], at: float) -> dict[str, Any]:
-    missing = silent(stalls, max(stall["processes"] for stall in stalls))
-    return {"run": name, "stalls": stalls, "silent": missing, "at": at, "missing_threads": missing_threads(stalls)}
+def _stalled_run(name: str, stalls: list[Fields], seen_at: float) -> dict[str, Any]:
+    """The fields of a stalled run in `--json`."""
+    return {
+        "run": name,
+        "stalls": stalls,
+        "silent": silent(stalls, max(stall["processes"] for stall in stalls)),
+        "at": seen_at,
+        "missing_threads": missing_threads(stalls),
+    }
 
 
-def _lines(groups: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
-    rows = list[dict[str, Any]]()
-    for group in groups:
-        stalls = group["stalls"]
-        missing = group["silent"]
+def _lines(stalled: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
+    rows: list[dict[str, Any]] = []
+    for run_fields in stalled:
+        stalls = run_fields["stalls"]
+        missing = run_fields["silent"]
         # The others wait for those with a star; of a single process there is nobody else.
         waited_for = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
         for stall in stalls:
-            seconds = f"{group['at'] - stall['since']:.0f} s"
-            rows.append({"run": group["run"], **stall, "for": seconds, "": "*" if stall in waited_for else ""})
+            seconds = f"{run_fields['at'] - stall['since']:.0f} s"
+            star = "*" if stall in waited_for else ""
+            rows.append({"run": run_fields["run"], **stall, "for": seconds, "": star})
         for processes in format_ranges(missing):
-            rows.append({"run": group["run"], "process": processes, "what": "no sign of life", "": "*"})
-    names = ["", *(["run"] if are_named else []), "process", "host", "pid", "for", "what", "line"]
-    keys = dict(zip(names, names, strict=True))
-    return table(keys, rows, left=len(names)) if rows else ["no process hangs now"]
+            rows.append({"run": run_fields["run"], "process": processes, "what": "no sign of life", "": "*"})
+    if not rows:
+        return ["no process hangs now"]
+    names = ["", "run", "process", "host", "pid", "for", "what", "line"]
+    if not are_named:
+        names.remove("run")
+    return table({name: name for name in names}, rows, left=len(names))
 
 
 STALLS = Command(_add_arguments, _print_stalls)
