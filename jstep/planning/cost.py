@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -88,30 +88,43 @@ class Cost(Tabular):
         return f"a step {where}" if self.topology is None else f"a step {where}, {self.topology} (compiled, not run)"
 
     def _rows(self) -> list[tuple[str, str]]:
-        unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
-        if self.estimated:
-            unknown += f", estimated for {', '.join(self.estimated)}"
-        if self.uncounted:
-            unknown += f", not counted: {', '.join(self.uncounted)}"
-        verdict = ""
-        if self.memory_bytes is not None:
-            problem = ": it does not fit" if self.fits is False else ""
-            verdict = f" of {format_bytes(self.memory_bytes, digits=4)}{problem}"
         rows = [
-            ("operations", _UNKNOWN if self.flops is None else format_scaled(self.flops, "FLOP") + unknown),
+            ("operations", self._operations_text()),
             ("memory traffic", _size(self.bytes_accessed)),
             ("parameters", format_bytes(self.params_bytes)),
             ("slots", format_bytes(self.slots_bytes)),
             ("arguments", _size(self.argument_bytes)),
             ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
             ("temporaries", _size(self.temp_bytes)),
-            ("at its peak", _size(self.peak_bytes) + verdict),
-            *([("on the host", format_bytes(self.host_bytes))] if self.host_bytes else []),
-            ("compiled in", f"{self.compile_seconds:.1f} s"),
+            ("at its peak", self._peak_text()),
         ]
+        if self.host_bytes:
+            rows.append(("on the host", format_bytes(self.host_bytes)))
+        rows.append(("compiled in", f"{self.compile_seconds:.1f} s"))
         if self.output_bytes is None:
-            rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
+            # The program does not fit, so that most figures are unknown.
+            rows = [(name, text) for name, text in rows if text != _UNKNOWN and name != "results"]
         return rows
+
+    def _operations_text(self) -> str:
+        if self.flops is None:
+            return _UNKNOWN
+        text = format_scaled(self.flops, "FLOP")
+        if self.loops_unknown:
+            text += f", {self.loops_unknown} loops of unknown length counted once"
+        if self.estimated:
+            text += f", estimated for {', '.join(self.estimated)}"
+        if self.uncounted:
+            text += f", not counted: {', '.join(self.uncounted)}"
+        return text
+
+    def _peak_text(self) -> str:
+        text = _size(self.peak_bytes)
+        if self.memory_bytes is not None:
+            text += f" of {format_bytes(self.memory_bytes, digits=4)}"
+            if self.fits is False:
+                text += ": it does not fit"
+        return text
 
     def _notes(self) -> list[str]:
         return [f"warning: {warning}" for warning in self.warnings]
@@ -153,13 +166,14 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
     args = arguments_from_host(args)
     as_state(state)
     if topology is not None:
-        state, args = topologies.on_topology(topology, train_step, state, args)
+        state, args = topologies.place(topology, train_step, state, args)
     state, args = topologies.shapes_if_elsewhere(state, args)
     name = topologies.topology_name(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
+    step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
     with using_mesh(mesh_of((state, args))), slow(doing):
         try:
-            return compile_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
+            return compile_cost(step, state, args)
         except ValueError as error:
             note_other_devices(error)
             raise
@@ -179,22 +193,27 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
-    device, devices = device_of((state, args)), device_count((state, args))
-    name, memory = topologies.topology_name(device), topologies.device_memory(device)
+    device = device_of((state, args))
+    devices = device_count((state, args))
+    name = topologies.topology_name(device)
+    memory = topologies.device_memory(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
+    compiled: Any = None
+    too_large: _TooLarge | None = None
     try:
-        compiled, needed = lowered.compile(), None
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = _needed(error)
-        if needed is None:
+        too_large = _parse_too_large(error)
+        if too_large is None:
             raise
-    host = bytes_per_device((state, args), on_host=True)
+    host_bytes = bytes_per_device((state, args), host_memory=True)
     factorizations = work.factorizations.total()
+    # What does not depend on whether the program fits.
     figures: dict[str, Any] = {
-        "params_bytes": bytes_per_device(state.params, on_host=False),
-        "slots_bytes": bytes_per_device(state.slots, on_host=False),
-        "host_bytes": host,
+        "params_bytes": bytes_per_device(state.params, host_memory=False),
+        "slots_bytes": bytes_per_device(state.slots, host_memory=False),
+        "host_bytes": host_bytes,
         "compile_seconds": time.perf_counter() - start,
         "devices": devices,
         "loops_unknown": work.unknown,
@@ -202,16 +221,18 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         "uncounted": tuple(sorted(work.uncounted)),
         "topology": None if name is None else str(name),
     }
-    if needed is not None:
-        figures |= dict.fromkeys((*_SIZES, "bytes_accessed"))
-        figures |= {
-            "flops": work.all / devices + factorizations,
-            "peak_bytes": needed[0],
-            "memory_bytes": memory or needed[1],
-        }
-        warned = (*_unplaced_batch(state, args), *_unplaced_activations(state, args, traced))
-        return Cost(**figures, fits=False, warnings=warned)
-    sizes = _memory(compiled, state, args, host, device.platform)
+    if too_large is not None:
+        figures |= dict.fromkeys(_SIZES)
+        figures["peak_bytes"] = too_large.needed
+        return Cost(
+            **figures,
+            flops=work.all / devices + factorizations,
+            bytes_accessed=None,
+            memory_bytes=memory or too_large.available,
+            fits=False,
+            warnings=(*_unplaced_batch(state, args), *_unplaced_activations(state, args, traced)),
+        )
+    sizes = _program_sizes(compiled, state, args, host_bytes, device.platform)
     peak = sizes["peak_bytes"]
     analysis = compiled.cost_analysis() or {}
     traffic = analysis.get("bytes accessed")
@@ -227,43 +248,64 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     )
 
 
-def _needed(error: Exception) -> tuple[int, int] | None:
+class _TooLarge(NamedTuple):
+    """The bytes that a program needs, and those that the compiler may use."""
+
+    needed: int
+    available: int
+
+
+def _parse_too_large(error: Exception) -> _TooLarge | None:
     match = _TOO_LARGE.search(str(error))
     if match is None:
         return None
-    return int(float(match[1]) * _UNITS[match[2]]), int(float(match[3]) * _UNITS[match[4]])
+    needed, needed_unit, available, available_unit = match.groups()
+    return _TooLarge(int(float(needed) * _UNITS[needed_unit]), int(float(available) * _UNITS[available_unit]))
 
 
-def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, Any]:
+def _program_sizes(
+    compiled: Any, state: TrainState, args: tuple[Any, ...], host_bytes: int, platform: str
+) -> dict[str, Any]:
+    """Name in `_SIZES` → bytes of device memory; None for each if the compiler reports none."""
     memory = compiled.memory_analysis()
-    figures = _figures(memory, "")
-    if figures is None:
+    reported = _reported_sizes(memory, "")
+    if reported is None:
         return dict.fromkeys(_SIZES)
-    arguments, outputs, alias, temporary = figures
-    # XLA's CPU compiler does not count them separately.
-    if host and not getattr(memory, "host_argument_size_in_bytes", 0):
-        host_results = bytes_per_device(compiled.out_info, on_host=True)
+    arguments, outputs, alias, temporary = reported
+    if host_bytes and not getattr(memory, "host_argument_size_in_bytes", 0):
+        # XLA's CPU compiler does not count host memory separately.
+        host_results = bytes_per_device(compiled.out_info, host_memory=True)
         pairs = zip(jax.tree.leaves((state, *args)), _are_donated(compiled), strict=True)
-        donated = bytes_per_device([leaf for leaf, is_donated in pairs if is_donated], on_host=True)
-        arguments, outputs = arguments - host, outputs - host_results
+        donated = bytes_per_device([leaf for leaf, is_donated in pairs if is_donated], host_memory=True)
+        arguments -= host_bytes
+        outputs -= host_results
         alias -= min(donated, host_results, alias)
-    # XLA's CPU compiler does not report the share of the host.
-    peak = arguments + outputs - alias + temporary if platform == "cpu" else device_peak(memory)
+    if platform == "cpu":
+        # Not from `device_peak`: XLA's CPU compiler does not report the share of the host.
+        peak: int | None = arguments + outputs - alias + temporary
+    else:
+        peak = device_peak(memory)
     return dict(zip(_SIZES, (arguments, outputs, alias, temporary, peak), strict=True))
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """XLA's figure for a device, corrected for loops, whose bodies it counts once."""
+    """XLA's figure for a device, corrected for loops, whose bodies it counts once.
+
+    Args:
+        measured: XLA's figure; None or 0 if there is none.
+        once: The traced program's figure for all devices, with each loop counted once.
+        total: The same, with each loop counted as often as it runs.
+        devices: The number of devices.
+    """
     if not measured or measured < 0.2 * once / devices:
         # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
         return total / devices
     # The further iterations are divided among the devices, unless XLA's figure shows that the work is not divided.
-    return measured + (total - once) / (1 if measured > 0.9 * once else devices)
+    is_divided = measured <= 0.9 * once
+    return measured + (total - once) / (devices if is_divided else 1)
 
 
 # Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.
-
-PARTS = ("argument", "output", "alias", "temp")
 
 
 def device_peak(memory_analysis: object) -> int | None:
@@ -280,36 +322,54 @@ def device_peak(memory_analysis: object) -> int | None:
     # temporaries twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for
     # programs of 50 MB to 12 GB. Newer versions of JAX report that figure directly. XLA's CPU compiler does not count
     # host memory separately; the caller subtracts it.
-    device, host = (_figures(memory_analysis, prefix) for prefix in ("", "host_"))
+    device = _reported_sizes(memory_analysis, "")
     if device is None:
         return None
-    arguments, results, aliased, temporaries = device
-    bounds = [arguments + results - aliased + temporaries]
+    bounds = [device.argument + device.output - device.alias + device.temp]
     allocated = getattr(memory_analysis, "total_allocation_bytes", 0)
     live = getattr(memory_analysis, "peak_memory_in_bytes", 0)
+    host = _reported_sizes(memory_analysis, "host_")
     if allocated > 0:
         bounds.append(allocated)
     elif live > 0 and host is not None:
         # Host temporaries may be freed before the peak; host arguments and results exist from start to end.
-        bounds.append(live - (host[0] + host[1] - host[2]))
+        bounds.append(live - (host.argument + host.output - host.alias))
     return min(bounds)
 
 
-def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
-    figures: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
-    return None if None in figures else figures
+class _ReportedSizes(NamedTuple):
+    """Bytes of a program by the fields of XLA's memory analysis, such as `argument_size_in_bytes`."""
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
 
 
-def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
-    """The bytes per device of the leaves of a tree, perhaps only in host or in device memory."""
+def _reported_sizes(memory_analysis: object, prefix: str) -> _ReportedSizes | None:
+    """Return the sizes in device memory, or those in host memory with the prefix "host_"; None if one is missing."""
+    sizes: list[int] = []
+    for part in _ReportedSizes._fields:
+        size = getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None)
+        if size is None:
+            return None
+        sizes.append(size)
+    return _ReportedSizes(*sizes)
+
+
+def bytes_per_device(tree: Tree, *, host_memory: bool | None = None) -> int:
+    """The bytes per device of the leaves of a tree; with True or False, of those in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        shape = np.shape(leaf)
         dtype = getattr(leaf, "dtype", None)
-        sharding = sharding_of(leaf)
-        if dtype is None or on_host not in (None, sharding is not None and is_of_host(sharding)):
+        if dtype is None:
             continue
-        total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
+        sharding = sharding_of(leaf)
+        is_in_host_memory = sharding is not None and is_of_host(sharding)
+        if host_memory is not None and host_memory != is_in_host_memory:
+            continue
+        shape = np.shape(leaf) if sharding is None else sharding.shard_shape(np.shape(leaf))
+        total += math.prod(shape) * dtype.itemsize
     return total
 
 
@@ -332,8 +392,10 @@ def _unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
 
 
 def _unplaced_activations(state: TrainState, args: Sequence[Any], traced: object) -> list[str]:
-    axis = next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
-    if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in jax.tree.leaves(state.params)):
+    axis = _batch_axis(args)
+    if axis is None or is_annotated(traced):
+        return []
+    if not any(_is_split(leaf, axis) for leaf in jax.tree.leaves(state.params)):
         return []
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return [
@@ -341,6 +403,15 @@ def _unplaced_activations(state: TrainState, args: Sequence[Any], traced: object
         "them, temporaries grow with the number of devices. Keep their rows on their devices with, after the "
         f"embedding, x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
     ]
+
+
+def _batch_axis(args: Sequence[Any]) -> Any:
+    """Return the axis of the mesh, or a tuple of axes, over which the batch is split; None if it is not."""
+    for leaf in jax.tree.leaves(args):
+        for axis in _spec(leaf):
+            if axis is not None:
+                return axis
+    return None
 
 
 def _is_split(leaf: Any, axis: object) -> bool:
@@ -355,29 +426,34 @@ def _spec(leaf: object) -> tuple[Any, ...]:
 
 def _undonated(compiled: Any, state: TrainState) -> list[str]:
     # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
-    result, structure = compiled.out_info, jax.tree.structure(state)
-    if structure not in map(jax.tree.structure, [result, *(result[:1] if isinstance(result, tuple) else ())]):
+    result = compiled.out_info
+    possible_states = [result, result[0]] if isinstance(result, tuple) and result else [result]
+    if jax.tree.structure(state) not in map(jax.tree.structure, possible_states):
         return []
+    # Not strict: the state is the first argument, and the donations are those of all.
     pairs = zip(jax.tree.leaves(state), _are_donated(compiled), strict=False)
-    left = bytes_per_device([leaf for leaf, is_donated in pairs if not is_donated])
-    if not left:
+    undonated = bytes_per_device([leaf for leaf, is_donated in pairs if not is_donated])
+    if not undonated:
         return []
     return [
-        f"{format_bytes(left)} of the state is not donated, so that the old and the new state are both in memory: use "
-        "jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+        f"{format_bytes(undonated)} of the state is not donated, so that the old and the new state are both in memory: "
+        "use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
     ]
 
 
 def _split_blocks(state: TrainState) -> list[str]:
-    split = []
-    for slot, half in roles_in(state).halves.items():
-        both = (trees.flatten_like(state.params, state.slots[name], name) for name in (slot, half))
-        for path, codes, scales in zip(trees.leaf_paths(state.params), *both, strict=True):
-            if scales is None or (sharding := sharding_of(codes)) is None:
+    split: list[str] = []
+    paths = trees.leaf_paths(state.params)
+    for codes_slot, scales_slot in roles_in(state).halves.items():
+        codes_leaves = trees.flatten_like(state.params, state.slots[codes_slot], codes_slot)
+        scales_leaves = trees.flatten_like(state.params, state.slots[scales_slot], scales_slot)
+        for path, codes, scales in zip(paths, codes_leaves, scales_leaves, strict=True):
+            sharding = sharding_of(codes)
+            if scales is None or sharding is None:
                 continue
             axis, size = blocks_between(codes.shape, scales.shape)
             if sharding.shard_shape(codes.shape)[axis] % size:
-                split.append(f"{slot}/{path}")
+                split.append(f"{codes_slot}/{path}")
     if not split:
         return []
     return [

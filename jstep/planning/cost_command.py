@@ -40,16 +40,19 @@ def _print_cost(arguments: argparse.Namespace) -> int:
     topology = None if arguments.topology is None else parse_topology(arguments.topology, "--topology")
     if topology is not None:
         check_compiler(topology)
-        prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
-    step, state, *batch = _returned(place, function)
-    is_there = topology_name(device_of((state, batch))) == topology
-    result = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
-    return answer(arguments, vars(result), [str(result)])  # exit code 0 even if the step does not fit into memory
+        # Before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices.
+        prepare()
+    step, state, *batch = _call(place, function)
+    is_placed = topology_name(device_of((state, batch))) == topology
+    # A function that has placed state and batch on the topology itself is left as it is.
+    result = cost(step, state, *batch, topology=None if topology is None or is_placed else str(topology))
+    # The exit code is 0 even if the step does not fit into memory.
+    return answer(arguments, vars(result), [str(result)])
 
 
-def _returned(place: str, name: str) -> Any:
+def _call(place: str, name: str) -> Any:
     program = f"{place}:{name}"
-    function = getattr(_loaded(place), name, None)
+    function = getattr(_import(place), name, None)
     if not callable(function):
         raise ValueError(f"{program!r}: {place} has no function {name!r}")
     result = function()
@@ -58,11 +61,14 @@ def _returned(place: str, name: str) -> Any:
     return result
 
 
-def _loaded(place: str) -> ModuleType:
-    is_file = os.path.isfile(place)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(place)) if is_file else os.getcwd())
-    name = os.path.splitext(os.path.basename(place))[0] if is_file else place
-    if is_file and ("." in name or name in sys.modules):
+def _import(place: str) -> ModuleType:
+    """Import a file, or a module, as `python` does: with its directory, or the current one, first on the path."""
+    if not os.path.isfile(place):
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+    name = os.path.splitext(os.path.basename(place))[0]
+    if "." in name or name in sys.modules:
         raise ValueError(f"{place}: must not have a dot in its name, nor the name of another module; rename it")
     return importlib.import_module(name)
 

@@ -70,11 +70,16 @@ class Plan(Tabular):
         return ["step", *names] if names else []
 
     def _rows(self) -> list[list[str]]:
-        changing, last = self._changing(), len(self.steps) - 1
-        rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int)) if changing else ()
-        return [
-            [format_count(self.steps[row]), *(_number(column[row]) for column in changing.values())] for row in rows
-        ]
+        changing = self._changing()
+        if not changing:
+            return []
+        last = len(self.steps) - 1
+        shown = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
+        rows: list[list[str]] = []
+        for i in shown:
+            values = [_number(column[i]) for column in changing.values()]
+            rows.append([format_count(self.steps[i]), *values])
+        return rows
 
     def _notes(self) -> list[str]:
         return [f"{name}: {', '.join(words)}" for name, words in self._words()]
@@ -83,35 +88,35 @@ class Plan(Tabular):
         return f"steps {format_count(self.steps[0])} to {format_count(self.last_step - 1)}"
 
     def _changing(self) -> dict[str, np.ndarray[Any, Any]]:
-        named = self.hyperparameters.items()
-        return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
+        changing: dict[str, np.ndarray[Any, Any]] = {}
+        for name, column in self.hyperparameters.items():
+            if column.ndim == 1 and len(np.unique(column)) > 1:
+                changing[name] = column
+        return changing
 
     def _words(self) -> list[tuple[str, list[str]]]:
         """Return the lines below the table: the name of each, and its words."""
         changing = self._changing()
-        constant = [
-            f"{name} {_constant(value)}" for name, value in self.hyperparameters.items() if name not in changing
-        ]
-        stages = [f"{format_count(first)}: {name}" for first, name in self.stages.items()]
-        sizes = [f"{format_count(first)}: {size}" for first, size in self.batch_size.items()]
-        rows = []
-        for name, number in self.rows.items():
-            text = f"{name} {format_count(number)} ({self.passes[name]:.3g} passes)"
-            rows.append(text.removeprefix("rows "))  # the name of the only source
-        weights = []
-        for first, weight_of_source in self._weights.items():
-            named = " ".join(f"{name} {weight:.3g}" for name, weight in weight_of_source.items())
-            weights.append(f"{format_count(first)}: {named}")
-        lines = [
-            ("constant", constant),
-            ("stages", stages),
-            ("batch size", sizes),
-            ("rows", rows),
-            ("weights", weights),
-        ]
-        lines = [(name, words) for name, words in lines if words]
+        words: dict[str, list[str]] = {"constant": [], "stages": [], "batch size": [], "rows": [], "weights": []}
+        for name, column in self.hyperparameters.items():
+            if name not in changing:
+                words["constant"].append(f"{name} {_constant(column)}")
+        for first, name in self.stages.items():
+            words["stages"].append(f"{format_count(first)}: {name}")
+        for first, size in self.batch_size.items():
+            words["batch size"].append(f"{format_count(first)}: {size}")
+        for name, count in self.rows.items():
+            text = f"{name} {format_count(count)} ({self.passes[name]:.3g} passes)"
+            # Plain batches have one source, which is called "rows" as the line is.
+            words["rows"].append(text.removeprefix("rows "))
+        for first, weights in self._weights.items():
+            named = " ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
+            words["weights"].append(f"{format_count(first)}: {named}")
+        lines = [(name, line) for name, line in words.items() if line]
+        # A list, as two hooks may have the same name.
         for hook, steps in self.due.items():
-            lines.append((hook if isinstance(hook, str) else hook_name(hook), [_due_text(steps)]))
+            name = hook if isinstance(hook, str) else hook_name(hook)
+            lines.append((name, [_due_text(steps)]))
         return lines
 
 
@@ -162,7 +167,8 @@ def plan(
         LoggingHook  every 250 steps, 4 times: 250, 500, 750, 1 000
     """
     last_step = as_int(last_step, "last_step", 1)
-    start, points = as_int(start, "start", 0), as_int(points, "points", 1)
+    start = as_int(start, "start", 0)
+    points = as_int(points, "points", 1)
     if start >= last_step:
         raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
     if is_transformation(optimizer):
@@ -216,16 +222,17 @@ def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray
         with internal_transfers():
             rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
     except jax.errors.ConcretizationTypeError:
-        rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
+        # It needs the value of the step, so only a step that is not compiled can use it.
+        rows = [function(int(step)) for step in steps]
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
 def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
-    return {
-        stage.first: name_of_step(stage.value)
-        for stage in as_stages(train_step).stages()
-        if stage.first < last_step and (stage.stop is None or stage.stop > start)
-    }
+    names: dict[int, str] = {}
+    for stage in as_stages(train_step).stages():
+        if stage.first < last_step and (stage.stop is None or stage.stop > start):
+            names[stage.first] = name_of_step(stage.value)
+    return names
 
 
 def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
@@ -240,18 +247,20 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
     rows = batches.rows_before(stop)
     total = batches.num_rows
     if isinstance(batches, Batches):
-        rows, total = {"rows": rows}, {"rows": total}
+        rows = {"rows": rows}
+        total = {"rows": total}
     return {
-        "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
+        "batch_size": _restrict(size if isinstance(size, dict) else {0: size}, start, stop),
         "rows": rows,
         "passes": {name: count / total[name] for name, count in rows.items()},
-        "_weights": _between(batches.weights(), start, stop),
+        "_weights": _restrict(batches.weights(), start, stop),
     }
 
 
-def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
-    in_force = max((first for first in stages if first <= start), default=0)
-    return {first: value for first, value in stages.items() if in_force <= first < stop}
+def _restrict(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
+    """Return what applies in the steps from start to stop, of first step → what applies from there on."""
+    current = max((first for first in stages if first <= start), default=0)
+    return {first: value for first, value in stages.items() if current <= first < stop}
 
 
 # The steps at which hooks are due, derived from their cadence.
@@ -261,12 +270,20 @@ _MAX_LISTED = 64
 
 
 def call_steps(hook: Any, start: int, last_step: int) -> Any:
-    if isinstance(hook, StopAtStepHook):  # its steps differ from the steps of its calls
+    """Return the steps after which a hook is called, as a range or a tuple; None if it is never, or due by time only.
+
+    Of many steps, only the first are asked for: a tuple has at most `_MAX_LISTED`.
+    """
+    if isinstance(hook, StopAtStepHook):
+        # Those at which it stops, not those at which it is called.
         return stop_steps(hook, start, last_step)
     cadence = hook_cadence(hook)
-    if cadence is None and getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
-        return None
-    if cadence is not None and cadence.steps is None:
+    if cadence is None:
+        method = getattr(type(hook), "after_step", None)
+        has_method = method not in (None, Hook.after_step, RunHook.after_step)
+        if not has_method:
+            return None
+    elif cadence.steps is None:
         return None
 
     def next_due(step: int) -> int:
@@ -277,10 +294,12 @@ def call_steps(hook: Any, start: int, last_step: int) -> Any:
     while due <= last_step and len(steps) < _MAX_LISTED:
         steps.append(due)
         due = next_due(due)
-    if len(steps) < 2:
-        return range(steps[0], steps[0] + 1) if steps else range(start + 1, start + 1)
+    if not steps:
+        return range(start + 1, start + 1)
+    if len(steps) == 1:
+        return range(steps[0], steps[0] + 1)
     evenly = range(steps[0], last_step + 1, steps[1] - steps[0])
-    # Checked at both ends only: the first steps and the last interval.
+    # Checked at both ends only, the first steps and the last interval, as a run may have millions of them.
     if list(evenly[: len(steps)]) == steps and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
     return tuple(steps)
@@ -294,12 +313,18 @@ _ROWS = 11
 def _due_text(due: Any) -> str:
     if not len(due):
         return "not due"
-    few = [*due] if len(due) <= 4 else [due[0], due[1], "…", due[-1]]
-    listed = ", ".join(step if isinstance(step, str) else format_count(step) for step in few)
-    if not isinstance(due, range) or len(due) == 1:
-        return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {listed}"
+    if len(due) <= 4:
+        listed = ", ".join(map(format_count, due))
+    else:
+        listed = f"{format_count(due[0])}, {format_count(due[1])}, …, {format_count(due[-1])}"
+    if len(due) == 1:
+        return f"once: {listed}"
+    if not isinstance(due, range):
+        return f"{len(due)} times: {listed}"
     times = f"{format_count(len(due))} times"
-    return f"every step, {times}" if due.step == 1 else f"every {format_count(due.step)} steps, {times}: {listed}"
+    if due.step == 1:
+        return f"every step, {times}"
+    return f"every {format_count(due.step)} steps, {times}: {listed}"
 
 
 def _constant(column: np.ndarray[Any, Any]) -> str:

@@ -90,12 +90,19 @@ def target_config(name: str) -> str:
 
 
 def device_memory(device: Any) -> int | None:
+    """Return the bytes of a device, real or of a topology, that programs may use; None if unknown."""
     if not is_compile_only(device):
-        stats = device.memory_stats() if device.process_index == device.client.process_index() else None
+        # A device of another process does not report its memory.
+        is_own = device.process_index == device.client.process_index()
+        stats = device.memory_stats() if is_own else None
         return None if not stats else stats.get("bytes_limit")
-    by_kind = {tpu.device_kind: tpu.memory for tpu in TPUS.values()}
-    by_kind |= {gpu.description: int(SHARE * gpu.memory) for gpu in GPUS.values()}
-    return by_kind.get(device.device_kind)
+    for tpu in TPUS.values():
+        if tpu.device_kind == device.device_kind:
+            return tpu.memory
+    for gpu in GPUS.values():
+        if gpu.description == device.device_kind:
+            return int(SHARE * gpu.memory)
+    return None
 
 
 # Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler.
@@ -112,12 +119,16 @@ class Name(NamedTuple):
     slices: int
 
     def __str__(self) -> str:
-        sizes = self.sizes[1:] if self.kind in GPUS and self.sizes[0] == 1 else self.sizes
-        return f"{self.kind}:{'x'.join(map(str, sizes))}{f'*{self.slices}' if self.slices > 1 else ''}"
+        sizes = self.sizes
+        if self.kind in GPUS and sizes[0] == 1:
+            # One host of GPUs is not named.
+            sizes = sizes[1:]
+        slices = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.kind}:{'x'.join(map(str, sizes))}{slices}"
 
     def device_count(self) -> int:
-        per_chip = 1 if self.kind in GPUS else TPUS[self.kind].devices_per_chip
-        return math.prod(self.sizes) * self.slices * per_chip
+        devices_per_chip = 1 if self.kind in GPUS else TPUS[self.kind].devices_per_chip
+        return math.prod(self.sizes) * self.slices * devices_per_chip
 
 
 def parse_topology(name: str, argument: str = "name") -> Name:
@@ -130,10 +141,12 @@ def parse_topology(name: str, argument: str = "name") -> Name:
     kind = match[1]
     sizes = tuple(map(int, match[2].split("x")))
     slices = int(match[3] or 1)
-    allowed = _sizes_of_gpus(sizes, match[3]) if kind in GPUS else _sizes_of_tpus(kind, sizes, slices)
-    if allowed:
-        raise ValueError(f"{argument}={name!r}: must be {allowed}")
-    return Name(kind, (1, *sizes) if kind in GPUS and len(sizes) == 1 else sizes, slices)
+    expected = _expected_gpus(sizes, match[3]) if kind in GPUS else _expected_tpus(kind, sizes, slices)
+    if expected is not None:
+        raise ValueError(f"{argument}={name!r}: must be {expected}")
+    if kind in GPUS and len(sizes) == 1:
+        sizes = (1, *sizes)
+    return Name(kind, sizes, slices)
 
 
 def _fits_hosts(sizes: tuple[int, ...]) -> bool:
@@ -143,14 +156,14 @@ def _fits_hosts(sizes: tuple[int, ...]) -> bool:
     return 0 not in sizes and sizes[0] % 2 == 0 and sizes[1] % 2 == 0
 
 
-def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
-    """Return what sizes of a kind of TPU must be; "" if they are."""
+def _expected_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str | None:
+    """Return what a slice of a kind of TPU must be, for an error; None if it is."""
     largest = TPUS[kind].largest
     has_axes = len(sizes) == len(largest)
     if has_axes and 1 <= slices <= LARGEST_SLICES and _fits_hosts(sizes):
         is_small_enough = all(map(operator.le, sorted(sizes, reverse=True), largest))
         if is_small_enough:
-            return ""
+            return None
     bounds = "x".join(map(str, largest))
     single = "x".join(["1"] * len(largest))
     return (
@@ -159,9 +172,11 @@ def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
     )
 
 
-def _sizes_of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
-    if slices is None and len(sizes) <= 2 and 0 < sizes[-1] <= LARGEST_HOST and 0 < math.prod(sizes) <= LARGEST_CLUSTER:
-        return ""
+def _expected_gpus(sizes: tuple[int, ...], slices: str | None) -> str | None:
+    """Return what a cluster of GPUs must be, for an error; None if it is."""
+    has_form = slices is None and len(sizes) <= 2
+    if has_form and 0 < sizes[-1] <= LARGEST_HOST and 0 < math.prod(sizes) <= LARGEST_CLUSTER:
+        return None
     return (
         f"the devices of one host (up to {LARGEST_HOST}), such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8', with "
         f"up to {LARGEST_CLUSTER} in all"
@@ -206,52 +221,61 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         TPUs before v4, and tpu7x, have two devices per chip, all others one.
     """
     wanted = parse_topology(name)
-    number = wanted.device_count()
-    axes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
+    count = wanted.device_count()
+    axes = as_mapping({"data": count} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
     sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
-    if math.prod(sizes.values()) != number:
-        raise ValueError(f"axes={format_value(axes)}: must multiply to {number}, the devices of {wanted}")
+    if math.prod(sizes.values()) != count:
+        raise ValueError(f"axes={format_value(axes)}: must multiply to {count}, the devices of {wanted}")
     # The axis that spans the slices is the first one divisible by their number.
-    across = next((dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0), None)
-    if across is None:
+    divisible = [dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0]
+    if not divisible:
         raise ValueError(
             f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, which it spans"
         )
-    inner = [size // wanted.slices if dim == across else size for dim, size in enumerate(sizes.values())]
-    outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
+    spanning = divisible[0]
+    # The sizes within a slice, and the numbers of slices, along each axis.
+    slice_sizes = list(sizes.values())
+    slice_sizes[spanning] //= wanted.slices
+    slice_counts = [1] * len(sizes)
+    slice_counts[spanning] = wanted.slices
     devices = compile_only_devices(wanted)
     if wanted.slices == 1:
-        placed = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+        placed = mesh_utils.create_device_mesh(slice_sizes, devices, allow_split_physical_axes=True)
     else:
-        placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+        placed = mesh_utils.create_hybrid_device_mesh(
+            slice_sizes, slice_counts, devices, allow_split_physical_axes=True
+        )
     return Mesh(placed, tuple(sizes), axis_types=None if axis_types is None else tuple(axis_types))
 
 
 # Placing state and batch on the devices of a topology.
 
 
-def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def place(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the shapes of a replicated state, and of a batch whose rows are split over all devices of a topology."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
             f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"
         )
     mesh = topology(name)
     (axis,) = mesh.axis_names
-    lead = as_pure_step(train_step).leading_axes
+    # The rows are behind the axis of `scan_steps`.
+    row_axis = as_pure_step(train_step).leading_axes
 
-    def row_shape(keys: Any, leaf: Any) -> Any:
+    def sharded_shape(keys: Any, leaf: Any) -> Any:
         if not trees.is_array(leaf) and not is_shape(leaf):
             return leaf
         shape = np.shape(leaf)
-        spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
-        if len(shape) > lead and shape[lead] % mesh.size:
+        if len(shape) <= row_axis:
+            return trees.shape_of(leaf, NamedSharding(mesh, PartitionSpec()))
+        if shape[row_axis] % mesh.size:
             raise ValueError(
                 f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} must have a multiple of {mesh.size} "
-                f"rows, got {shape[lead]}"
+                f"rows, got {shape[row_axis]}"
             )
-        return trees.shape_of(leaf, NamedSharding(mesh, spec))
+        return trees.shape_of(leaf, NamedSharding(mesh, PartitionSpec(*[None] * row_axis, axis)))
 
-    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
+    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(sharded_shape, args)
 
 
 def shapes_if_elsewhere(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -268,16 +292,20 @@ def shapes_if_elsewhere(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, 
 
 # Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.
 
+# The devices of each topology are made once, so that equal calls of `topology` return equal meshes. A thread that adds
+# some holds the lock.
 _lock = threading.Lock()
 _made: dict[Name, Sequence[Any]] = {}
 
-_WITHOUT_TPUS = {
+_SETTINGS_WITHOUT_TPUS = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile together; if they share TPUs this may crash
 }
-_WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
+_SETTINGS_WITHOUT_GPUS = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"  # else the plugin requires cuDNN, which only running needs
+}
 
 
 def compile_only_devices(name: Name) -> Sequence[Any]:
@@ -288,7 +316,8 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
             try:
                 with slow(f"topology: loading the compiler of {name}"):
                     devices = _gpus(name) if name.kind in GPUS else _tpus(name)
-            except Exception as error:  # of Python, of the loader, or of the compiler
+            except Exception as error:
+                # Of Python, of the loader, or of the compiler.
                 raise _unusable(name, _compiler_of(name), error) from error
             _made[name] = devices
         return _made[name]
@@ -305,8 +334,12 @@ def check_compiler(name: Name) -> None:
 
 
 def topology_name(device: Any) -> Name | None:
+    """Return the topology of a compile-only device; None of any other."""
     # A copy, because another thread may add one.
-    return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
+    for name, devices in _made.copy().items():
+        if devices[0].client is device.client:
+            return name
+    return None
 
 
 def _tpus(name: Name) -> Sequence[Any]:
@@ -337,36 +370,48 @@ def _gpus(name: Name) -> Sequence[Any]:
 
 def prepare() -> None:
     """Set the environment variables that the compilers read when loaded, unless the devices exist."""
-    tpus = [*glob.glob("/dev/accel*"), *glob.glob("/dev/vfio/[0-9]*")]
-    for devices, settings in ((tpus, _WITHOUT_TPUS), (glob.glob("/dev/nvidia[0-9]*"), _WITHOUT_GPUS)):
-        for variable, value in settings.items() if not devices else ():
-            os.environ.setdefault(variable, value)
+    settings: dict[str, str] = {}
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        settings |= _SETTINGS_WITHOUT_TPUS
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        settings |= _SETTINGS_WITHOUT_GPUS
+    for variable, value in settings.items():
+        os.environ.setdefault(variable, value)
 
 
 def _plugins() -> list[str]:
-    return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(module)]
+    """Return the installed CUDA plugins, the newest first."""
+    return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _find_spec(module)]
 
 
-def _spec_of(module: str) -> Any:
-    with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
+def _find_spec(module: str) -> Any:
+    # An error means that the parent package is missing.
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(module)
     return None
 
 
-_COMPILER = "bin/ptxas", "nvvm/libdevice"
+_COMPILER_FILES = ("bin/ptxas", "nvvm/libdevice")
 
 
 def _cuda_roots() -> list[str]:
+    """Return the directories in which XLA looks for NVIDIA's compiler."""
     roots = [os.environ.get("CUDA_ROOT")]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
-        roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
+        roots += getattr(_find_spec(package), "submodule_search_locations", None) or ()
     roots += [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    roots.append(os.path.dirname(os.path.dirname(shutil.which("ptxas") or "")))
+    ptxas = shutil.which("ptxas")
+    if ptxas:
+        roots.append(os.path.dirname(os.path.dirname(ptxas)))
     return [root for root in roots if root]
 
 
 def _has_cuda_compiler() -> bool:
-    return any(all(os.path.exists(f"{root}/{file}") for file in _COMPILER) for root in _cuda_roots())
+    return any(_has_compiler_files(root) for root in _cuda_roots())
+
+
+def _has_compiler_files(root: str) -> bool:
+    return all(os.path.exists(f"{root}/{file}") for file in _COMPILER_FILES)
 
 
 def _compiler_of(name: Name) -> str:

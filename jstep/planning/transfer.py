@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -24,51 +24,74 @@ WidthAxes: TypeAlias = Callable[[str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Width ratios of a leaf, target over base; `in_base` and `out_base` are 1 without such an axis."""
+    """Width ratios of a leaf.
+
+    Attributes:
+        base: Its shape in the small model.
+        target: Its shape in the wide model.
+        r_in: The ratio of its fan-in, target over base.
+        r_out: The same of its fan-out.
+        base_fan_in: Its fan-in in the small model; 1 without such an axis.
+        base_fan_out: The same of its fan-out.
+    """
 
     base: tuple[int, ...]
     target: tuple[int, ...]
     r_in: float
     r_out: float
-    in_base: int
-    out_base: int
+    base_fan_in: int
+    base_fan_out: int
 
     @property
     def kind(self) -> str:
         """Which axes are wider: "hidden" (inputs and outputs), "input" (outputs), "output" (inputs) or "none"."""
-        return {(1, 1): "hidden", (0, 1): "input", (1, 0): "output", (0, 0): "none"}[self.r_in != 1, self.r_out != 1]
+        has_wider_in = self.r_in != 1
+        has_wider_out = self.r_out != 1
+        if has_wider_in and has_wider_out:
+            return "hidden"
+        if has_wider_out:
+            return "input"
+        if has_wider_in:
+            return "output"
+        return "none"
 
     @property
-    def larger(self) -> float:
-        wide = max(self.in_base * self.r_in, self.out_base * self.r_out)
-        return wide / max(self.in_base, self.out_base)
+    def growth(self) -> float:
+        """The ratio of the larger fan, target over base."""
+        larger = max(self.base_fan_in * self.r_in, self.base_fan_out * self.r_out)
+        return larger / max(self.base_fan_in, self.base_fan_out)
 
 
 def find_widths(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
-    leaves = trees.leaves_with_paths(target)
-    bases = _like(target, base, "base")
-    # Without delta, an axis is a width if it differs between base and target.
-    deltas = [leaf for _, leaf in leaves] if delta is None else _like(target, delta, "delta")
-    return {
-        path: _widths(path, leaf, [np.shape(model) for model in (small, leaf, other)], axes)
-        for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True)
-        if trees.is_trainable(leaf)
-    }
+    """Return path → width ratios of each trainable leaf of `target`."""
+    target_leaves = trees.leaves_with_paths(target)
+    base_leaves = _matching_leaves(target, base, "base")
+    if delta is None:
+        # An axis is a width if it differs between base and target.
+        delta_leaves = [leaf for _, leaf in target_leaves]
+    else:
+        delta_leaves = _matching_leaves(target, delta, "delta")
+    widths: dict[str, Widths] = {}
+    for (path, leaf), base_leaf, delta_leaf in zip(target_leaves, base_leaves, delta_leaves, strict=True):
+        if trees.is_trainable(leaf):
+            widths[path] = _leaf_widths(path, leaf, np.shape(base_leaf), np.shape(delta_leaf), axes)
+    return widths
 
 
-def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
+def _matching_leaves(target: Tree, tree: Tree, what: str) -> list[Any]:
+    """Return the leaves of a tree, which must have those of the target."""
     # Compare keys, not structures: modules of Equinox and others store their width in the structure.
-    wanted, got = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(x)] for x in (target, tree))
-    if wanted != got:
-        lacking, extra = (
-            sorted(map(trees.path_str, {*some} - {*others}))[:5] for some, others in ((wanted, got), (got, wanted))
-        )
+    expected = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
+    found = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if expected != found:
+        lacking = sorted(map(trees.path_str, {*expected} - {*found}))[:5]
+        extra = sorted(map(trees.path_str, {*found} - {*expected}))[:5]
         raise ValueError(f"{what}: must have the leaves of target, but lacks {lacking} and has {extra} in addition")
     return jax.tree.leaves(tree)
 
 
-def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
-    base, target, delta = shapes
+def _leaf_widths(path: str, leaf: Any, base: tuple[int, ...], delta: tuple[int, ...], axes: WidthAxes | None) -> Widths:
+    target = np.shape(leaf)
     where = f"the leaf at {trees.quote_path(path)}"
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
@@ -81,25 +104,35 @@ def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: Wi
                 f"delta: axis {axis} of {where} is {small} in base and delta, so not a width, but {wide} in target; "
                 "make target equal to base there, or delta different"
             )
-    ins, outs = _pair_of_axes(path, leaf, axes)
+    in_axes, out_axes = _fan_axes(path, leaf, axes)
     for axis, (small, other) in enumerate(zip(base, delta, strict=True)):
-        if small != other and axis not in ins + outs:
+        if small != other and axis not in in_axes + out_axes:
             raise ValueError(
                 f"axes: axis {axis} of {where} grows from {small} to {target[axis]}, but is neither an input nor an "
-                f"output axis, which are {ins} and {outs}; give axes=lambda path, leaf: (in, out)"
+                f"output axis, which are {in_axes} and {out_axes}; give axes=lambda path, leaf: (in, out)"
             )
-    in_base, out_base, in_target, out_target = (
-        math.prod(shape[axis] for axis in some) for shape in (base, target) for some in (ins, outs)
+    base_fan_in = math.prod(base[axis] for axis in in_axes)
+    base_fan_out = math.prod(base[axis] for axis in out_axes)
+    fan_in = math.prod(target[axis] for axis in in_axes)
+    fan_out = math.prod(target[axis] for axis in out_axes)
+    return Widths(
+        base=base,
+        target=target,
+        r_in=fan_in / base_fan_in if base_fan_in else 1.0,
+        r_out=fan_out / base_fan_out if base_fan_out else 1.0,
+        base_fan_in=base_fan_in,
+        base_fan_out=base_fan_out,
     )
-    r_in, r_out = in_target / in_base if in_base else 1.0, out_target / out_base if out_base else 1.0
-    return Widths(base, target, r_in, r_out, in_base, out_base)
 
 
-def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _fan_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes of the fan-in and of the fan-out of a leaf."""
     ndim = len(getattr(leaf, "shape", ()))
-    if axes is None:
-        return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
-    return pair_of_axes(axes(path, leaf), path, ndim)
+    if axes is not None:
+        return pair_of_axes(axes(path, leaf), path, ndim)
+    in_axes = (ndim - 2,) if ndim >= 2 else ()
+    out_axes = (ndim - 1,) if ndim >= 1 else ()
+    return in_axes, out_axes
 
 
 # Maximal update parametrization (μP): hyperparameter transfer from a small model to a wide one.
@@ -137,30 +170,34 @@ class MupFactors:
         Raises:
             ValueError: A leaf is not in the target, or has another shape there; names the path.
         """
-
-        def scaled(path: str, leaf: Any) -> Any:
-            if np.shape(leaf) != self.widths[path].target:
-                expected = self.widths[path].target
-                raise ValueError(f"params: {trees.quote_path(path)} has shape {np.shape(leaf)}, in target {expected}")
-            factor = self.initials[path]
-            return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
-
-        named = trees.leaves_with_paths(params)
-        found = {path for path, leaf in named if trees.is_trainable(leaf)}
-        if found != self.widths.keys():
-            differing = sorted(found ^ self.widths.keys())[:10]
+        leaves = trees.leaves_with_paths(params)
+        trainable = {path for path, leaf in leaves if trees.is_trainable(leaf)}
+        if trainable != self.widths.keys():
+            differing = sorted(trainable ^ self.widths.keys())[:10]
             raise ValueError(f"params: must have the leaves of target, but {differing} are in one of them only")
-        leaves = [scaled(path, leaf) if path in found else leaf for path, leaf in named]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        scaled = [self._scale(path, leaf) if path in trainable else leaf for path, leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(params), scaled)
+
+    def _scale(self, path: str, leaf: Any) -> Any:
+        expected = self.widths[path].target
+        if np.shape(leaf) != expected:
+            raise ValueError(f"params: {trees.quote_path(path)} has shape {np.shape(leaf)}, in target {expected}")
+        factor = self.initials[path]
+        return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
 
     def __str__(self) -> str:
         head = ("path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay")
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for path, widths in self.widths.items():
-            shapes = ("×".join(map(str, shape)) or "()" for shape in (widths.base, widths.target))
+            name = path or "(the tree itself)"
             figures = (widths.r_in, widths.r_out, self.initials[path], self.rates[path], self.decays[path])
-            rows.append((path or "(the tree itself)", *shapes, widths.kind, *(f"{x:.4g}" for x in figures)))
+            texts = [f"{figure:.4g}" for figure in figures]
+            rows.append((name, _shape_text(widths.base), _shape_text(widths.target), widths.kind, *texts))
         return "\n".join(columns([head, *rows], left=4))
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "()"
 
 
 @shortens_tracebacks
@@ -260,7 +297,7 @@ def _rate(widths: Widths, optimizer: str) -> float:
     if widths.kind == "hidden" and optimizer == "muon_original":
         return 1.0
     if widths.kind == "hidden" and optimizer == "muon":
-        return math.sqrt(widths.r_out / widths.r_in) / math.sqrt(widths.larger)
+        return math.sqrt(widths.r_out / widths.r_in) / math.sqrt(widths.growth)
     return 1 / widths.r_in
 
 
@@ -290,12 +327,13 @@ class CoordCheck:
         rows = []
         for name, changes in self.changes.items():
             rows.append([name, "size", *(f"{self.sizes[name][width]:.3g}" for width in widths), ""])
-            rows.append(["", "change", *(f"{changes[width]:.3g}" for width in widths), self._growth_of(name)])
+            rows.append(["", "change", *(f"{changes[width]:.3g}" for width in widths), self._growth_text(name)])
         title = f"mean |x| over widths, and its change after {self.steps} step{'s' if self.steps > 1 else ''}"
         return "\n".join([title, "", *columns([head, *rows], left=2)])
 
-    def _growth_of(self, name: str) -> str:
-        return f"{round(self.growth[name], 2) + 0.0:.2f}"  # not -0.00
+    def _growth_text(self, name: str) -> str:
+        # With 0.0 added, it is not -0.00.
+        return f"{round(self.growth[name], 2) + 0.0:.2f}"
 
     def plot(self, path: str) -> None:
         """Plot sizes and changes over widths, a line for each activation, on logarithmic axes.
@@ -306,14 +344,15 @@ class CoordCheck:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure  # pyplot has global state, and may need a display
+        # Not pyplot, which has global state, and may need a display.
+        from matplotlib.figure import Figure
 
         fig = Figure(figsize=(7.5, 3.2), layout="constrained")
         titles = {"before training": self.sizes, f"change after {self.steps} steps": self.changes}
         for axes, (title, values) in zip(fig.subplots(1, 2), titles.items(), strict=True):
-            for name, by_width in values.items():
-                label = name if values is self.sizes else f"{name}: {self._growth_of(name)}"
-                axes.plot(list(by_width), list(by_width.values()), marker="o", markersize=3, linewidth=1.3, label=label)
+            for name, means in values.items():
+                label = name if values is self.sizes else f"{name}: {self._growth_text(name)}"
+                axes.plot(list(means), list(means.values()), marker="o", markersize=3, linewidth=1.3, label=label)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_title(title, fontsize=9, loc="left")
@@ -376,42 +415,59 @@ def coord_check(
     """
     as_function(make, "make", "(width) -> (train_step, state, batch)")
     as_function(activations, "activations", "(params, *batch) -> {name: array}")
-    number = as_int(steps, "steps", at_least=1)
+    steps = as_int(steps, "steps", at_least=1)
     if not isinstance(widths, Iterable):
         raise TypeError(f"widths={format_value(widths)}: must be several integers, got {describe_type(widths)}")
-    numbers = [as_int(width, "widths", at_least=1) for width in widths]
-    if len(numbers) < 2 or len(set(numbers)) < len(numbers):
-        raise ValueError(f"widths={numbers}: must be two different widths or more, to fit a slope")
-    measured = {width: _of_width(make, width, activations, number) for width in numbers}
-    names = list(measured[numbers[0]])
-    differing = next((width for width, means in measured.items() if set(means) != set(names)), None)
-    if differing is not None:
-        raise ValueError(
-            f"activations: must return the same names at each width, got {sorted(names)} at {numbers[0]} and "
-            f"{sorted(measured[differing])} at {differing}"
-        )
-    sizes = {name: {width: measured[width][name][0] for width in numbers} for name in names}
-    changes = {name: {width: measured[width][name][1] for width in numbers} for name in names}
-    growth = dict.fromkeys(names, math.nan)  # the slope of log value over log width, by least squares
+    checked_widths = [as_int(width, "widths", at_least=1) for width in widths]
+    if len(checked_widths) < 2 or len(set(checked_widths)) < len(checked_widths):
+        raise ValueError(f"widths={checked_widths}: must be two different widths or more, to fit a slope")
+    measured = {width: _measure(make, width, activations, steps) for width in checked_widths}
+    first_width = checked_widths[0]
+    names = list(measured[first_width])
+    for width, means in measured.items():
+        if means.keys() != set(names):
+            raise ValueError(
+                f"activations: must return the same names at each width, got {sorted(names)} at {first_width} and "
+                f"{sorted(means)} at {width}"
+            )
+    sizes: dict[str, dict[int, float]] = {}
+    changes: dict[str, dict[int, float]] = {}
+    growth: dict[str, float] = {}
     for name in names:
-        values = np.array(list(changes[name].values()))
-        if np.isfinite(values).all() and (values > 0).all():
-            growth[name] = float(np.polyfit(np.log(numbers), np.log(values), 1)[0])
-    return CoordCheck(sizes=sizes, changes=changes, growth=growth, steps=number)
+        sizes[name] = {width: means[name].size for width, means in measured.items()}
+        changes[name] = {width: means[name].change for width, means in measured.items()}
+        growth[name] = _slope(changes[name])
+    return CoordCheck(sizes=sizes, changes=changes, growth=growth, steps=steps)
 
 
-def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
+def _slope(changes: Mapping[int, float]) -> float:
+    """The slope of log change over log width, by least squares; NaN if a change is 0 or not finite."""
+    values = np.array(list(changes.values()))
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        return math.nan
+    return float(np.polyfit(np.log(list(changes)), np.log(values), 1)[0])
+
+
+class _Means(NamedTuple):
+    """The mean absolute value of an activation before training, and that of its change."""
+
+    size: float
+    change: float
+
+
+def _measure(make: Any, width: int, activations: Any, steps: int) -> dict[str, _Means]:
+    """Name of an activation → its means at a width."""
     result = make(width)
     if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
         raise TypeError(f"make({width}): must return (train_step, state, batch), got {describe_type(result)}")
     train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
     args = trees.batch_to_args(batch)
-    before = _as_host_arrays(activations(state.params, *args), width)
+    initial = _as_host_arrays(activations(state.params, *args), width)
     for _ in range(steps):
         state, _ = train_step(state, *args)
-    after = _as_host_arrays(activations(state.params, *args), width)
-    return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
+    trained = _as_host_arrays(activations(state.params, *args), width)
+    return {name: _Means(_mean(x), _mean(trained[name] - x)) for name, x in initial.items()}
 
 
 def _as_host_arrays(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:

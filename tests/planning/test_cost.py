@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.core.jaxprs import is_annotated
-from jstep.planning.cost import _needed, device_peak
+from jstep.planning.cost import _parse_too_large, device_peak
 
 SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -201,7 +201,7 @@ NEW = (
     ids=["old", "new", "other"],
 )
 def test_memory_is_parsed_from_the_error(text, needed):
-    assert _needed(jax.errors.JaxRuntimeError(text)) == needed
+    assert _parse_too_large(jax.errors.JaxRuntimeError(text)) == needed
 
 
 class FailingStep:

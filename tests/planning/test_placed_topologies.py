@@ -76,7 +76,7 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus):
     """The axis of the steps of a call, and scalars, are not split; what is no array stays."""
     codes = jax.ShapeDtypeStruct((8,), jnp.int8)
     batch = {"rows": np.ones((16, 4), np.float64), "factor": jnp.float32(2), "codes": codes}
-    placed, (shapes, name) = topologies.on_topology("v5e:2x4", STEP, state(), (batch, "a name"))
+    placed, (shapes, name) = topologies.place("v5e:2x4", STEP, state(), (batch, "a name"))
     assert name == "a name"
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(placed)} == {PartitionSpec()}
     assert {key: (one.shape, str(one.dtype), one.sharding.spec) for key, one in shapes.items()} == {
@@ -85,13 +85,13 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus):
         "codes": ((8,), "int8", PartitionSpec("data")),
     }
     batches = {"rows": np.ones((3, 16, 4)), "n": np.ones(3)}
-    _, (shapes,) = topologies.on_topology("v5e:2x4", jstep.scan_steps(STEP), state(), (batches,))
+    _, (shapes,) = topologies.place("v5e:2x4", jstep.scan_steps(STEP), state(), (batches,))
     assert (shapes["rows"].sharding.spec, shapes["n"].sharding.spec) == (PartitionSpec(None, "data"), PartitionSpec())
     with pytest.raises(ValueError) as error:
-        topologies.on_topology("v5e:2x4", STEP, state(), ({"rows": np.ones((12, 4))},))
+        topologies.place("v5e:2x4", STEP, state(), ({"rows": np.ones((12, 4))},))
     assert str(error.value) == ("topology='v5e:2x4': the batch's leaf '0/rows' must have a multiple of 8 rows, got 12")
     with pytest.raises(ValueError, match="topology='v5e:2x4': state and batch are on a mesh already"):
-        topologies.on_topology("v5e:2x4", STEP, placed, (batch,))
+        topologies.place("v5e:2x4", STEP, placed, (batch,))
 
 
 def test_the_table_of_a_topology_names_it(on_cpus, monkeypatch):
