@@ -15,7 +15,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.debug.find_nonfinite import NonFinite, find_nonfinite
-from jstep.debug.replay import Replay, ReplayedCall, prefix_of, replay, replayed
+from jstep.debug.replay import Replay, ReplayedCall, RunArguments, prefix_of, replay, replay_calls
 from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value, real_parts
 from jstep.record.stall_files import format_ranges
@@ -49,10 +49,14 @@ class NonFiniteUpdate:
     is_skipped: bool = False
 
     def __str__(self) -> str:
-        what = f"is the first whose result is not finite: {describe_contents(self.leaves) or 'the loss is not finite'}"
-        what = "is skipped, because its gradients are not finite" if self.is_skipped else what
+        if self.is_skipped:
+            what = "is skipped, because its gradients are not finite"
+        else:
+            result = describe_contents(self.leaves) or "the loss is not finite"
+            what = f"is the first whose result is not finite: {result}"
         lines = [f"the update {self.step} → {self.step + 1} {what}"]
-        lines += [] if self.found is None else [str(self.found)]
+        if self.found is not None:
+            lines.append(str(self.found))
         if self.rows:
             lines.append(f"  rows of the batch  {format_list(format_ranges(self.rows), 20)}")
         elif self.rows is not None:
@@ -101,48 +105,56 @@ def explain_nonfinite(
         ...     return jnp.array([1.0, 2.0, 0.0 if step == 2 else 3.0])
         >>> def make_state():
         ...     return jstep.TrainState.create({"w": 4.0}, optimizer)
-        >>> train_step, where = jstep.minimize(loss_fn, optimizer), tempfile.mkdtemp()
-        >>> state = jstep.train(train_step, make_state(), batches, 2, checkpoint_dir=where)
-        >>> found = jstep.explain_nonfinite(train_step, make_state(), batches, where, last_step=9)
+        >>> train_step = jstep.minimize(loss_fn, optimizer)
+        >>> run = tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, make_state(), batches, 2, checkpoint_dir=run)
+        >>> found = jstep.explain_nonfinite(train_step, make_state(), batches, run, last_step=9)
         >>> found.step, found.rows
         (2, (2,))
     """
     if last_step is None:
-        where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-        starts = find_starts(absolute(location(where, "checkpoint_dir")))
-        start = last_trained(starts.get(prefix_of(checkpoint_dir, prefix), ()))
-        if start is None or start["step"] is None:
-            raise ValueError("last_step=None: the record of the run has no step; give the step at which to give up")
-        last_step = start["step"][1] + 1
-    end = as_int(last_step, "last_step", 0, "the step at which to give up")
-    calls = replayed(
-        train_step, _copied(state), batches, checkpoint_dir, end, prefix, 1, batch_sharding, newest=end, is_finite=True
-    )
-    if (update := _first_nonfinite(calls)) is None:
+        last_step = _recorded_last_step(checkpoint_dir, prefix) + 1
+    last_step = as_int(last_step, "last_step", 0, "the step at which to give up")
+    run = RunArguments(train_step, batches, checkpoint_dir, prefix, batch_sharding=batch_sharding)
+    # A copy, as the steps are repeated twice: all, and then those before the update.
+    calls = replay_calls(run, _copy(state), last_step, newest=last_step, is_finite=True)
+    update = _first_nonfinite(calls)
+    if update is None:
         return None
-    step, leaves, is_skipped = update
+    step = update.step
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
     stage = as_stages(train_step).value_at(step)
     operation = find_nonfinite(stage, found.state, *found.args)
-    return NonFiniteUpdate(step=step, leaves=leaves, found=operation, rows=_rows(stage, found), is_skipped=is_skipped)
+    return dataclasses.replace(update, found=operation, rows=_rows(stage, found))
 
 
-def _first_nonfinite(calls: Iterator[ReplayedCall]) -> tuple[int, Mapping[str, int], bool] | None:
-    """Return the step of the first update whose result is not finite, its leaves, and whether it was skipped.
+def _recorded_last_step(checkpoint_dir: str | os.PathLike[str] | Saver, prefix: str) -> int:
+    directory = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+    starts = find_starts(absolute(location(directory, "checkpoint_dir")))
+    start = last_trained(starts.get(prefix_of(checkpoint_dir, prefix), ()))
+    if start is None or start["step"] is None:
+        raise ValueError("last_step=None: the record of the run has no step; give the step at which to give up")
+    return start["step"][1]
+
+
+def _first_nonfinite(calls: Iterator[ReplayedCall]) -> NonFiniteUpdate | None:
+    """Return the first update whose result is not finite, without its operation and rows.
 
     If all are finite, it is the first of the latest updates that were skipped; None if there is none.
     """
-    before = StateContents(next(calls).state)
+    initial = StateContents(next(calls).state)
     skipped: int | None = None
     for call in calls:
-        leaves = StateContents(call.state).worse_since(before)[0]
+        leaves = StateContents(call.state).worse_since(initial)[0]
         if leaves or not _is_finite(call.metrics):
-            return call.step - 1, leaves, False
+            return NonFiniteUpdate(step=call.step - 1, leaves=leaves)
         if not _is_skipped(call.state):
             skipped = None
         elif skipped is None:
             skipped = call.step - 1
-    return None if skipped is None else (skipped, {}, True)
+    if skipped is None:
+        return None
+    return NonFiniteUpdate(step=skipped, leaves={}, is_skipped=True)
 
 
 def _is_skipped(state: TrainState) -> bool:
@@ -151,7 +163,7 @@ def _is_skipped(state: TrainState) -> bool:
         return any(int(step) < int(state.global_step) for step in steps)
 
 
-def _copied(state: TrainState) -> TrainState:
+def _copy(state: TrainState) -> TrainState:
     with internal_transfers():
         return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state)
 
@@ -163,18 +175,25 @@ def _is_finite(metrics: Any) -> bool:
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:
-    leaves = [leaf for leaf in jax.tree.leaves(found.args) if np.ndim(leaf)]
-    sizes = {np.shape(leaf)[0] for leaf in leaves}
-    if len(sizes) != 1 or (count := sizes.pop()) > _MAX_ROWS:
+    """Return the rows of the batch that alone make the update not finite; None if the step takes no single rows."""
+    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(found.args) if np.ndim(leaf)}
+    if len(sizes) != 1:
         return None
+    (count,) = sizes
+    if count > _MAX_ROWS:
+        return None
+    # Compiled once for all rows, and without the donation of a `TrainStep`, as each begins from the same state.
     update = jax.jit(step.__wrapped__ if isinstance(step, TrainStep) else step)
-    bad, before = list[int](), StateContents(found.state)
+    initial = StateContents(found.state)
+    bad: list[int] = []
     try:
         for row in range(count):
             args = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1] if np.ndim(leaf) else leaf, found.args)
             state, metrics = update(found.state, *args)
-            if StateContents(state).worse_since(before)[0] or not _is_finite(metrics) or _is_skipped(state):
+            is_worse = bool(StateContents(state).worse_since(initial)[0])
+            if is_worse or not _is_finite(metrics) or _is_skipped(state):
                 bad.append(row)
-    except Exception:  # a user's step may need whole batches
+    except Exception:
+        # A user's step may need whole batches.
         return None
     return tuple(bad)

@@ -99,12 +99,13 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     as_function(fn, "fn", "(*args)")
     args = trees.all_native(args, "args")
     with using_mesh(mesh_of(args)):
-        return _first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
+        return _find_first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
 
 
-def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
+def _find_first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     _check_finite(args)
     leaves, treedef = trees.flatten(args)
+    # The leaves that are traced; integers, strings and None remain Python objects.
     indices = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf) or isinstance(leaf, float | complex)]
     values = [leaves[i] for i in indices]
 
@@ -116,10 +117,10 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         closed = jax.make_jaxpr(fn)(*values)
         with internal_transfers():
-            return _found(closed, values)
+            return _search(closed, values)
 
 
-def _found(closed: Any, args: list[Any]) -> NonFinite | None:
+def _search(closed: Any, args: list[Any]) -> NonFinite | None:
     body = jaxprs.body_of(jaxprs.with_consts_as_arguments(closed))
     search = Search()
     search.run(body, [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args))
@@ -127,20 +128,19 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
         if search.constant is None:
             return None
         return NonFinite(primitive="", source="unknown", where="", inputs=(), constant=search.constant)
-    *within, (program, operation, _) = search.found.chain
-    eqns = [operation.eqn, *(enclosing.eqn for _, enclosing, _ in reversed(within))]
-    source = source_line(eqns, [later.eqn for later in program.operations if later.number > operation.number])
-    where = ", ".join(at for _, _, at in within)
-    differentiated = any(map(jaxprs.is_differentiated, eqns))
+    *enclosing, innermost = search.found.chain
+    operation = innermost.operation
+    eqns = [operation.eqn, *(link.operation.eqn for link in reversed(enclosing))]
+    later = [other.eqn for other in innermost.program.operations if other.number > operation.number]
     return NonFinite(
         primitive=operation.name,
-        source=source,
-        where=where,
+        source=source_line(eqns, later),
+        where=", ".join(link.label for link in enclosing),
         inputs=search.found.inputs,
         outputs=search.found.outputs,
         reaches=search.reaches,
         constant=search.constant,
-        differentiated=differentiated,
+        differentiated=any(map(jaxprs.is_differentiated, eqns)),
     )
 
 
@@ -151,10 +151,12 @@ def _check_finite(args: tuple[Any, ...]) -> None:
             f"args: {trees.quote_path(donated)} was donated to an earlier step and deleted; use the state that the "
             "step returned, or that of an earlier step (jstep.replay)"
         )
-    bad = []
+    bad: list[str] = []
     for path, leaf in trees.leaves_with_paths(args):
-        numbers = value_range(leaf) if trees.is_array_or_number(leaf) and holds_floats(leaf) else None
-        if numbers is not None and not numbers.is_finite:
+        if not trees.is_array_or_number(leaf) or not holds_floats(leaf):
+            continue
+        numbers = value_range(leaf)
+        if not numbers.is_finite:
             bad.append(f"{path} ({numbers})")
     if bad:
         raise ValueError(
@@ -174,14 +176,20 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.g
 def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
-    It is the innermost line outside of JAX and libraries of the operation and the enclosing ones, `eqns`, or else of
-    `later` ones.
+    Args:
+        eqns: The operation and those that enclose it, innermost first.
+        later: Operations after it: the line of the first that has one stands for an operation without one.
     """
-    lines = map(_line, (eqns, *([eqn] for eqn in later)))
-    return next(filter(None, lines), "unknown")
+    line = _line(eqns)
+    for eqn in later:
+        if line is not None:
+            break
+        line = _line([eqn])
+    return "unknown" if line is None else line
 
 
 def _line(eqns: Sequence[Any]) -> str | None:
+    """Return the innermost line of the user's code, else of jstep or of a library; None if all lines are JAX's."""
     fallback = None
     for eqn in eqns:
         for frame in jaxprs.source_frames(eqn):
@@ -189,11 +197,13 @@ def _line(eqns: Sequence[Any]) -> str | None:
             if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
                 continue
             if file.startswith(_MACHINERY):
+                # Lines further out are those that call `train`, and say nothing about the operation.
                 return _frame_text(fallback or frame)
             if not file.startswith((_OURS, *_LIBRARIES)):
                 return _frame_text(frame)
-            fallback = fallback or frame
-    return _frame_text(fallback) if fallback else None
+            if fallback is None:
+                fallback = frame
+    return None if fallback is None else _frame_text(fallback)
 
 
 def _frame_text(frame: Any) -> str:

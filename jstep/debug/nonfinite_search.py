@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,10 +35,18 @@ def _flags(value: Any) -> Any:
     return jnp.stack([jnp.isnan(value).any(), ~jnp.isfinite(value).all()])
 
 
-class Place(NamedTuple):
-    """An operation that ran, and those that enclose it, with their programs and "scan iteration 3"."""
+class ChainLink(NamedTuple):
+    """An operation in its program; `label` says which of its bodies ran, such as "scan iteration 3"."""
 
-    chain: tuple[tuple[Subprogram, Operation, str], ...]
+    program: Subprogram
+    operation: Operation
+    label: str = ""
+
+
+class Place(NamedTuple):
+    """An operation that ran, the last in the chain of those that enclose it, outermost first."""
+
+    chain: tuple[ChainLink, ...]
     inputs: tuple[Range, ...]
     outputs: tuple[Range, ...]
 
@@ -79,26 +88,36 @@ class Search:
     constant: Range | None = None
     reaches: bool = False
     _order: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
-    _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
+    # The operations whose bodies are being evaluated, outermost first.
+    _chain: tuple[ChainLink, ...] = ()
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
-        outs = self._run_each(body, [_constant(*pair) for pair in zip(values, depends, strict=True)])
+        """Evaluate a program.
+
+        Args:
+            body: The program.
+            values: Its constants and arguments.
+            depends: Whether each of them is an argument, or depends on one.
+        """
+        args = [_constant(value, is_argument) for value, is_argument in zip(values, depends, strict=True)]
+        outs = self._evaluate(body, args)
         self.reaches = any(out.is_bad for out in outs)
         origins = [out.origin for out in outs if out.origin is not None and not out.origin.is_mask]
         if self.found is None and origins:
             first = min(origins, key=lambda origin: origin.order)
-            self.found, self.constant = first.place, first.constant
+            self.found = first.place
+            self.constant = first.constant
 
-    def _run_each(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
-        inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
+    def _evaluate(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
+        control_flow = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
 
-        def by(operation: Operation, ins: list[Value]) -> list[Value]:
+        def evaluate_operation(operation: Operation, ins: list[Value]) -> list[Value]:
             with _mesh_of(operation):
                 if operation.kind in ("operation", "shard_map"):
                     return self._check(body, operation, ins, jaxprs.apply(operation, [item.value for item in ins]))
-                return inner[operation.kind](body, operation, ins)
+                return control_flow[operation.kind](body, operation, ins)
 
-        return jaxprs.evaluate(body, args, by, _constant)
+        return jaxprs.evaluate(body, args, evaluate_operation, _constant)
 
     def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
         """Note whether an operation made numbers that are not finite, or where they come from."""
@@ -114,8 +133,10 @@ class Search:
             return results
         origin = _first_origin(ins)
         if origin is None:
-            origin = Origin(order, self._place(body, operation, ins, outs), None, False)
+            # An infinity that was made of finite constants.
+            origin = Origin(order=order, place=self._place(body, operation, ins, outs), constant=None, is_mask=False)
         elif origin.place is None:
+            # The first operation that reads the constant.
             origin = origin._replace(order=order, place=self._place(body, operation, ins, outs))
         origin = origin._replace(is_mask=origin.is_mask and operation.name in MOVES)
         return [result._replace(origin=origin if result.is_bad else None) for result in results]
@@ -123,51 +144,67 @@ class Search:
     def _place(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> Place:
         inputs = tuple(map(_range, _values(ins)))
         outputs = tuple(_range(out) for out in outs if out is not None)
-        return Place((*self._chain, (body, operation, "")), inputs, outputs)
+        return Place((*self._chain, ChainLink(body, operation)), inputs, outputs)
 
-    # Control flow.
+    # Control flow. If anything in a loop depends on an argument, all of its carry does, as it may in a later iteration.
 
-    def _inside(self, outer: Subprogram, operation: Operation, inner: int, args: list[Value], at: str) -> list[Value]:
-        before, self._chain = self._chain, (*self._chain, (outer, operation, at))
+    def _evaluate_body(self, link: ChainLink, index: int, args: list[Value]) -> list[Value]:
+        """Evaluate a body of an operation."""
+        outer = self._chain
+        self._chain = (*outer, link)
         try:
-            return self._run_each(operation.bodies[inner], args)
+            return self._evaluate(link.operation.bodies[index], args)
         finally:
-            self._chain = before
+            self._chain = outer
 
     def _call(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
-        kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(operation.name, operation.name)
-        at = kind.removesuffix("_call") + (f"({operation.called})" if operation.called else "")
-        return self._inside(body, operation, 0, ins, at)
+        names = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}
+        label = names.get(operation.name, operation.name).removesuffix("_call")
+        if operation.called:
+            label += f"({operation.called})"
+        return self._evaluate_body(ChainLink(body, operation, label), 0, ins)
 
     def _cond(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
-        index = np.clip(np.asarray(ins[0].value).astype(int), 0, len(operation.bodies) - 1)
-        return self._inside(body, operation, int(index), ins[1:], f"cond branch {index}")
+        index = int(np.clip(np.asarray(ins[0].value).astype(int), 0, len(operation.bodies) - 1))
+        return self._evaluate_body(ChainLink(body, operation, f"cond branch {index}"), index, ins[1:])
 
     def _scan(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
-        first, second = itertools.accumulate(operation.counts)
-        length, backwards = operation.options["length"], operation.options["reverse"]
+        const_count, carry_count = operation.counts
+        consts = ins[:const_count]
+        carry = ins[const_count : const_count + carry_count]
+        stacked = ins[const_count + carry_count :]
         depends = any(item.depends for item in ins)
-        carry, rows = [item._replace(depends=depends) for item in ins[first:second]], []
-        for i in range(length - 1, -1, -1) if backwards else range(length):
-            xs = [_moved(lax.index_in_dim(item.value, i, keepdims=False), depends, [item]) for item in ins[second:]]
-            at = f"scan iteration {i}{', backwards' * backwards}"
-            outs = self._inside(body, operation, 0, [*ins[:first], *carry, *xs], at)
-            carry = [out._replace(depends=depends) for out in outs[: second - first]]
-            rows.append(outs[second - first :])
-        rows = rows[::-1] if backwards else rows
-        avals = [var.aval for var in operation.eqn.outvars[second - first :]]
-        return [*carry, *(_stacked([row[k] for row in rows], aval, depends) for k, aval in enumerate(avals))]
+        is_reversed = operation.options["reverse"]
+        iterations = range(operation.options["length"])
+        rows: list[list[Value]] = []
+        for i in reversed(iterations) if is_reversed else iterations:
+            carry = [item._replace(depends=depends) for item in carry]
+            xs = [_derived(lax.index_in_dim(item.value, i, keepdims=False), depends, [item]) for item in stacked]
+            label = f"scan iteration {i}, backwards" if is_reversed else f"scan iteration {i}"
+            outs = self._evaluate_body(ChainLink(body, operation, label), 0, [*consts, *carry, *xs])
+            carry = outs[:carry_count]
+            rows.append(outs[carry_count:])
+        carry = [item._replace(depends=depends) for item in carry]
+        if is_reversed:
+            rows.reverse()
+        results = carry
+        for k, var in enumerate(operation.eqn.outvars[carry_count:]):
+            results.append(_stacked([row[k] for row in rows], var.aval, depends))
+        return results
 
     def _while(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
-        first, second = itertools.accumulate(operation.counts)
+        cond_count, body_count = operation.counts
+        cond_consts = ins[:cond_count]
+        body_consts = ins[cond_count : cond_count + body_count]
+        carry = ins[cond_count + body_count :]
         depends = any(item.depends for item in ins)
-        carry = ins[second:]
         for i in itertools.count():
             carry = [item._replace(depends=depends) for item in carry]
-            again = self._inside(body, operation, 0, [*ins[:first], *carry], f"while condition iteration {i}")[0]
-            if not np.any(again.value):
+            condition = ChainLink(body, operation, f"while condition iteration {i}")
+            (goes_on,) = self._evaluate_body(condition, 0, [*cond_consts, *carry])
+            if not np.any(goes_on.value):
                 break
-            carry = self._inside(body, operation, 1, [*ins[first:second], *carry], f"while iteration {i}")
+            carry = self._evaluate_body(ChainLink(body, operation, f"while iteration {i}"), 1, [*body_consts, *carry])
         return carry
 
 
@@ -178,6 +215,7 @@ def _range(value: Any) -> Range:
 
 
 def _bad(value: Any) -> tuple[bool, bool]:
+    """Return `has_nan` and `is_bad` of a value."""
     if value is None or not holds_floats(value):
         return False, False
     has_nan, is_bad = np.asarray(_flags(value)).tolist()
@@ -186,22 +224,37 @@ def _bad(value: Any) -> tuple[bool, bool]:
 
 def _constant(value: Any, depends: bool = False) -> Value:
     has_nan, is_bad = _bad(value)
-    return Value(value, depends, has_nan, is_bad, Origin(-1, None, value_range(value), not has_nan) if is_bad else None)
+    origin = None
+    if is_bad:
+        origin = Origin(order=-1, place=None, constant=value_range(value), is_mask=not has_nan)
+    return Value(value, depends, has_nan, is_bad, origin)
 
 
-def _moved(value: Any, depends: bool, before: Sequence[Value]) -> Value:
+def _derived(value: Any, depends: bool, parts: Sequence[Value]) -> Value:
+    """A slice or a stack of values, which has their origin."""
     has_nan, is_bad = _bad(value)
-    return Value(value, depends, has_nan, is_bad, _first_origin(before) if is_bad else None)
+    return Value(value, depends, has_nan, is_bad, _first_origin(parts) if is_bad else None)
 
 
 def _stacked(parts: list[Value], aval: Any, depends: bool) -> Value:
-    whole = jnp.stack([part.value for part in parts]) if parts else lax.full(aval.shape, 0, aval.dtype)
-    return _moved(whole, depends, parts)
+    # A scan without iterations returns zeros.
+    stack = jnp.stack([part.value for part in parts]) if parts else lax.full(aval.shape, 0, aval.dtype)
+    return _derived(stack, depends, parts)
 
 
 def _first_origin(values: Iterable[Value]) -> Origin | None:
-    known = [(not value.has_nan, value.origin) for value in values if value.origin is not None]
-    return min(known, key=lambda pair: (pair[0], pair[1].is_mask, pair[1].order), default=(True, None))[1]
+    """Return the origin that explains a result best: a NaN before an infinity, a mask last, and of equals the first."""
+    first: Origin | None = None
+    first_rank: tuple[bool, bool, float] = (True, True, math.inf)
+    for value in values:
+        origin = value.origin
+        if origin is None:
+            continue
+        rank = (not value.has_nan, origin.is_mask, origin.order)
+        if rank < first_rank:
+            first = origin
+            first_rank = rank
+    return first
 
 
 def _values(items: Iterable[Value]) -> list[Any]:
@@ -209,7 +262,8 @@ def _values(items: Iterable[Value]) -> list[Any]:
 
 
 def _mesh_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:
-    mesh = next((out.aval.sharding.mesh for out in operation.eqn.outvars if hasattr(out.aval, "sharding")), None)
-    if mesh is None or mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+    """Set the mesh on which an operation was traced: in a region of `auto_axes`, it is another one than around it."""
+    meshes = [out.aval.sharding.mesh for out in operation.eqn.outvars if hasattr(out.aval, "sharding")]
+    if not meshes or meshes[0].empty or meshes[0] == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(meshes[0])

@@ -100,7 +100,8 @@ def replay(
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> def make_state():
         ...     return jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> directory, batches = tempfile.mkdtemp(), [jnp.float32(n) for n in range(9)]
+        >>> directory = tempfile.mkdtemp()
+        >>> batches = [jnp.float32(n) for n in range(9)]
         >>> state = jstep.train(train_step, make_state(), batches, 9, checkpoint_dir=directory)
         >>> state, args = jstep.replay(train_step, make_state(), batches, directory, 5)
         >>> print(state.global_step, state.params["w"], *args)
@@ -108,15 +109,26 @@ def replay(
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
     newest = step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
-    calls = replayed(
-        train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, ahead=1
-    )
-    for current in calls:
-        last = current
+    run = RunArguments(train_step, batches, checkpoint_dir, prefix, steps_per_call, batch_sharding)
+    for call in replay_calls(run, state, step, newest=newest, read_next_batch=True):
+        last = call
     return Replay(last.state, last.args)
 
 
+class RunArguments(NamedTuple):
+    """The arguments of `train` that a replay needs, as they were given to it."""
+
+    train_step: Any
+    batches: Tree
+    checkpoint_dir: Any
+    prefix: str = "model"
+    steps_per_call: int | str = 1
+    batch_sharding: object = None
+
+
 class ReplayedCall(NamedTuple):
+    """The state after a call, or at the checkpoint from which a replay starts; `args` are those of the next update."""
+
     step: int
     state: TrainState
     metrics: Any = None
@@ -131,40 +143,51 @@ def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
 
 
 def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
-    return checkpoint_dir.prefix if isinstance(checkpoint_dir, Saver) and prefix == "model" else prefix
+    """Return the prefix of a run, which is that of a `Saver` unless the user has given another one."""
+    if isinstance(checkpoint_dir, Saver) and prefix == "model":
+        return checkpoint_dir.prefix
+    return prefix
 
 
-def replayed(
-    train_step: Any,
+def replay_calls(
+    run: RunArguments,
     state: TrainState,
-    batches: Tree,
-    checkpoint_dir: Any,
     step: int,
-    prefix: str,
-    steps_per_call: int | str,
-    batch_sharding: object,
     *,
     newest: int,
-    ahead: int = 0,
+    read_next_batch: bool = False,
     is_finite: bool = False,
 ) -> Iterator[ReplayedCall]:
-    """Yield the state of a run at a checkpoint and after each call up to a step; fetch `ahead` batches beyond it."""
-    steps_per_call = as_steps_per_call(steps_per_call, batches)
-    stages = as_stages(train_step)
+    """Yield the state of a run at a checkpoint, and after each call up to a step.
+
+    Args:
+        run: The run.
+        state: The state that `train` was given, which is donated.
+        step: The last step.
+        newest: The step up to which checkpoints are restored.
+        read_next_batch: Whether to yield the last state once more, with the arguments of the next update.
+        is_finite: Whether to start from a checkpoint only if its parameters are finite.
+    """
+    batches = run.batches
+    steps_per_call = as_steps_per_call(run.steps_per_call, batches)
+    stages = as_stages(run.train_step)
     check(state, step)
-    batch_sharding = shardings_of_axes(batch_sharding, state)
-    prefix = prefix_of(checkpoint_dir, prefix)
-    check_locations(checkpoint_dir, prefix, None)
+    batch_sharding = shardings_of_axes(run.batch_sharding, state)
+    prefix = prefix_of(run.checkpoint_dir, run.prefix)
+    check_locations(run.checkpoint_dir, prefix, None)
     make_placer(batch_sharding, "batch_sharding")
 
-    start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
-    where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-    recorded = _Recorded(None if where is None else absolute(location(where, "checkpoint_dir")), prefix, start, step)
-    current = ReplayedCall(start, state)
+    origin = _restore_newest(state, run.checkpoint_dir, prefix, step, newest, is_finite=is_finite)
+    if origin is None:
+        origin = _given_state(state, run.checkpoint_dir, prefix, step)
+    start = origin.step
+    recorded = _RecordedNumbers(_run_directory(run.checkpoint_dir), prefix, start, step)
+    current = ReplayedCall(start, origin.state)
     yield current
     check_batches(batches)
-    source = open_source(batches, start, step + ahead, position, state=lambda: current.state)
-    is_lost = source.has_position and position is None and start > 0
+    last_batch = step + 1 if read_next_batch else step
+    source = open_source(batches, start, last_batch, origin.position, state=lambda: current.state)
+    is_lost = source.has_position and origin.position is None and start > 0
     if is_lost or not source.is_seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
         raise ValueError(
@@ -172,103 +195,158 @@ def replayed(
             "list, a function of the step, or a loader with get_state and set_state"
         )
     items = iter(BatchReader(source))
-    table = ProgramTable(stages, steps_per_call, state=state)
+    table = ProgramTable(stages, steps_per_call, state=origin.state)
     dispatch = Dispatch(table)
-    ends = CallBoundaries(stages, source.next_change).end_steps(
-        start, step, lambda begin: next((n for n in recorded.steps if n > begin), NEVER)
-    )
-    make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
-    for chunk in make(start, table.program_for, ends=ends):
-        current = ReplayedCall(chunk.first + chunk.steps, *dispatch(current.state, chunk)[:2])
+    # Calls end at the steps of which the run has recorded something, too.
+    ends = CallBoundaries(stages, source.next_change).end_steps(start, step, recorded.next_step)
+    chunks = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
+    for chunk in chunks(start, table.program_for, ends=ends):
+        new_state, metrics, *_ = dispatch(current.state, chunk)
+        current = ReplayedCall(chunk.first + chunk.steps, new_state, metrics)
         recorded.check(current)
         yield current
-    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if ahead else None
-    if ahead and (current.step < step or last is None):
-        raise ValueError(
-            f"step={step}: the batches end after {current.step} of the {step + 1} that it needs; give those of that run"
-        )
+    args: tuple[Any, ...] | None = None
+    if read_next_batch:
+        # Not `table.program_for`, which may trace a loop: the chunk is not run.
+        next_chunk = next(chunks(step, lambda first, *_: Program(table.stage_of(first))), None)
+        if current.step < step or next_chunk is None:
+            raise ValueError(
+                f"step={step}: the batches end after {current.step} of the {step + 1} that it needs; give those of "
+                "that run"
+            )
+        args = next_chunk.args
     check_step(current.step, current.state, start if current.step > start else None)
     recorded.log()
-    if last is not None:
-        yield current._replace(args=last.args)
+    if args is not None:
+        yield current._replace(args=args)
 
 
-class _Recorded:
-    """The fingerprints that a run recorded for the steps of a replay, or else its losses."""
+# What the run has recorded.
 
-    def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
-        self._start, self._step = start, step
-        self._fingerprints, self._losses = dict[int, str](), dict[int, float]()
+
+def _run_directory(checkpoint_dir: Any) -> str | None:
+    if isinstance(checkpoint_dir, Saver):
+        checkpoint_dir = checkpoint_dir.directory
+    return None if checkpoint_dir is None else absolute(location(checkpoint_dir, "checkpoint_dir"))
+
+
+class _RecordedNumbers:
+    """The fingerprints that a run has recorded for the steps (start, stop] of a replay, or else its losses."""
+
+    def __init__(self, directory: str | None, prefix: str, start: int, stop: int) -> None:
+        self._start = start
+        self._stop = stop
+        self._fingerprints: dict[int, str] = {}
+        self._losses: dict[int, float] = {}
+        # A directory that cannot be read has recorded nothing.
         with contextlib.suppress(OSError):
-            if where is not None:
-                folder = run_folder(where, prefix)
-                self._fingerprints = self._between(logged_states(where, [folder]))
-                self._losses = {} if self._fingerprints else self._between(folder.losses())
-        self.steps = sorted({*self._fingerprints, *self._losses})
+            if directory is not None:
+                folder = run_folder(directory, prefix)
+                self._fingerprints = self._replayed(logged_states(directory, [folder]))
+                # Equal fingerprints prove more than losses, which may differ a little.
+                if not self._fingerprints:
+                    self._losses = self._replayed(folder.losses())
+        self._steps = sorted({*self._fingerprints, *self._losses})
 
-    def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        return {step: value for step, value in values.items() if self._start < step <= self._step}
+    def _replayed(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        return {step: value for step, value in values.items() if self._start < step <= self._stop}
 
-    def check(self, current: ReplayedCall) -> None:
-        if (expected := self._fingerprints.get(current.step)) is not None:
+    def next_step(self, step: int) -> int:
+        """Return the next step of which something is recorded."""
+        return next((recorded for recorded in self._steps if recorded > step), NEVER)
+
+    def check(self, call: ReplayedCall) -> None:
+        expected = self._fingerprints.get(call.step)
+        if expected is not None:
             with internal_transfers():
-                found = as_hexadecimal(fingerprint(current.state))
-            self._require(found == expected, "state", current.step, f"its fingerprint is {found}", expected)
-        recorded, loss = self._losses.get(current.step), loss_in(current.metrics)
-        if recorded is not None and loss is not None and loss.size == 1:
+                found = as_hexadecimal(fingerprint(call.state))
+            if found != expected:
+                raise self._error("state", call.step, f"its fingerprint is {found}", expected)
+        recorded = self._losses.get(call.step)
+        if recorded is None:
+            return
+        loss = loss_in(call.metrics)
+        # The members of a population have a loss each, of which none is recorded.
+        if loss is not None and loss.size == 1:
             is_close = bool(np.isclose(loss, recorded, rtol=_CLOSE, equal_nan=True).all())
-            self._require(is_close, "loss", current.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
+            if not is_close:
+                raise self._error("loss", call.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
 
-    def _require(self, is_same: bool, what: str, step: int, found: str, expected: str) -> None:
-        if not is_same:
-            raise ValueError(
-                f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
-                f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what "
-                "hooks changed differ; find the first step with jstep.replay of earlier ones"
-            )
+    def _error(self, what: str, step: int, found: str, expected: str) -> ValueError:
+        return ValueError(
+            f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
+            f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what "
+            "hooks changed differ; find the first step with jstep.replay of earlier ones"
+        )
 
     def log(self) -> None:
         kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
-        if self.steps:
-            steps = format_list([str(step) for step in self.steps], 8)
+        if self._steps:
+            steps = format_list([str(step) for step in self._steps], 8)
             logger.info("replay: compared with the run's %s at steps %s", kind, steps)
-        elif self._start < self._step:
+        elif self._start < self._stop:
             text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
-            logger.info(text, self._start + 1, self._step)
+            logger.info(text, self._start + 1, self._stop)
 
 
 _CLOSE = 1e-4
 """The relative difference of two losses that other devices or calls of other lengths may make."""
 
 
-def _restored_start(
+# Where the replay starts.
+
+
+class _Origin(NamedTuple):
+    step: int
+    state: TrainState
+    position: Any
+
+
+def _open_saver(checkpoint_dir: Any, prefix: str) -> contextlib.AbstractContextManager[Saver]:
+    """Open a directory; a `Saver` of the user is not closed."""
+    if isinstance(checkpoint_dir, Saver):
+        return contextlib.nullcontext(checkpoint_dir)
+    return Saver(checkpoint_dir, prefix=prefix)
+
+
+def _restore_newest(
     state: TrainState, checkpoint_dir: Any, prefix: str, step: int, newest: int, *, is_finite: bool
-) -> tuple[int, TrainState, Any]:
-    where = "no checkpoint_dir was given"
-    if checkpoint_dir is not None:
-        is_path = not isinstance(checkpoint_dir, Saver)
-        with Saver(checkpoint_dir, prefix=prefix) if is_path else contextlib.nullcontext(checkpoint_dir) as saver:
-            steps = saver.all_steps()
-            for start in sorted((saved for saved in steps if saved <= newest), reverse=True):
-                name = checkpoint_name(saver.prefix, start)
-                try:
-                    with internal_transfers():
-                        restored = saver.restore(state, step=start), saved_position(extra_at(saver, start))
-                except (CheckpointError, FileNotFoundError) as error:  # it may be replaced in a run that is alive
-                    logger.warning("replay: %s is skipped: %s", name, error)
-                    continue
-                if is_finite and not StateContents(restored[0], params_only=True).are_finite():
-                    continue
-                logger.info("replay: from %s, %d steps", name, step - start)
-                return start, *restored
-        where = f"the checkpoints in {os.fspath(checkpoint_dir if is_path else saver.directory)} are of {steps}"
+) -> _Origin | None:
+    """Restore the newest intact checkpoint up to a step, and if `is_finite`, one with finite parameters."""
+    if checkpoint_dir is None:
+        return None
+    with _open_saver(checkpoint_dir, prefix) as saver:
+        for start in sorted((saved for saved in saver.all_steps() if saved <= newest), reverse=True):
+            name = checkpoint_name(saver.prefix, start)
+            try:
+                with internal_transfers():
+                    restored = saver.restore(state, step=start)
+                    position = saved_position(extra_at(saver, start))
+            except (CheckpointError, FileNotFoundError) as error:
+                # It is corrupted, or was replaced by a run that is alive.
+                logger.warning("replay: %s is skipped: %s", name, error)
+                continue
+            if is_finite and not StateContents(restored, params_only=True).are_finite():
+                continue
+            logger.info("replay: from %s, %d steps", name, step - start)
+            return _Origin(start, restored, position)
+    return None
+
+
+def _given_state(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> _Origin:
+    """Return the user's state as the origin; raise an error if it cannot be one."""
     with internal_transfers():
         start = global_step(state) if trees.find_donated(state) is None else None
-    if start is None or start > step:
-        problem = "was donated" if start is None else f"is at step {start}"
-        raise ValueError(
-            f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
-            "started from, or a later step"
-        )
-    logger.info("replay: from the given state (step %d), %d steps", start, step - start)
-    return start, state, None
+    if start is not None and start <= step:
+        logger.info("replay: from the given state (step %d), %d steps", start, step - start)
+        return _Origin(start, state, None)
+    where = "no checkpoint_dir was given"
+    if checkpoint_dir is not None:
+        with _open_saver(checkpoint_dir, prefix) as saver:
+            directory = saver.directory if isinstance(checkpoint_dir, Saver) else os.fspath(checkpoint_dir)
+            where = f"the checkpoints in {directory} are of {saver.all_steps()}"
+    problem = "was donated" if start is None else f"is at step {start}"
+    raise ValueError(
+        f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
+        "started from, or a later step"
+    )

@@ -97,7 +97,8 @@ def verify_resume(
         >>> print(jstep.verify_resume(make_state, train_step, lambda step: jnp.float32(step), at=3, steps=6))
         resuming changes nothing: both runs end in the same state, bit for bit
     """
-    at, steps = as_int(at, "at"), as_int(steps, "steps")
+    at = as_int(at, "at")
+    steps = as_int(steps, "steps")
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
     as_function(make_state, "make_state", "() -> TrainState")
@@ -121,27 +122,28 @@ def verify_resume(
             raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
         return _bits_of(state)
 
-    def set_back() -> None:
+    def reset_loader() -> None:
         if position is not None:
             set_position(owner, position)
 
-    def again(count: int, saver: Saver | None = None) -> Bits:
-        set_back()
-        return run(count, saver)
-
-    reference = run(steps)  # nothing is loaded, as in a run's first process
+    # Nothing is loaded, as in a run's first process.
+    reference = run(steps)
     with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
-        again(at, saver)
+        reset_loader()
+        run(at, saver)
+        # Not reset: the restart takes the position from the checkpoint.
         resumed = run(steps, saver)
     differing = _differing(reference, resumed)
     if not differing:
-        cause = _impurity(train_step, batches, steps, make_state, set_back)
+        cause = _impurity(train_step, batches, steps, make_state, reset_loader)
         return ResumeReport(ok=not cause, cause=cause)
-    cause = _OUTSIDE
-    if _differing(reference, again(steps)):
+    reset_loader()
+    if _differing(reference, run(steps)):
         cause = _NOT_FUNCTIONS
     elif not open_source(batches, 0, 1).is_seekable:
         cause = _NO_POSITION
+    else:
+        cause = _HIDDEN_STATE
     return ResumeReport(ok=False, first_difference=differing[0], cause=cause, differing=tuple(differing))
 
 
@@ -154,7 +156,7 @@ _NO_POSITION = (
     "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, a "
     "function of the step, or an iterator with get_state and set_state"
 )
-_OUTSIDE = (
+_HIDDEN_STATE = (
     "something that the steps depend on is not in the state: a generator or counter inside train_step or the batches. "
     "Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in params, slots or model_state"
 )
@@ -165,7 +167,7 @@ _OUTSIDE = (
 
 
 def _impurity(
-    train_step: Any, batches: Tree, steps: int, make_state: Callable[[], TrainState], set_back: Callable[[], None]
+    train_step: Any, batches: Tree, steps: int, make_state: Callable[[], TrainState], reset_loader: Callable[[], None]
 ) -> str:
     """Return what a step reads while it is traced, as a cause; "" if it is traced alike each time."""
     with internal_transfers():
@@ -173,14 +175,16 @@ def _impurity(
     for first, _, step in as_stages(train_step).stages():
         if first >= start + steps:
             break
-        set_back()
+        reset_loader()
         try:
             found = replay(train_step, make_state(), batches, None, max(first, start))
-        except ValueError:  # a loader with a position cannot be set to the step of a later stage
+        except ValueError:
+            # A loader with a position cannot be set to the step of a later stage.
             continue
         stage = ProgramTable(as_stages(step), state=found.state).stages[0]
-        before = stage.trace(found.state, found.args)
-        if before is None:  # not compiled: its Python code has run at each step
+        traced = stage.trace(found.state, found.args)
+        if traced is None:
+            # It is not compiled, so its Python code has run at each step.
             continue
         # Functions that the step calls may be jitted, and JAX keeps their programs. It traces them anew if a setting
         # differs; this one changes no program.
@@ -188,10 +192,10 @@ def _impurity(
         promotion = "allow" if mode == "warn" else "warn"
         with warnings.catch_warnings(), jax.numpy_rank_promotion(promotion):
             warnings.simplefilter("ignore")
-            after = stage.trace(found.state, found.args)
-        if program_hash(before.jaxpr) == program_hash(after.jaxpr):
+            traced_again = stage.trace(found.state, found.args)
+        if program_hash(traced.jaxpr) == program_hash(traced_again.jaxpr):
             continue
-        different = find_difference(before.jaxpr, after.jaxpr)
+        different = find_difference(traced.jaxpr, traced_again.jaxpr)
         where = f": at {source_line(tuple(reversed(different)), ())}" if different else ""
         return (
             f"{name_of_step(step)} is another program each time that it is traced{where}. It reads something that is "
