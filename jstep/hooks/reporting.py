@@ -19,7 +19,7 @@ from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
 from jstep.hooks.speed import format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.state.train_state import TrainState
-from jstep.summary.summaries import of_skipped_step
+from jstep.summary.summaries import mark_skipped
 from jstep.training.metrics import SKIPPED, Metrics
 
 LeaveOut = Callable[[], Collection[str]]
@@ -307,7 +307,7 @@ class SummarySaverHook(ReportingHook):
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
         made_by_step = summary.summaries_in(dict(metrics))
         if made_by_step is not None and SKIPPED in metrics:
-            made_by_step = of_skipped_step(made_by_step, metrics[SKIPPED])
+            made_by_step = mark_skipped(made_by_step, metrics[SKIPPED])
         merged = summary.merge([*scalars, made_by_step])
         if merged.parts:
             self._writer.add_summary(merged, step)

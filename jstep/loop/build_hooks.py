@@ -108,7 +108,7 @@ def _mark_start(run: RunContext, writer: SummaryWriter, path: str) -> list[str]:
     is_resumed = is_restored and not run.is_new_branch
     same_place = is_resumed or not _is_another_run(run)
     marks = marks_of_start(path, first, same_place=same_place, is_new=not is_restored)
-    for _ in range(marks.in_file):
+    for _ in range(marks.repeats):
         writer.add_session_log("START", first)
     return [path, *marks.new_paths]
 

@@ -59,7 +59,7 @@ from jstep.stores.files import check_no_links
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
-from jstep.summary.writer import settle
+from jstep.summary.writer import sync_to_disk
 
 _NO_BATCHES = "the batches cannot be opened"
 
@@ -126,7 +126,7 @@ def _flush_before_saves(run: RunContext) -> None:
         return
     flushes = [observer.flush for observer in run.observers]
     if run.writer is not None:
-        flushes.insert(0, functools.partial(settle, run.writer))
+        flushes.insert(0, functools.partial(sync_to_disk, run.writer))
     for flush in (*flushes, run.background.flush):
         run.closing.enter_context(run.saver.flushing(flush))
 

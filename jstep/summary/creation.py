@@ -41,43 +41,47 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
     Source: TensorFlow's `scalar_summary`.
     """
     values = native(values, "", "values")
-    parts = (_one(tags, values),) if isinstance(tags, str) else _many(tags, values)
+    parts = (_single(tags, values),) if isinstance(tags, str) else _several(tags, values)
     for part in parts:
         register(part, collections)
     return Summary(parts)
 
 
-def _one(tag: str, value: Any) -> Scalars:
+def _single(tag: str, value: Any) -> Scalars:
     as_tag(tag, "scalar")
     if type(value) is float:
+        # Without the checks below: this is the most common summary.
         return Scalars((tag,), 0, value)
-    value = _number(value, tag, ())
+    value = _as_numbers(value, tag, ())
     return Scalars((tag,), 0, value if isinstance(value, jax.Array) else float(value))
 
 
-def _many(tags: object, values: object) -> tuple[Scalars, ...]:
+def _several(tags: object, values: object) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
         raise TypeError(f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}")
     names = np.asarray(tags, dtype=object)
     flat = tuple(as_tag(tag, "scalar") for tag in names.ravel().tolist())
     if len(set(flat)) < len(flat):
         raise ValueError(f"scalar: duplicate tag in {tags!r}")
+    first_tag = flat[0] if flat else ""
     if is_array(values):
-        return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
+        if not flat:
+            return ()
+        return (Scalars(flat, names.ndim, _as_numbers(values, first_tag, names.shape)),)
     # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
     entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple))
     if len(entries) != len(flat):
-        raise _shape_error(flat[0] if flat else "", names.shape, (len(entries),))
-    return tuple(_one(tag, x) for tag, x in zip(flat, entries, strict=True))
+        raise _shape_error(first_tag, names.shape, (len(entries),))
+    return tuple(_single(tag, x) for tag, x in zip(flat, entries, strict=True))
 
 
-def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
-    is_real = isinstance(value, bool | int | float)
-    got = () if is_real else np.shape(value)
-    if isinstance(value, list | tuple) or got != shape:
-        raise _shape_error(tag, shape, got)
-    if is_array(value):
-        is_real = _is_real(value.dtype)
+def _as_numbers(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
+    """Return a number, or an array of numbers of a shape, as it is kept until it is written."""
+    is_python_number = isinstance(value, bool | int | float)
+    value_shape = () if is_python_number else np.shape(value)
+    if isinstance(value, list | tuple) or value_shape != shape:
+        raise _shape_error(tag, shape, value_shape)
+    is_real = _is_real(value.dtype) if is_array(value) else is_python_number
     if not is_real:
         what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
         raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
@@ -208,11 +212,11 @@ def _rescale(x: Array) -> Array:
     x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32) * 0.0625
     finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
 
-    def of(else_value: float) -> Array:
-        return jnp.where(finite, x, jnp.array(else_value, x.dtype))
+    def replace_nonfinite(value: float) -> Array:
+        return jnp.where(finite, x, jnp.array(value, x.dtype))
 
-    low = jnp.min(of(jnp.inf))
-    high = jnp.max(of(-jnp.inf))
+    low = jnp.min(replace_nonfinite(jnp.inf))
+    high = jnp.max(replace_nonfinite(-jnp.inf))
     zero = jnp.where(low < 0, 127.0, 0.0).astype(x.dtype)
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     is_flat = ~jnp.isfinite(largest) | (largest < _ZERO * 0.0625)
@@ -224,9 +228,11 @@ def _rescale(x: Array) -> Array:
     up = jnp.where(low < 0, 128.0, 255.0) / jnp.maximum(high, _ZERO)
     scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up)).astype(x.dtype)
     # Truncated as in TensorFlow; the margin is for a largest value that would become 254.99998.
-    y = jnp.floor(of(0.0) / unit * scale + zero + 1e-3)
-    bad = jnp.array([255, 0, 0, 255][: x.shape[-1]] if x.shape[-1] > 1 else [255], dtype=jnp.uint8)
-    return jnp.where(finite, jnp.clip(y, 0, 255).astype(jnp.uint8), bad[None, None, :])
+    y = jnp.floor(replace_nonfinite(0.0) / unit * scale + zero + 1e-3)
+    channels = x.shape[-1]
+    # Red, opaque if there is an alpha channel; white if there is one channel.
+    red = [255, 0, 0, 255][:channels] if channels > 1 else [255]
+    return jnp.where(finite, jnp.clip(y, 0, 255).astype(jnp.uint8), jnp.array(red, dtype=jnp.uint8)[None, None, :])
 
 
 _ZERO = 1e-6
@@ -320,20 +326,24 @@ def _count(x: Array) -> dict[str, Array]:
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
         finite = jnp.ones(x.shape, bool)
     else:
-        x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)  # exact: all other dtypes are narrower
+        # Exact, as all other dtypes are narrower than float32.
+        x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
         finite = jnp.isfinite(x)
         x = jnp.where(finite, x, jnp.zeros((), x.dtype))
     counts = jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
     extremes = jnp.stack([x.min(), x.max()]) if x.size else jnp.zeros(2, x.dtype)
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    # Scaled by a power of two to at most 1, so that no square overflows. In two factors, as 2**-exponent alone may not
+    # be a normal number.
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
     half = exponent // 2
     unit = jnp.ones((), y.dtype)
     y = y * jnp.ldexp(unit, -half) * jnp.ldexp(unit, half - exponent)
     return {
-        "counts": counts[:-1],  # no value is below -DBL_MAX: TensorFlow's bucket i ends at limit i
+        # No value is below -DBL_MAX: TensorFlow's bucket i ends at limit i.
+        "counts": counts[:-1],
         "extremes": extremes,
-        "sums": jnp.stack([_sum(y), _sum(y * y)]),  # axes separately, which keeps float32 sums accurate
+        "sums": jnp.stack([_sum(y), _sum(y * y)]),
         "exponent": exponent,
         "non_finite": jnp.sum(~finite, dtype=jnp.int32),
         "added": jnp.ones((), jnp.int32),
@@ -341,6 +351,7 @@ def _count(x: Array) -> dict[str, Array]:
 
 
 def _sum(x: Array) -> Array:
+    """Sum an array in parts, which keeps float32 sums accurate: axis by axis, and a long vector in rows."""
     if x.ndim == 1 and x.size > 4096:
         whole = x.size // 1024 * 1024
         return x[:whole].reshape(-1, 1024).sum(axis=1).sum() + x[whole:].sum()
@@ -358,12 +369,14 @@ def _bucket(x: Array) -> Array:
     else:
         integer = np.int32 if x.dtype == jnp.float32 else np.int64
         bits = jax.lax.bitcast_convert_type(x, integer)
-        is_negative = (bits < 0) & (bits != np.iinfo(integer).min)  # in comparisons, devices flush subnormals to 0
+        # By the sign bit, not by `x < 0`: in comparisons, devices flush subnormals to 0. The least integer is -0.0.
+        is_negative = (bits < 0) & (bits != np.iinfo(integer).min)
         power = jnp.round(jnp.log(jnp.abs(x) * 1e12) / math.log(1.1))
         number = jnp.clip(power, 0, last // 2 - 1).astype(jnp.int32) + 1
         nearest = last // 2 + jnp.where(is_negative, -number, number)
         number = nearest + (x >= limits[nearest]).astype(jnp.int32)
-    return jnp.minimum(number, last)  # the largest double belongs to the last bucket
+    # The largest double belongs to the last bucket.
+    return jnp.minimum(number, last)
 
 
 def _limits_as(dtype: DTypeLike) -> NumPyArray:
@@ -376,6 +389,6 @@ def _limits_as(dtype: DTypeLike) -> NumPyArray:
         return np.where(rounded < limits, np.nextafter(rounded, np.float32(np.inf)), rounded)
     info = np.iinfo(dtype)
     # Limits outside the range of an integer dtype are omitted.
-    inside = limits[(limits >= float(info.min)) & (limits <= float(info.max))]
+    representable = limits[(limits >= float(info.min)) & (limits <= float(info.max))]
     # Computed with Python integers: the largest int64 is not representable as a double.
-    return np.array([min(int(np.ceil(v)), info.max) for v in inside.tolist()], dtype)
+    return np.array([min(int(np.ceil(v)), info.max) for v in representable.tolist()], dtype)

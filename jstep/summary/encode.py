@@ -3,7 +3,7 @@
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ Values: TypeAlias = list[Any]
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+    """Encode a summary, an event that is encoded already, or the fields of one; see `encode`."""
     if isinstance(what, bytes):
         return [what], []
     host_step = None if step is None else int(step)
@@ -31,15 +32,26 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
 
 
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+    """Return an event for each step of a summary, and the errors of the parts that are not in them.
+
+    Args:
+        summary: The summary, with its arrays.
+        last_step: The step of its last values; None if its first values are those of step 0.
+        wall_time: The time of the events.
+    """
     if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
+        # Quick, for the most common summary.
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
         for part in summary.parts:
             event.summary.value.add(tag=part.tags[0], simple_value=part.values)  # type: ignore[union-attr]
         return [event.SerializeToString()], []
+    # All transfers start before the first is waited for.
     for leaf in jax.tree.leaves(summary):
         if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
-            leaf.copy_to_host_async()  # start all transfers before waiting for the first
-    by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
+            leaf.copy_to_host_async()
+    # The age of values is the number of steps between theirs and the last one: parts may hold different numbers of
+    # steps, and all end at the last.
+    values_of_age: defaultdict[int, Values] = defaultdict(list)
     left_out: defaultdict[int, list[str]] = defaultdict(list)
     errors: list[Exception] = []
     for part in summary.parts:
@@ -49,22 +61,22 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
             errors.append(error)
             continue
         for age, values in enumerate(reversed(entries)):
-            by_age[age] += values
+            values_of_age[age] += values
             if type(part) is Histogram and not values:
                 left_out[age] += part.tags
     if last_step is None:
-        last_step = max(by_age, default=0)
+        last_step = max(values_of_age, default=0)
     for age, tags in left_out.items():
         logger.info(
             "step %d skipped its update: values of the histogram %s are NaN or infinite, and not in the summaries",
             last_step - age,
             ", ".join(map(repr, tags)),
         )
-    events = [
-        event_bytes(last_step - age, wall_time, summary=proto("Summary")(value=by_age[age]))
-        for age in sorted(by_age, reverse=True)
-        if by_age[age]
-    ]
+    events: list[bytes] = []
+    for age in sorted(values_of_age, reverse=True):
+        if values_of_age[age]:
+            content = proto("Summary")(value=values_of_age[age])
+            events.append(event_bytes(last_step - age, wall_time, summary=content))
     return events, errors
 
 
@@ -72,7 +84,8 @@ def event_bytes(step: int, wall_time: float, **fields: object) -> bytes:
     return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
 
 
-def _stacked(x: object, rank: int, tag: str) -> NumPyArray:
+def _rows_of_steps(x: object, rank: int, tag: str) -> NumPyArray:
+    """Return an array of a rank with one more axis in front, the steps, which are its leading axes as they are."""
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(
@@ -90,7 +103,7 @@ def _stacked(x: object, rank: int, tag: str) -> NumPyArray:
 
 def _scalars(part: Scalars) -> Iterator[Values]:
     value = proto("Summary").Value
-    rows = _stacked(part.values, part.rank, part.tags[0]).astype(np.float64)
+    rows = _rows_of_steps(part.values, part.rank, part.tags[0]).astype(np.float64)
     for row in rows.reshape(len(rows), -1).tolist():
         yield [value(tag=tag, simple_value=x) for tag, x in zip(part.tags, row, strict=True)]
 
@@ -100,8 +113,8 @@ def _images(part: Images) -> Iterator[Values]:
         return
     tag = part.tags[0]
     value = proto("Summary").Value
-    batches = _stacked(part.pixels, 4, tag)
-    added = _stacked(part.added, 0, tag)
+    batches = _rows_of_steps(part.pixels, 4, tag)
+    added = _rows_of_steps(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
             f"summary {tag!r}: must not be averaged over microbatches; make images outside of the loss function"
@@ -123,48 +136,73 @@ def _png(pixels: NumPyArray) -> Any:
 def _histograms(part: Histogram) -> Iterator[Values]:
     (tag,) = part.tags
     ranks = {"counts": 1, "extremes": 1, "sums": 1, "exponent": 0, "non_finite": 0, "added": 0}
-    arrays = [_stacked(getattr(part, name), rank, tag) for name, rank in ranks.items()]
+    arrays = [_rows_of_steps(getattr(part, name), rank, tag) for name, rank in ranks.items()]
     value = proto("Summary").Value
-    skipped = part.skipped is not None and np.asarray(part.skipped) == 1
+    is_skipped = part.skipped is not None and np.asarray(part.skipped) == 1
     for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
-        if non_finite and skipped:
+        if non_finite and is_skipped:
             yield []
             continue
         if non_finite:
             raise non_finite_error(tag, int(non_finite), int(counts.sum()) + int(non_finite))
-        with np.errstate(over="ignore"):
-            moments = [float(np.ldexp(float(s), k * int(exponent))) for k, s in enumerate(sums, start=1)]
-        low, high = extremes
-        if added != 1:
-            low, high, *moments = _from_buckets(counts)
-        yield [value(tag=tag, histo=_histogram_proto(counts, float(low), float(high), *moments))]
+        if added == 1:
+            moments = _exact_moments(extremes, sums, int(exponent))
+        else:
+            # Several microbatches: their counts add up to the histogram, but their moments were averaged.
+            moments = _estimated_moments(counts)
+        yield [value(tag=tag, histo=_histogram_proto(counts, moments))]
 
 
-def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
-    """Estimate extremes, sum and sum of squares from the buckets, within 10 %."""
-    # Used for several microbatches: their counts add up to the histogram, but their moments were averaged.
-    limits = bucket_limits().clip(-1e20, 1e20)
-    lefts = np.append(limits[:1], limits[:-1])
+class _Moments(NamedTuple):
+    """The extremes, the sum and the sum of squares of the values of a histogram."""
+
+    low: float
+    high: float
+    total: float
+    squares: float
+
+
+def _exact_moments(extremes: NumPyArray, sums: NumPyArray, exponent: int) -> _Moments:
+    low, high = extremes
+    total, squares = sums
+    with np.errstate(over="ignore"):
+        return _Moments(
+            low=float(low),
+            high=float(high),
+            total=float(np.ldexp(float(total), exponent)),
+            squares=float(np.ldexp(float(squares), 2 * exponent)),
+        )
+
+
+def _estimated_moments(counts: NumPyArray) -> _Moments:
+    """Estimate the moments from the buckets, within 10 %."""
     (filled,) = np.nonzero(counts)
     if not filled.size:
-        return 0.0, 0.0, 0.0, 0.0
+        return _Moments(0.0, 0.0, 0.0, 0.0)
+    limits = bucket_limits().clip(-1e20, 1e20)
+    lefts = np.append(limits[:1], limits[:-1])
     middles = (lefts + limits) / 2
-    return lefts[filled[0]], limits[filled[-1]], counts @ middles, counts @ middles**2
+    return _Moments(
+        low=float(lefts[filled[0]]),
+        high=float(limits[filled[-1]]),
+        total=counts @ middles,
+        squares=counts @ middles**2,
+    )
 
 
-def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
+def _histogram_proto(counts: NumPyArray, moments: _Moments) -> Any:
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)
     # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard replaces their limits
-    # by the extremes, which gives buckets that end before they begin.
-    before = filled[1:] - 1  # the last empty bucket of each run, or a filled one
-    ends = np.union1d(filled, before) if filled.size else np.array([-1])
+    # by the extremes, which gives buckets that end before they begin. A bucket begins where the one before it ends, so
+    # that in front of each filled one, the last of several empty ones is written.
+    ends = np.union1d(filled, filled[1:] - 1) if filled.size else np.array([-1])
     return proto("HistogramProto")(
-        min=low,
-        max=high,
+        min=moments.low,
+        max=moments.high,
         num=float(counts.sum(dtype=np.float64)),
-        sum=total,
-        sum_squares=squares,
+        sum=moments.total,
+        sum_squares=moments.squares,
         bucket_limit=limits[ends].tolist(),
         bucket=counts[ends].astype(np.float64).tolist(),
     )

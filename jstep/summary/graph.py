@@ -19,28 +19,43 @@ GRADIENTS = "gradients"
 
 
 class _Graph:
+    """A GraphDef that grows; `refs` are the names of the values that are known so far."""
+
     def __init__(self) -> None:
         self.proto = proto("GraphDef")()
-        self.refs = dict[Any, str]()
+        self.refs: dict[Any, str] = {}
         self.proto.versions.producer = 22
-        self._names = set[str]()
+        self._names: set[str] = set()
 
     def add(self, name: str, op: str, operands: Iterable[Any] = (), results: Iterable[Any] = ()) -> None:
-        # A GraphDef has letters, digits and these characters in names.
-        base = "/".join(filter(None, (re.sub(r"[^\w.\-]", "_", part, flags=re.A) for part in name.split("/"))))
-        base = base if re.match(r"[A-Za-z0-9.]", base) else f"op{base}"
-        numbered = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(1)))
-        full = next(candidate for candidate in numbered if candidate not in self._names)
-        self._names.add(full)
-        self.proto.node.add(name=full, op=op, input=[self.refs[value] for value in operands])
-        self.refs.update((result, f"{full}:{i}" if i else full) for i, result in enumerate(results))
+        unique = self._unique_name(name)
+        self.proto.node.add(name=unique, op=op, input=[self.refs[value] for value in operands])
+        for i, result in enumerate(results):
+            self.refs[result] = f"{unique}:{i}" if i else unique
+
+    def _unique_name(self, name: str) -> str:
+        """Return a name that a GraphDef may have: letters, digits and few other characters, and once."""
+        scopes = [re.sub(r"[^\w.\-]", "_", scope, flags=re.A) for scope in name.split("/") if scope]
+        base = "/".join(scopes)
+        if not re.match(r"[A-Za-z0-9.]", base):
+            base = f"op{base}"
+        unique = base
+        for n in itertools.count(1):
+            if unique not in self._names:
+                break
+            unique = f"{base}_{n}"
+        self._names.add(unique)
+        return unique
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the GraphDef of what `SummaryWriter.add_graph` accepts."""
     staged = _staged(graph, args, kwargs)
     if isinstance(staged, jax.stages.Traced):
         return _graph_of_traced(staged)
-    return _graph_of_lowered(staged) if isinstance(staged, jax.stages.Lowered) else staged
+    if isinstance(staged, jax.stages.Lowered):
+        return _graph_of_lowered(staged)
+    return staged
 
 
 def _graph_of_traced(traced: Any) -> Any:
@@ -132,4 +147,5 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(
             f"graph: must be a Traced, Lowered or GraphDef, or take no arguments, got {checks.describe_type(graph)}"
         )
-    return (graph if hasattr(graph, "trace") else jax.jit(graph)).trace(*args, **kwargs)
+    traceable = graph if hasattr(graph, "trace") else jax.jit(graph)
+    return traceable.trace(*args, **kwargs)

@@ -98,18 +98,19 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
     newest = max(existing, default="")
     first = next(_counter)
     if newest >= f"{_PREFIX}{stamp:010d}.{host}.{first:06d}{suffix}":
-        latest = newest.removeprefix(_PREFIX).partition(".")[0]
-        if latest.isdecimal() and len(latest) == 10:
-            stamp = int(latest) + 1
+        newest_stamp = newest.removeprefix(_PREFIX).partition(".")[0]
+        if newest_stamp.isdecimal() and len(newest_stamp) == 10:
+            stamp = int(newest_stamp) + 1
     return (f"{_PREFIX}{stamp:010d}.{host}.{count:06d}{suffix}" for count in itertools.chain([first], _counter))
 
 
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
     """The end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints."""
-    above = resolve_path(logdir)
+    resolved_logdir = resolve_path(logdir)
     directory = resolve_path(where)
-    if is_url(above) == is_url(directory):
-        directory = os.path.relpath(directory, above)
+    if is_url(resolved_logdir) == is_url(directory):
+        # Relative, so that a run that is moved together with its logdir keeps its hash.
+        directory = os.path.relpath(directory, resolved_logdir)
     return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
 
 
@@ -122,11 +123,11 @@ class StartMarks(NamedTuple):
     """The marks of a restart, which make TensorBoard drop all events from its step on.
 
     Attributes:
-        in_file: How many of them the new event file must begin with.
+        repeats: How many of them the new event file must begin with.
         new_paths: The separate file that has them instead, if it did not exist before.
     """
 
-    in_file: int
+    repeats: int
     new_paths: tuple[str, ...] = ()
 
 
@@ -134,23 +135,36 @@ def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> S
     """Return the marks that a new event file needs, so that no step of a run is shown twice.
 
     If others opened files since the last start, a separate file before theirs holds the marks, which is written here.
-    `same_place`: files of a run of the same place are its own; `is_new`: it resumes from nothing.
+
+    Args:
+        path: The new event file.
+        step: The step from which on events are dropped.
+        same_place: Whether the files of all runs in the directory of this run are its own.
+        is_new: Whether the run resumes from nothing.
     """
-    logdir, new = split_path(path)
+    logdir, new_name = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
-    writers = {name: Writer.parse(name) for name in names if name != new}
-    own_writer = Writer.parse(new)
-    own_names = [
-        name
-        for name, writer in writers.items()
-        if writer.run is not None
-        and (writer.run == own_writer.run or (same_place and writer.directory == own_writer.directory))
-    ]
-    # The program itself may write here by another library, or by a writer of its own, as an earlier start of it did.
+    new_writer = Writer.parse(new_name)
     process = f".{socket.gethostname()}.{os.getpid()}."
-    strangers = [name for name, writer in writers.items() if writer.run is None and process not in name]
-    others = [name for name, writer in writers.items() if writer.run is not None and name not in own_names]
-    others += [] if own_names else strangers
+    writers: dict[str, Writer] = {}
+    own_names: list[str] = []
+    other_runs: list[str] = []
+    strangers: list[str] = []
+    for name in names:
+        if name == new_name:
+            continue
+        writer = Writer.parse(name)
+        writers[name] = writer
+        if writer.run is None:
+            # The program itself may write here by another library, or by a writer of its own, as an earlier start of it
+            # did.
+            if process not in name:
+                strangers.append(name)
+        elif writer.run == new_writer.run or (same_place and writer.directory == new_writer.directory):
+            own_names.append(name)
+        else:
+            other_runs.append(name)
+    others = other_runs if own_names else [*other_runs, *strangers]
     if others and (is_new or not own_names):
         logger.warning(
             "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
@@ -164,10 +178,11 @@ def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> S
     if max(writers) == newest:
         return StartMarks(_STARTS)
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    name = f"{newest}.again.{own_writer.directory}.{own_writer.run}"
-    marks_path = join_path(logdir, name)
+    # The name sorts directly behind that of the newest own file, and so before those of the others.
+    marks_name = f"{newest}.again.{new_writer.directory}.{new_writer.run}"
+    marks_path = join_path(logdir, marks_name)
     replace_file(marks_path, _first_record() + _STARTS * mark)
-    return StartMarks(0, () if name in writers else (marks_path,))
+    return StartMarks(0, () if marks_name in writers else (marks_path,))
 
 
 def remove_event_file(path: str) -> None:

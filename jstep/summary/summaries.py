@@ -118,7 +118,8 @@ def is_traced_part(part: Part) -> bool:
 
 
 def as_tag(tag: object, what: str) -> str:
-    if type(tag) is str and tag:  # quick, as for each logged scalar
+    if type(tag) is str and tag:
+        # Quick, as this is called for each scalar that is logged.
         return tag
     return as_string(tag, f"{what}: tag", "give the value a name, such as 'loss'")
 
@@ -132,7 +133,10 @@ def is_here(x: jax.Array) -> bool:
 
 
 def keep(x: object) -> Any:
-    # An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
+    """Return a value that stays what it is until it is written.
+
+    An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
+    """
     if is_traced(x):
         return x
     if isinstance(x, jax.Array):
@@ -165,22 +169,36 @@ def _no_trace() -> Any:
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    collectors = COLLECTORS.get()
+    """Add a part to collections: to the innermost `collect` of each, or else to those of eager summaries."""
     traced = is_traced_part(part)
     for key in _collection_names(collections):
-        collector = next((c for c in reversed(collectors) if c.key == key), None)
+        collector = _innermost_collector(key)
         if collector is None:
+            # A traced part is lost with its trace, unless the function returns it.
             if not traced:
-                with _lock:
-                    parts = _eager.setdefault(key, {})
-                    parts.pop(part.tags, None)  # so that the newest is the last
-                    parts[part.tags] = part
+                _add_eager(key, part)
             continue
         collector.unreturned = _unreturned
         if traced and _trace() != collector.trace:
+            # Of an inner transformation: its values cannot leave it this way.
             collector.nested[part.tags] = _caller()
         else:
             collector.parts.append(part)
+
+
+def _innermost_collector(key: str) -> Collector | None:
+    for collector in reversed(COLLECTORS.get()):
+        if collector.key == key:
+            return collector
+    return None
+
+
+def _add_eager(key: str, part: Part) -> None:
+    with _lock:
+        parts = _eager.setdefault(key, {})
+        # Removed first, so that the newest is the last.
+        parts.pop(part.tags, None)
+        parts[part.tags] = part
 
 
 def make_summary(part: Part, collections: Sequence[str] | None) -> Summary:
@@ -242,8 +260,9 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
         Summary('a', 'b')
     """
     as_string(key, "key", "the name of a collection")
-    collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
-    if _trace() != (_no_trace() if collector is None else collector.trace):
+    collector = _innermost_collector(key)
+    expected_trace = _no_trace() if collector is None else collector.trace
+    if _trace() != expected_trace:
         what = f"merge_all({key!r}) was called inside a function that JAX is tracing"
         raise RuntimeError(f"{what}; wrap it before: jax.jit(jstep.summary.collect(fn))")
     if collector is not None:
@@ -303,13 +322,17 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
 
 def _unreturned(collector: Collector, result: object) -> Summary | None:
-    tags = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
-    _refuse_lost(collector, tags)
-    parts = [part for part in collector.parts if not tags.issuperset(part.tags)]
+    """Merge the parts of a collector that are not in what the function has returned."""
+    returned: set[str] = set()
+    for summary in find_summaries(result):
+        returned.update(summary.tags)
+    _check_lost(collector, returned)
+    parts = [part for part in collector.parts if not returned.issuperset(part.tags)]
     return merge_parts(parts) if parts else None
 
 
 def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
+    """Return the other outputs of a loss, and the summary among them merged with the one that it has created."""
     returned = aux.get(SUMMARIES)
     if not isinstance(returned, Summary):
         return aux, created
@@ -318,11 +341,18 @@ def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str
 
 
 def _returned(result: object, collector: Collector) -> list[Part]:
-    kept = {tag for part in collector.parts for tag in part.tags}
-    new = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
-    _refuse_lost(collector, kept.union(*(part.tags for part in new)))
-    nested = {tag for tags in collector.nested for tag in tags}
-    return [part for part in new if not nested.isdisjoint(part.tags)]
+    """Return the parts of inner transformations that a function has returned."""
+    collected: set[str] = set()
+    for part in collector.parts:
+        collected.update(part.tags)
+    returned: list[Part] = []
+    for summary in find_summaries(result):
+        returned += [part for part in summary.parts if collected.isdisjoint(part.tags)]
+    _check_lost(collector, collected.union(*(part.tags for part in returned)))
+    nested: set[str] = set()
+    for tags in collector.nested:
+        nested.update(tags)
+    return [part for part in returned if not nested.isdisjoint(part.tags)]
 
 
 _LOST = (
@@ -331,7 +361,8 @@ _LOST = (
 )
 
 
-def _refuse_lost(collector: Collector, returned: set[str]) -> None:
+def _check_lost(collector: Collector, returned: set[str]) -> None:
+    """Check that the function has returned all parts of inner transformations."""
     for tags, line in collector.nested.items():
         if not returned.issuperset(tags):
             why = _LOST.format(key=collector.key)
@@ -385,7 +416,9 @@ def summaries_in(tree: Tree) -> Summary | None:
     return merge(summaries) if summaries else None
 
 
-def of_skipped_step(summary: Summary, skipped: object) -> Summary:
-    """Return the summary of a step that may have skipped its update."""
-    parts = (dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part for part in summary.parts)
+def mark_skipped(summary: Summary, skipped: object) -> Summary:
+    """Note in its histograms whether the step that made a summary has skipped its update."""
+    parts: list[Part] = []
+    for part in summary.parts:
+        parts.append(dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part)
     return Summary(tuple(parts))

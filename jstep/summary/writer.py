@@ -37,6 +37,7 @@ NAP = 0.1
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
+# Not a record, of which many small ones would keep the garbage collector busy: a tuple of objects that exist.
 _Job: TypeAlias = tuple[Any, Any, float, int]
 """The data to write, or a function, its step, its time, its bytes."""
 
@@ -53,15 +54,22 @@ class Worker:
         self._sink = sink
         self._max_queue = max_queue
         self._flush_secs = flush_secs
+
+        # What callers hand to the thread. All but the thread's `popleft` is done while `_changed` is held.
         # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
         self._changed = threading.Condition()
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._io = threading.Lock()  # held while the file is written, flushed or closed
         self._bytes = 0
         self._is_urgent = False  # whether a caller waits for the thread
+
+        # The file, used while `_io` is held: by the thread, and by callers of `sync`.
+        self._io = threading.Lock()
         self._ended = False
+        # The first error that no caller has raised yet, and the one after which nothing is written.
         self._error: Exception | None = None
         self._broken: Exception | None = None
+
+        # Of the thread alone: records that are not in the file, and when they must be.
         self._buffer: list[bytes] = []
         self._due = 0.0
         name = f"jstep-summary-{os.path.basename(self.path)}"
@@ -74,13 +82,17 @@ class Worker:
         return self._sink.path
 
     def check(self) -> None:
-        if (error := self.take_error()) is not None:
+        error = self.take_error()
+        if error is not None:
             raise error
-        if self._broken is not None:  # raised once already
+        if self._broken is not None:
+            # It was raised once already.
             raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
 
     def take_error(self) -> Exception | None:
-        if (error := self._error) is not None:
+        error = self._error
+        # Not set to None if it is None: the thread may have an error in between, which would be lost.
+        if error is not None:
             self._error = None
         return error
 
@@ -92,8 +104,8 @@ class Worker:
                 self._changed.notify_all()
                 self._changed.wait_for(self._has_room)
             self._bytes += size
-            # One tuple of existing objects: many small ones would keep the garbage collector busy.
             self._jobs.append((what, step, wall_time, size))
+            # The thread waits only for the first job; it sees the others when it takes them.
             if len(self._jobs) == 1:
                 self._changed.notify_all()
 
@@ -150,8 +162,10 @@ class Worker:
                     what()
                 else:
                     self._write(what, step, wall_time)
-                del what, step  # with their arrays, which would stay on the device until the next one
-                if size or len(self._jobs) >= MAX_JOBS:  # otherwise no caller waits for room
+                # Their arrays would stay on the device until the next job.
+                del what, step
+                # Otherwise no caller waits for room.
+                if size or len(self._jobs) >= MAX_JOBS:
                     with self._changed:
                         self._bytes -= size
                         self._changed.notify_all()
@@ -159,11 +173,13 @@ class Worker:
             self._write_if_due()
 
     def _wait(self) -> int:
+        """Wait for jobs, or until something is due; return the number of jobs."""
         with self._changed:
             due = min(self._due if self._buffer else math.inf, self._sink.due())
             wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
             self._changed.wait_for(lambda: self._jobs, wait)
             if self._jobs:
+                # More jobs may follow, which are then taken together.
                 self._changed.wait_for(lambda: self._is_urgent, NAP)
             self._is_urgent = False
             return len(self._jobs)
@@ -176,7 +192,8 @@ class Worker:
             self.sync()
 
     def _end(self) -> None:
-        if self._ended:  # requested twice
+        if self._ended:
+            # It was requested twice.
             return
         self._flush()
         self._write_if_due()
@@ -225,7 +242,8 @@ class Worker:
 def _close_all() -> None:
     for worker in list(_running):
         worker.close()
-        if (error := worker.take_error()) is not None:
+        error = worker.take_error()
+        if error is not None:
             logger.error("%s: an event could not be written", worker.path, exc_info=error)
 
 
@@ -322,7 +340,8 @@ class SummaryWriter:
             return
         size = 0
         for part in summary.parts:
-            if type(part) is Scalars and type(part.values) is float:  # quick, for the most common summary
+            if type(part) is Scalars and type(part.values) is float:
+                # Quick, for the most common summary.
                 continue
             if is_traced_part(part):
                 raise TypeError(
@@ -410,10 +429,12 @@ class SummaryWriter:
             Exception: An event could not be written, and no earlier call has raised the error.
         """
         self._closed = True
-        if self._worker is not None:
-            self._worker.close()
-            if (error := self._worker.take_error()) is not None:
-                raise error
+        if self._worker is None:
+            return
+        self._worker.close()
+        error = self._worker.take_error()
+        if error is not None:
+            raise error
 
     def get_logdir(self) -> str:
         """Return the directory, as in TensorFlow."""
@@ -469,10 +490,14 @@ def hparams_value(hparams: object, wall_time: float) -> Any:
     flat = dict(_flat(hparams))
     start = plugin.SessionStartInfo(start_time_secs=wall_time)
     for name, value in flat.items():
-        if isinstance(value, bool | str):
-            setattr(start.hparams[name], "bool_value" if isinstance(value, bool) else "string_value", value)
+        entry = start.hparams[name]
+        # Bools first, as they are numbers, too.
+        if isinstance(value, bool):
+            entry.bool_value = value
+        elif isinstance(value, str):
+            entry.string_value = value
         else:
-            start.hparams[name].number_value = as_number(value, f"hparams[{name!r}]", finite=False)
+            entry.number_value = as_number(value, f"hparams[{name!r}]", finite=False)
     start.group_name = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # No experiment is written, so that TensorBoard derives the columns from the runs.
     content = plugin.HParamsPluginData(session_start_info=start).SerializeToString()
@@ -488,8 +513,10 @@ def _flat(hparams: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in as_mapping(hparams, "hparams", "from names to values").items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value
+            continue
+        if hasattr(value, "dtype") and np.shape(value) == ():
+            value = value.item()
+        yield f"{prefix}{key}", value
 
 
 # What a run does with its writer beside the methods that users call.
@@ -514,7 +541,7 @@ def drain(writer: SummaryWriter) -> None:
         worker.check()
 
 
-def settle(writer: SummaryWriter) -> None:
+def sync_to_disk(writer: SummaryWriter) -> None:
     """Flush the events that `drain` has waited for to the disk; errors are raised by the next call."""
     worker = writer._worker
     if worker is not None and not writer._closed:

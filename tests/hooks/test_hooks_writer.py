@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.summary.writer import drain, settle
+from jstep.summary.writer import drain, sync_to_disk
 
 pytest.importorskip("tensorboard")
 
@@ -95,10 +95,10 @@ def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, m
         writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
         writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
         monkeypatch.setattr(writer._worker._sink, "sync", lambda: flushed.append(writer.path))
-        settled = threading.Thread(target=settle, args=(writer,))
-        settled.start()
-        settled.join(20)
-        is_settled, flushed_by_it = not settled.is_alive(), flushed[:]
+        sync = threading.Thread(target=sync_to_disk, args=(writer,))
+        sync.start()
+        sync.join(20)
+        has_synced, flushed_by_it = not sync.is_alive(), flushed[:]
         until.set()
-    assert is_settled
+    assert has_synced
     assert flushed_by_it == [writer.path]
