@@ -23,12 +23,13 @@ from jstep.core.trees import Array
 def as_steps(step: object) -> Array:
     """Convert a step (or several) to an integer array; traced negative steps become 0."""
     dtype = trees.default_int()
-    kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
-    if not jnp.issubdtype(kind, jnp.integer):
-        raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {kind}")
+    step_dtype = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
+    if not jnp.issubdtype(step_dtype, jnp.integer):
+        raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {step_dtype}")
     value = trees.concrete(step)
     if value is not None:
-        step = value  # independent of the mesh of the step and of the current mesh
+        # Independent of the mesh of the step and of the current mesh.
+        step = value
         if value.size and value.min() < 0:
             raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the training steps completed")
         if value.size and value.max() > np.iinfo(dtype).max:
@@ -47,8 +48,10 @@ NO_STEP = "a schedule of jstep is made without the step, and called with it late
 
 
 def _remember(schedule: Any, call: RecordedCall) -> Any:
-    if any(schedule is argument for argument in (*call.args, *call.kwargs.values())):  # after a warmup of 0 steps
-        return schedule
+    for argument in (*call.args, *call.kwargs.values()):
+        if schedule is argument:
+            # A warmup of 0 steps returns its argument, which has its own `repr`.
+            return schedule
     return RememberedFunction(exempts_transfers(schedule), call)
 
 
@@ -64,7 +67,10 @@ def _explain_order(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> NoReturn:
     names = list(inspect.signature(function).parameters)
-    if len(args) > len(names) > 1 or not kwargs.keys().isdisjoint([*names[: len(args)], "global_step", "x"]):
+    has_too_many = len(args) > len(names) > 1
+    # An argument that is given by position as well, or TF's name of the step.
+    suspicious_names = [*names[: len(args)], "global_step", "x"]
+    if has_too_many or not kwargs.keys().isdisjoint(suspicious_names):
         raise TypeError(f"{error}; {NO_STEP}") from None
     raise error
 
@@ -133,8 +139,9 @@ def as_tf_number(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
 
 
 def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
-    with_infinities: Bounds = {"finite": False, **bounds}
-    number = as_scalar(value, name, **with_infinities)
+    # Infinities are allowed, unless the bounds say otherwise.
+    all_bounds: Bounds = {"finite": False, **bounds}
+    number = as_scalar(value, name, **all_bounds)
     return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
 
 
@@ -147,6 +154,7 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
 def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
     """The fractions of an interval that have passed and remain, each precise near 0."""
     largest = int(np.iinfo(step.dtype).max)
+    # Steps are multiplied by the denominator of the start, so that their distance from it is an integer.
     scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
     first = max(min(round(start * scale), largest), -largest)
     steps = jnp.minimum(step, min(math.ceil(end), largest // scale)) * scale
@@ -155,18 +163,22 @@ def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]
     return jnp.where(is_over, 1.0, periods.fraction), jnp.where(is_over, 0.0, periods.remaining)
 
 
-def between(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
+def interpolate(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
     """Interpolate from `first` to `last` by their weights; both ends are exact."""
-    early, late = weights
-    # Values near a small end keep full precision.
-    inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
-    return jnp.where(late == 0, first, jnp.where(early == 0, last, inside))
+    first_weight, last_weight = weights
+    # From the nearer end, so that values near a small end keep full precision.
+    near_last = last + (first - last) * first_weight
+    near_first = first + (last - first) * last_weight
+    value = jnp.where(first_weight < last_weight, near_last, near_first)
+    return jnp.where(last_weight == 0, first, jnp.where(first_weight == 0, last, value))
 
 
 def ramp(step: Array, length: Fraction) -> Array:
     """Linear warmup: min(1, (step + 1) / length), for a length of at least 1."""
-    after = jnp.minimum(step, int(np.iinfo(step.dtype).max) - 1) + 1
-    return progress(after, Fraction(0), length)[0]
+    # The largest integer plus 1 would wrap around.
+    update = jnp.minimum(step, int(np.iinfo(step.dtype).max) - 1) + 1
+    passed, _ = progress(update, Fraction(0), length)
+    return passed
 
 
 def half_cosine(remaining: Array) -> Array:
@@ -192,7 +204,7 @@ SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "cosine": _cosine_weights,
     "sqrt": _sqrt_weights,
 }
-"""Name → weights of the first and the last value of a curve, for `between`."""
+"""Name → weights of the first and the last value of a curve, for `interpolate`."""
 
 
 class Periods(NamedTuple):
@@ -209,24 +221,30 @@ class Periods(NamedTuple):
 def divide_steps(step: Array, length: Fraction) -> Periods:
     """Divide an integer step by a period, in integers: step / length = whole + fraction."""
     largest = int(np.iinfo(step.dtype).max)
-    real = trees.default_float()
+    dtype = trees.default_float()
     if length > largest:
-        fraction = step.astype(real) / jnp.asarray(float(length), real)
+        # No step reaches the end of the first period.
+        fraction = step.astype(dtype) / jnp.asarray(float(length), dtype)
         return Periods(jnp.zeros_like(fraction), fraction, 1 - fraction)
     if length.numerator * length.denominator > largest:
+        # The nearest fraction whose products fit the dtype of the step.
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
     # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step.
     n = length.numerator
     d = length.denominator
     # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.
-    size = jnp.full_like(step, n)
-    in_real = jnp.asarray(n, real)
-    u = jax.lax.div(step, size)
-    v = jax.lax.rem(step, size)
-    carry = jax.lax.div(v * d, size)
-    v = jax.lax.rem(v * d, size)
-    return Periods(u.astype(real) * d + carry.astype(real), v.astype(real) / in_real, (n - v).astype(real) / in_real)
+    divisor = jnp.full_like(step, n)
+    u = jax.lax.div(step, divisor)
+    v = jax.lax.rem(step, divisor)
+    carry = jax.lax.div(v * d, divisor)
+    rest = jax.lax.rem(v * d, divisor)
+    float_n = jnp.asarray(n, dtype)
+    return Periods(
+        whole=u.astype(dtype) * d + carry.astype(dtype),
+        fraction=rest.astype(dtype) / float_n,
+        remaining=(n - rest).astype(dtype) / float_n,
+    )
 
 
 def power(base: Any, periods: Periods, *, staircase: bool) -> Array:

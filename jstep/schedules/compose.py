@@ -79,11 +79,15 @@ def piecewise_constant(boundaries: Sequence[int], values: Sequence[Number]) -> S
     def schedule(step: Step, /) -> Any:
         step = arithmetic.as_steps(step)
         dtype = trees.default_float()
-        is_plain = all(isinstance(number, float) for number in numbers)  # then one constant, not one for each
-        table = jnp.asarray(numbers, dtype) if is_plain else jnp.stack([jnp.asarray(x, dtype) for x in numbers])
-        last = np.iinfo(step.dtype).max
-        firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
-        return table[jnp.searchsorted(firsts, step, side="left")]
+        if all(isinstance(number, float) for number in numbers):
+            # One constant of the program, not one for each number.
+            table = jnp.asarray(numbers, dtype)
+        else:
+            table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
+        largest = np.iinfo(step.dtype).max
+        # Boundaries that no step can have become the nearest that the dtype of the step has.
+        clipped = jnp.asarray(np.array([min(max(edge, -1), largest) for edge in edges], step.dtype))
+        return table[jnp.searchsorted(clipped, step, side="left")]
 
     return schedule
 
@@ -150,7 +154,10 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
 
     def shifted(step: Step, /) -> Any:
         step = arithmetic.as_steps(step)
-        return inner(jnp.maximum(step, start) - start if start <= np.iinfo(step.dtype).max else jnp.zeros_like(step))
+        if start > np.iinfo(step.dtype).max:
+            # No step reaches it.
+            return inner(jnp.zeros_like(step))
+        return inner(jnp.maximum(step, start) - start)
 
     return shifted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +44,11 @@ def exponential_decay(
 
     Source: `tf.train.exponential_decay`.
     """
-    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
+    decay = _as_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        return start * arithmetic.power(rate, arithmetic.divide_steps(as_steps(step), length), staircase=staircase)
+        periods = arithmetic.divide_steps(as_steps(step), decay.steps)
+        return decay.start * arithmetic.power(decay.rate, periods, staircase=decay.staircase)
 
     return schedule
 
@@ -75,11 +76,11 @@ def natural_exp_decay(
 
     Source: `tf.train.natural_exp_decay`.
     """
-    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase)
+    decay = _as_decay(learning_rate, decay_steps, decay_rate, staircase)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(as_steps(step), length)
-        return start * jnp.exp(-rate * periods.passed(staircase=staircase))
+        periods = arithmetic.divide_steps(as_steps(step), decay.steps)
+        return decay.start * jnp.exp(-decay.rate * periods.passed(staircase=decay.staircase))
 
     return schedule
 
@@ -107,24 +108,35 @@ def inverse_time_decay(
 
     Source: `tf.train.inverse_time_decay`.
     """
-    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
+    decay = _as_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(as_steps(step), length)
-        return start / (1 + rate * periods.passed(staircase=staircase))
+        periods = arithmetic.divide_steps(as_steps(step), decay.steps)
+        return decay.start / (1 + decay.rate * periods.passed(staircase=decay.staircase))
 
     return schedule
 
 
-def _of_decay(
+class _Decay(NamedTuple):
+    """The checked arguments of a decay: its value at step 0, its unit of time, its rate per unit."""
+
+    start: Any
+    steps: Fraction
+    rate: Any
+    staircase: bool
+
+
+def _as_decay(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
-) -> tuple[Any, Fraction, Any, bool]:
-    start = arithmetic.as_tf_number("learning_rate", learning_rate)
-    length = arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP)
-    rate = arithmetic.as_tf_number("decay_rate", decay_rate, **bounds)
-    staircase = arithmetic.flag("staircase", staircase)
+) -> _Decay:
+    decay = _Decay(
+        start=arithmetic.as_tf_number("learning_rate", learning_rate),
+        steps=arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP),
+        rate=arithmetic.as_tf_number("decay_rate", decay_rate, **bounds),
+        staircase=arithmetic.flag("staircase", staircase),
+    )
     arithmetic.check_count("decay_rate", decay_rate, 100, "a rate")
-    return start, length, rate, staircase
+    return decay
 
 
 @arithmetic.makes_schedule()
@@ -169,9 +181,10 @@ def polynomial_decay(
         if cycle:
             # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
             periods = arithmetic.divide_steps(step, length)
-            at_end = (periods.fraction == 0) & (step > 0)
-            left = jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
-        raised = left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
+            is_end = (periods.fraction == 0) & (step > 0)
+            left = jnp.where(is_end, 0.0, periods.remaining / (periods.whole + 1))
+        is_linear = isinstance(exponent, float) and exponent == 1.0
+        raised = left if is_linear else jnp.power(left, exponent)
         return (start - end) * raised + end
 
     return schedule
@@ -205,7 +218,7 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
 def _curve(first: object, last: object, length: Fraction, shape: str, start: Fraction = Fraction(0)) -> Schedule:
     def schedule(step: Step, /) -> Any:
         weights = arithmetic.SHAPES[shape](*arithmetic.progress(as_steps(step), start, start + length))
-        return arithmetic.between(first, last, weights)
+        return arithmetic.interpolate(first, last, weights)
 
     return schedule
 
@@ -369,14 +382,14 @@ def linear_cosine_decay(
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     count = arithmetic.as_tf_number("num_periods", num_periods)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
-    above = _fraction("alpha", alpha)
+    linear_floor = _fraction("alpha", alpha)
     floor = _fraction("beta", beta)
     arithmetic.check_count("num_periods", num_periods, 100, "a few")
 
     def schedule(step: Step, /) -> Any:
         passed, left = arithmetic.progress(as_steps(step), Fraction(0), length)
         cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * passed))
-        return start * ((above + left) * cosine + floor)
+        return start * ((linear_floor + left) * cosine + floor)
 
     return schedule
 
@@ -428,12 +441,17 @@ def one_cycle(
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
     shape = "cosine" if as_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
+    # The steps of the maximum and of the end.
     peak = share * length - 1
     end = length - 1
-    falling = _curve(top, last, end - peak, shape, peak) if end > peak else _curve(top, top, Fraction(1), shape)
-    rising = _curve(first, top, peak, shape)
+    if end > peak:
+        falling = _curve(top, last, end - peak, shape, peak)
+    else:
+        # The increasing phase has all updates, and the maximum stays.
+        falling = _curve(top, top, Fraction(1), shape)
     if peak <= 0:
         return falling
+    rising = _curve(first, top, peak, shape)
     return lambda step, /: jnp.where(as_steps(step) <= math.floor(peak), rising(step), falling(step))
 
 
@@ -515,7 +533,9 @@ def warmup_cosine_decay(
         raise ValueError(f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, which it includes")
 
     falling = _curve(top, end, length - warm, "cosine")
-    return join([_curve(begin, top, warm, "linear"), falling], [int(warm)]) if warm else falling
+    if not warm:
+        return falling
+    return join([_curve(begin, top, warm, "linear"), falling], [int(warm)])
 
 
 @arithmetic.makes_schedule()
@@ -587,8 +607,8 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
-        past = jnp.maximum(step.astype(trees.default_float()), float(length))
-        return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
+        decayed = jnp.maximum(step.astype(trees.default_float()), float(length))
+        return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), decayed.dtype) / decayed)
 
     return schedule
 
@@ -644,15 +664,20 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024).
     """
-    inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
-    betas = {"beta1": beta1, "beta3": beta3}
-    first, last = (arithmetic.as_float_or_array(name, value, **inside) for name, value in betas.items())
+    first = arithmetic.as_float_or_array("beta1", beta1, low=0, above=True, high=1, below=True)
+    last = arithmetic.as_float_or_array("beta3", beta3, low=0, above=True, high=1, below=True)
     length = arithmetic.as_step_count("steps", steps, ademamix_beta3)
-    logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
+    log_first = _log(first)
+    log_last = _log(last)
 
     def schedule(step: Step, /) -> Any:
         x = arithmetic.ramp(as_steps(step), length)
-        grown = jnp.exp(logs[0] * logs[1] / ((1 - x) * logs[1] + x * logs[0]))
+        grown = jnp.exp(log_first * log_last / ((1 - x) * log_last + x * log_first))
         return jnp.where(x >= 1, last, jnp.minimum(grown, last))
 
     return schedule
+
+
+def _log(number: Any) -> Any:
+    # In double precision, unless it is an array.
+    return math.log(number) if isinstance(number, float) else jnp.log(number)
