@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_choice, as_int, as_number, describe_type
 from jstep.core.trees import Array
-from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, read_total, sum_where
+from jstep.metrics.totals import FULL, add_totals, as_one_dtype, element_totals, read_total, sum_where
 
 # Metrics that are totals over all examples.
 
@@ -40,7 +40,9 @@ class Accuracy(_Totals):
     def compute(self) -> float:
         """Return the accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
         total = read_total(self.total).item()
-        return read_total(self.right).item() / total if total and not read_total(self.unknown) else math.nan
+        if not total or read_total(self.unknown):
+            return math.nan
+        return read_total(self.right).item() / total
 
 
 def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
@@ -91,7 +93,9 @@ class F1(_Totals):
         if read_total(self.unknown):
             return math.nan
         either = read_total(self.predicted).item() + read_total(self.true).item()
-        return 2 * read_total(self.both).item() / either if either else 0.0
+        if not either:
+            return 0.0
+        return 2 * read_total(self.both).item() / either
 
 
 def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
@@ -116,8 +120,12 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
     values, truth = scores_and_truth(scores, labels)
     weight = as_weights(weights, labels)
     predicted = values > jnp.asarray(as_number(threshold, "threshold"), values.dtype)
-    totals = (sum_where(predicted & truth, weight), sum_where(predicted, weight), sum_where(truth, weight))
-    return F1(*totals, count_flagged(jnp.isnan(values), weight))
+    return F1(
+        both=sum_where(predicted & truth, weight),
+        predicted=sum_where(predicted, weight),
+        true=sum_where(truth, weight),
+        unknown=count_flagged(jnp.isnan(values), weight),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +153,11 @@ class ConfusionMatrix(_Totals):
             raise ValueError(
                 f"num_classes={len(matrix)}: must cover all labels and predictions, {unknown} examples have others"
             )
-        return {f"{i}/{j}": count.item() for i, row in enumerate(matrix) for j, count in enumerate(row)}
+        cells: dict[str, int | float] = {}
+        for i, row in enumerate(matrix):
+            for j, count in enumerate(row):
+                cells[f"{i}/{j}"] = count.item()
+        return cells
 
 
 def confusion_matrix(
@@ -175,8 +187,9 @@ def confusion_matrix(
     predicted, truth, weight = jax.tree.map(whole, (predicted, truth, as_weights(weights, labels)))
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
-    cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))  # out of range: left out
-    cells = jax.ops.segment_sum(per_element(valid, weight), cell, size * size)
+    # `segment_sum` leaves out what is out of range.
+    cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))
+    cells = jax.ops.segment_sum(element_totals(valid, weight), cell, size * size)
     return ConfusionMatrix(cells.reshape(size, size), count_flagged(~valid, weight))
 
 
@@ -194,6 +207,7 @@ class Perplexity(_Totals):
         if not total:
             return math.nan
         mean = read_total(self.loss).item() / total
+        # From 710 on, `math.exp` raises an OverflowError; NaN stays NaN.
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
@@ -272,32 +286,41 @@ class AUC:
         return f"AUC(curve={self.curve!r}, thresholds: {np.shape(self.thresholds.low)[-1]})"
 
     def merge(self, other: "AUC") -> "AUC":
-        parts = (jnp.concatenate(in_one_dtype(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
-        return AUC(_fewer(Thresholds(*parts), self.thresholds.low.size), self.curve)
+        pairs = zip(self.thresholds, other.thresholds, strict=True)
+        bins = Thresholds(*(jnp.concatenate(as_one_dtype(own, others)) for own, others in pairs))
+        return AUC(_merge_bins(bins, self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
         """Return the area; NaN if it is undefined or a score is NaN."""
-        kept = self.thresholds
         with meshes.internal_transfers():
-            low, high = (np.asarray(end, np.float64) for end in (kept.low, kept.high))
-        counts = read_total(kept.counts).astype(np.float64)
-        seen = counts.sum(axis=1) > 0
-        if not seen.any() or np.isnan(low[seen]).any() or np.isnan(counts).any():
+            low = np.asarray(self.thresholds.low, np.float64)
+            high = np.asarray(self.thresholds.high, np.float64)
+        counts = read_total(self.thresholds.counts).astype(np.float64)
+        is_filled = counts.sum(axis=1) > 0
+        if not is_filled.any() or np.isnan(low[is_filled]).any() or np.isnan(counts).any():
             return math.nan
-        # From the highest score to the lowest; equal scores are one threshold.
-        spans = np.stack([low, high], axis=1)[seen]
-        order = np.lexsort((spans[:, 0], np.where(spans[:, 0] == spans[:, 1], spans[:, 0], spans.mean(axis=1))))[::-1]
-        spans = spans[order]
-        counts = counts[seen][order]
-        first = np.flatnonzero(np.r_[True, (spans[1:] != spans[:-1]).any(axis=1)])
-        positive, negative = np.add.reduceat(counts, first).T
-        is_span = (spans[:, 0] < spans[:, 1])[first]
+        low = low[is_filled]
+        high = high[is_filled]
+        counts = counts[is_filled]
+        # From the highest score to the lowest, by the middle of each bin. That of equal ends is taken as it is, as
+        # their sum may overflow.
+        middle = np.where(low == high, low, np.stack([low, high], axis=1).mean(axis=1))
+        order = np.lexsort((low, middle))[::-1]
+        low = low[order]
+        high = high[order]
+        # Bins of equal scores, of different batches, are one threshold.
+        is_new = np.r_[True, (low[1:] != low[:-1]) | (high[1:] != high[:-1])]
+        first = np.flatnonzero(is_new)
+        positive, negative = np.add.reduceat(counts[order], first).T
         if self.curve == "PR":
+            is_span = (low < high)[first]
             return _average_precision(positive, negative, is_span)
         # The fraction of (positive, negative) pairs in the right order; equal scores count half.
-        pairs = float(positive.sum() * negative.sum())
-        above = np.cumsum(positive) - positive
-        return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
+        pair_count = float(positive.sum() * negative.sum())
+        if not pair_count:
+            return math.nan
+        higher_positive = np.cumsum(positive) - positive
+        return float(np.sum(negative * (higher_positive + positive / 2))) / pair_count
 
 
 def auc(
@@ -328,96 +351,121 @@ def auc(
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> scores, labels = jnp.array([0.1, 0.4, 0.35, 0.8]), jnp.array([0, 0, 1, 1])
+        >>> scores = jnp.array([0.1, 0.4, 0.35, 0.8])
+        >>> labels = jnp.array([0, 0, 1, 1])
         >>> jstep.metrics.auc(scores, labels).compute()
         0.75
 
     Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`.
     """
     as_choice(curve, "curve", ("ROC", "PR"))
-    number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
-    if number > _MAX_THRESHOLDS:
-        raise ValueError(f"num_thresholds={number}: must be at most {_MAX_THRESHOLDS}")
+    num_thresholds = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
+    if num_thresholds > _MAX_THRESHOLDS:
+        raise ValueError(f"num_thresholds={num_thresholds}: must be at most {_MAX_THRESHOLDS}")
     values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), as_weights(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
-    counts = jnp.stack([per_element(truth, weight), per_element(~truth, weight)], axis=1)
+    counts = jnp.stack([element_totals(truth, weight), element_totals(~truth, weight)], axis=1)
     bins = Thresholds(values, values, counts)
-    most = number * _FINER
-    if values.size > most:
-        return AUC(_fewer(bins, most), curve)
+    bin_count = num_thresholds * _FINER
+    if values.size > bin_count:
+        return AUC(_merge_bins(bins, bin_count), curve)
     # The number of bins is the same for all batches, so that `merge` is compiled once.
-    missing = most - values.size
-    return AUC(Thresholds(*(jnp.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1)) for part in bins)), curve)
+    missing = bin_count - values.size
+    padded = Thresholds(
+        low=jnp.pad(bins.low, (0, missing)),
+        high=jnp.pad(bins.high, (0, missing)),
+        counts=jnp.pad(bins.counts, [(0, missing), (0, 0)]),
+    )
+    return AUC(padded, curve)
 
 
 def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     """The mean precision over thresholds, weighted by positives; averaged over each range of scores."""
     total = float(positive.sum())
     if not total:
-        return 0.0  # as scikit-learn
+        # As scikit-learn.
+        return 0.0
     size = positive + negative
     true = np.cumsum(positive)
     seen = np.cumsum(size)
     precision = true / seen
+    # In a range of scores, positives and negatives are assumed to be mixed evenly. After x of its examples, the
+    # precision is (true' + x·share) / (seen' + x), with the totals of the higher scores; its mean over x is `spread`.
     is_first = np.arange(len(seen)) == 0
-    before = np.where(is_first, 1, seen - size)
+    higher_seen = np.where(is_first, 1, seen - size)
     share = positive / size
-    spread = share + (true - positive - before * share) / size * np.log1p(size / before)
+    spread = share + (true - positive - higher_seen * share) / size * np.log1p(size / higher_seen)
     return float(np.sum(positive * np.where(is_span & ~is_first, spread, precision))) / total
 
 
-def _fewer(bins: Thresholds, most: int) -> Thresholds:
+def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
+    """Sort bins by their scores, and join neighbors so that at most `bin_count` are left."""
     counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
-    low, high = (jnp.where(is_empty, jnp.full_like(end, jnp.nan), end) for end in (bins.low, bins.high))
-    limits: Any = jnp.finfo(low.dtype)  # type: ignore[no-untyped-call]
-    finite = [jnp.clip(end, limits.min, limits.max) * jnp.asarray(0.5, low.dtype) for end in (low, high)]
-    order = jnp.lexsort((low, jnp.where(low == high, low, finite[0] + finite[1])))
+    low = jnp.where(is_empty, jnp.full_like(bins.low, jnp.nan), bins.low)
+    high = jnp.where(is_empty, jnp.full_like(bins.high, jnp.nan), bins.high)
+    order = jnp.lexsort((low, jnp.where(low == high, low, _half(low) + _half(high))))
     low = low[order]
     high = high[order]
     counts = counts[order]
+    # Bins of equal scores are one group.
     group = jnp.cumsum((_differs(low) | _differs(high)).astype(jnp.int32)) - 1
     unit = jnp.float32(1)
     if bins.counts.dtype != jnp.uint32:
+        # The least weight stands for one example.
         unit = jnp.min(jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf)
-    index = _bin_indices(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
-    ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), index, most)
-    totals = jax.ops.segment_sum(bins.counts[order], index, most)
+    index = _bin_indices(jax.ops.segment_sum(counts, group, len(group)), unit, bin_count)[group]
+    ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), index, bin_count)
+    totals = jax.ops.segment_sum(bins.counts[order], index, bin_count)
     if totals.dtype == jnp.uint32:
-        is_full = jax.ops.segment_sum(counts, index, most) >= jnp.float32(FULL)
+        # The floats show which sums have wrapped around.
+        is_full = jax.ops.segment_sum(counts, index, bin_count) >= jnp.float32(FULL)
         totals = jnp.where(is_full, jnp.full_like(totals, FULL), totals)
     return Thresholds(-ends[:, 0], ends[:, 1], totals)
 
 
-def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
-    """The bin of each score, from counts `[scores, 2]`; scores without examples get `most`."""
+def _half(scores: Array) -> Array:
+    """Half of each score, of infinite ones half of the largest finite one, so that the sum of two is finite."""
+    limits: Any = jnp.finfo(scores.dtype)  # type: ignore[no-untyped-call]
+    return jnp.clip(scores, limits.min, limits.max) * jnp.asarray(0.5, scores.dtype)
+
+
+def _bin_indices(counts: Array, unit: Array, bin_count: int) -> Array:
+    """The bin of each score, from counts `[scores, 2]`; scores without examples get `bin_count`."""
     # The size of a score is its share of the positive examples, the negative examples and the log ranks, because
     # precision changes fastest at the highest scores.
     both = jnp.sum(counts, axis=1)
-    rank = jnp.log1p(both / (jnp.cumsum(both[::-1])[::-1] - both + unit))
+    higher = jnp.cumsum(both[::-1])[::-1] - both
+    rank = jnp.log1p(both / (higher + unit))
     shares = jnp.concatenate([counts, rank[:, None]], axis=1)
     size = jnp.sum(shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1)
     # Integers, because sums of float32 are not monotone.
     size = jnp.floor(size / jnp.sum(size) * _WHOLE).astype(jnp.int32)
-    equal_bins = most // 3
+    # A third of the bins have equal sizes. A score larger than such a bin has its own, which divides the one that it is
+    # in: there are fewer of these than equal bins, and each makes two more.
+    equal_bins = bin_count // 3
     middle = jnp.cumsum(size) - size + size // 2
     bins = jnp.minimum(jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE)), jnp.float32(equal_bins - 1))
     is_large = size > _WHOLE // equal_bins
-    index = jnp.cumsum((_differs(bins) | is_large | jnp.roll(is_large, 1)).astype(jnp.int32)) - 1
+    starts_bin = _differs(bins) | is_large | jnp.roll(is_large, 1)
+    index = jnp.cumsum(starts_bin.astype(jnp.int32)) - 1
+    # If there is a bin for each score, they are kept as they are.
     is_seen = both > 0
-    is_few = jnp.sum(is_seen.astype(jnp.int32)) <= most
+    is_few = jnp.sum(is_seen.astype(jnp.int32)) <= bin_count
     index = jnp.where(is_few, jnp.arange(len(index), dtype=jnp.int32), index)
-    return jnp.where(is_seen, index, jnp.full_like(index, most))
+    return jnp.where(is_seen, index, jnp.full_like(index, bin_count))
 
 
 def _differs(vector: Array) -> Array:
-    before = vector[:-1]
-    after = vector[1:]
-    return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
+    """Whether each number differs from the previous one; NaNs are equal, and the first number differs."""
+    previous = vector[:-1]
+    current = vector[1:]
+    is_equal = (previous == current) | (jnp.isnan(previous) & jnp.isnan(current))
+    return jnp.concatenate([jnp.ones((1,), bool), ~is_equal])
 
 
 # Validation of arguments.
@@ -425,7 +473,7 @@ def _differs(vector: Array) -> Array:
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
     values, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
-    return _at_least_float32(values), truth == jnp.ones((), truth.dtype)
+    return _widen(values), truth == jnp.ones((), truth.dtype)
 
 
 def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
@@ -435,7 +483,7 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
         raise ValueError(
             f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...]"
         )
-    return _at_least_float32(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
+    return _widen(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
 
 def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
@@ -450,7 +498,7 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     array = array.reshape(-1)
     if array.dtype == jnp.bool_:
         return array
-    array = _at_least_float32(array)
+    array = _widen(array)
     return jnp.where((array >= 0) & (array < jnp.inf), array, jnp.full_like(array, jnp.nan))
 
 
@@ -476,10 +524,11 @@ def _numbers(value: object, argument: str) -> Array:
     return array
 
 
-def _at_least_float32(array: Array) -> Array:
+def _widen(array: Array) -> Array:
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
 def whole(vector: Array) -> Array:
+    """Replicate a vector of an Explicit mesh: sorting and segments need all of it."""
     mesh = meshes.explicit_mesh(vector)
     return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

@@ -12,7 +12,7 @@ from scikit_metrics import LABELS, RNG, ROWS, TRUTH, X, areas, expected, make_st
 
 import jstep
 from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
-from jstep.metrics.totals import FULL, add_totals, in_one_dtype, read_total
+from jstep.metrics.totals import FULL, add_totals, as_one_dtype, read_total
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
@@ -60,7 +60,7 @@ def test_counts_and_sums_of_weights_add_in_either_order():
     """Batches without weights count each example once beside those with weights."""
     counts, sums = jnp.uint32([2, 3]), jnp.float32([0.5, 2.0])
     assert add_totals(counts, sums).tolist() == add_totals(sums, counts).tolist() == [2.5, 5.0]
-    assert [part.dtype for part in in_one_dtype(counts, sums)] == [np.float32] * 2
+    assert [part.dtype for part in as_one_dtype(counts, sums)] == [np.float32] * 2
 
 
 @pytest.mark.parametrize(
