@@ -190,9 +190,10 @@ class RunFolder:
                 facts["problem"] = start["problem"] or "has no setup file: what it was given is not known"
                 continue
             if previous:
-                facts["changes"] = changes(previous, current).lines
+                lines = changes(previous, current).lines
                 if start["other_batch"] is not None:
-                    facts["changes"].append(f"batch {start['other_batch']} does not match the one read before the restart")
+                    lines.append(f"batch {start['other_batch']} does not match the one read before the restart")
+                facts["changes"] = lines
             if not current["setup"].get("programs") and previous:
                 # A start without a step has compiled nothing, so the next one is compared with the latest programs.
                 programs = previous["setup"].get("programs")
