@@ -48,11 +48,11 @@ class Positions(NamedTuple):
     """The positions in a checkpoint.
 
     Attributes:
-        count: The number of processes, as the checkpoint names it.
+        process_count: The number of processes, as the checkpoint names it.
         positions: Process → its position; None → that of all processes, if it is the same.
     """
 
-    count: Any
+    process_count: Any
     positions: Mapping[int | None, Position]
 
     def position(self, process: int | None) -> Position | None:
@@ -105,7 +105,7 @@ def lines_of_positions(positions: Positions) -> list[str]:
     lines: list[str] = []
     for name, groups in groups_by_name.items():
         count = sum(len(processes) for processes in groups.values())
-        is_common = len(groups) == 1 and count in (0, positions.count)
+        is_common = len(groups) == 1 and count in (0, positions.process_count)
         texts = [f"{'' if is_common else _named(processes)}{name} {text}" for (_, text), processes in groups.items()]
         lines.append(format_list(texts, _MAX_GROUPS, "; "))
     return lines
@@ -122,8 +122,8 @@ def position_differences(a: Positions | None, b: Positions | None) -> list[tuple
     processes = sorted(process for process in {*a.positions, *b.positions} if process is not None)
     if not processes:
         return _differences_of_process(a, b, None)
-    if a.count != b.count:
-        return [("positions", f"of {a.count} processes in A, of {b.count} in B")]
+    if a.process_count != b.process_count:
+        return [("positions", f"of {a.process_count} processes in A, of {b.process_count} in B")]
     found: list[tuple[str, str]] = []
     for process in processes:
         found += _differences_of_process(a, b, process)
