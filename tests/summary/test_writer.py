@@ -18,7 +18,7 @@ from waiting import interrupt, wait_until
 from jstep import summary
 from jstep.summary import new_event_files
 from jstep.summary import writer as worker
-from jstep.summary.writer import SummaryWriter, settle
+from jstep.summary.writer import SummaryWriter, sync_to_disk
 
 
 def test_the_first_event_is_that_of_tensorboard(tmp_path):
@@ -217,14 +217,14 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     assert [e.step for e in events_of(writer)] == [0, 1]
 
 
-@pytest.mark.parametrize("call", ["flush", "settle"])
+@pytest.mark.parametrize("call", ["flush", "sync_to_disk"])
 def test_any_error_of_a_flush_to_disk_is_raised_and_the_thread_goes_on(tmp_path, monkeypatch, call):
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 1)
         with monkeypatch.context() as broken:
             broken.setattr(writer._worker._sink, "sync", raising(ValueError("a handle of another kind")))
-            if call == "settle":
-                settle(writer)
+            if call == "sync_to_disk":
+                sync_to_disk(writer)
             with pytest.raises(ValueError, match="a handle of another kind") as caught:
                 writer.flush()
         assert caught.value.__notes__ == [f"raised on the writer's thread of {writer.path}"]
