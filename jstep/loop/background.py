@@ -16,8 +16,8 @@ class BackgroundHooks:
     """Calls `flush` and `saved` of hooks in other threads, `saved` for one checkpoint at a time."""
 
     def __init__(self, hooks: Sequence[Any]) -> None:
-        self._flushed = [hook for hook in hooks if defines(hook, "flush")]
-        self._told = [hook for hook in hooks if defines(hook, "saved")]
+        self._flush_hooks = [hook for hook in hooks if defines(hook, "flush")]
+        self._saved_hooks = [hook for hook in hooks if defines(hook, "saved")]
         self._lock = threading.Lock()
         self._tasks = SerialTasks("jstep-saved", daemon=True)
         self._calls: dict[str, Task[None]] = {}  # those in progress, by path
@@ -26,18 +26,19 @@ class BackgroundHooks:
 
     def flush(self) -> None:
         """Flush everything that must not be older than a checkpoint, before it exists; an error fails the save."""
-        for hook in self._flushed:
+        for hook in self._flush_hooks:
             call_named(hook, "flush")
 
     def saved(self, step: int, path: str) -> None:
+        """Begin to tell the hooks that a checkpoint is complete; only process 0 does."""
         with self._lock:
-            if self._told and jax.process_index() == 0:
+            if self._saved_hooks and jax.process_index() == 0:
                 self._calls = {path: call for path, call in self._calls.items() if not call.done()}
-                self._calls[path] = self._tasks.add(lambda: self._report(step, path))
+                self._calls[path] = self._tasks.add(lambda: self._call_saved(step, path))
 
-    def _report(self, step: int, path: str) -> None:
+    def _call_saved(self, step: int, path: str) -> None:
         self._thread = threading.get_ident()
-        for hook in tuple(self._told):
+        for hook in tuple(self._saved_hooks):
             self._errors.pop(id(hook), None)
             try:
                 call_named(hook, "saved", step, path)
@@ -47,6 +48,7 @@ class BackgroundHooks:
         self._thread = None
 
     def wait(self, path: str | None = None) -> None:
+        """Wait until the hooks have been told of a checkpoint, or of all."""
         if path is None:
             self._tasks.wait()
             return
@@ -56,9 +58,10 @@ class BackgroundHooks:
             call.result()
 
     def is_calling(self) -> bool:
+        """Whether this thread is in a call of `saved`, which must not wait for itself."""
         return self._thread == threading.get_ident()
 
     def end(self) -> list[Any]:
         """Report no more checkpoints; return the errors of hooks whose last call failed."""
-        self._told = []
+        self._saved_hooks = []
         return list(self._errors.values())

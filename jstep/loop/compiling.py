@@ -25,7 +25,7 @@ from jstep.loop.chunks import CallBoundaries, Chunk
 from jstep.loop.programs import Program, ProgramTable, shapes_of
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import Stage
-from jstep.loop.start_times import Compiled, StartTimes, thread_record
+from jstep.loop.start_times import CompileCounts, StartTimes, thread_counts
 from jstep.slots.matching import describe_difference
 from jstep.training.explain import explain
 from jstep.training.step import TrainStep
@@ -53,13 +53,20 @@ class CompileJob(NamedTuple):
     is_quiet: bool = False
 
 
+class BegunJob(NamedTuple):
+    """A job whose compilation is in progress, or has ended."""
+
+    job: CompileJob
+    task: Task[None]
+
+
 class Compiler:
     """Compiles a run's programs: in background threads, one at a time, and at the first call of each.
 
     Errors in the background are logged only: the step that needs the program raises them.
 
     Attributes:
-        record: The compilations that the loop's thread has waited for.
+        counts: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
         begun: Those in progress or compiled that no call has needed yet.
         closed: Set once the run closes, so that no thread waits any longer for the shapes of a batch.
@@ -69,13 +76,13 @@ class Compiler:
         self.table = table
         self._signals = signals
         self._watch = watch
-        self.record = thread_record()
+        self.counts = thread_counts()
         self.jobs: deque[CompileJob] = deque()
-        self.begun: deque[tuple[CompileJob, Task[None]]] = deque()
+        self.begun: deque[BegunJob] = deque()
         self.closed = threading.Event()
         self._cache_sizes: dict[int, int] = {}  # id of a step → the number of its programs
-        self._latest: Program | None = None  # the program that was compiled last because it was due
-        self._shapes: _Shapes | None = None  # those of the latest compilation
+        self._latest_due: Program | None = None  # the program that was compiled last because it was due
+        self._shapes: _Shapes | None = None  # of the latest compilation
         # id of a stage → how often it was compiled because its batch had another shape
         self._recompilations = Counter[int]()
 
@@ -130,13 +137,13 @@ class Compiler:
 
     def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
         task = functools.partial(_compile_job, job, args)
-        self.begun.append((job, in_background(task, name="jstep-compile")))
+        self.begun.append(BegunJob(job, in_background(task, name="jstep-compile")))
 
     def begin_next(self, args: tuple[Any, ...]) -> None:
         """Begin the next compilation, for the shapes of these arguments if the job has none of its own."""
         if not self.jobs or len(self.begun) == _MAX_AHEAD:
             return
-        if self.begun and not self.begun[-1][1].done():  # one at a time
+        if self.begun and not self.begun[-1].task.done():  # one at a time
             return
         job = self.jobs.popleft()
         self._begin(job, shapes_of(args) if job.args is None else job.args)
@@ -167,9 +174,9 @@ class Compiler:
         """Compile the program of a chunk, apart from this thread, so that a signal may end the wait for it."""
         program = chunk.program
         stage = program.stage
-        if program is self._latest:
+        if program is self._latest_due:
             return
-        self._latest = program
+        self._latest_due = program
         can_interrupt = chunk.can_interrupt
         self._log_compilation(chunk)
         if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -203,7 +210,7 @@ class Compiler:
         """Log why a stage was compiled again; return whether this was its first call."""
         program = chunk.program
         stage = program.stage
-        cache_size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
+        cache_size = getattr(program.step, "_cache_size", lambda: self.counts.programs)()
         has_grown = cache_size > self._cache_sizes.get(id(program.step), 0)
         self._cache_sizes[id(program.step)] = cache_size
         is_first = stage.begin()
@@ -287,9 +294,9 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
 def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) -> None:
     """Compile in another thread, but count it for this one."""
 
-    def compiled() -> Compiled:
+    def compiled() -> CompileCounts:
         lowered.compile()
-        return thread_record()
+        return thread_counts()
 
     task = in_background(compiled, name="jstep-compile-due")
     try:
@@ -297,7 +304,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) ->
     except BaseException:
         _warn_if_running(task)
         raise
-    thread_record().add(task.result())
+    thread_counts().add(task.result())
 
 
 def _warn_if_running(task: Task[Any]) -> None:

@@ -87,8 +87,8 @@ class Dispatch:
 
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
         program = chunk.program
-        record = self.compiler.record
-        programs_before = record.programs
+        counts = self.compiler.counts
+        programs_before = counts.programs
         if self._agreed is not None:
             # The program stands for the shapes of the batch, by which it was found: it costs nothing to compare.
             self._agreed.check(state, chunk.args, program)
@@ -100,7 +100,7 @@ class Dispatch:
         else:
             result = self._run_in_contexts(state, chunk, began)
         # A program that was called before is compiled again for another state.
-        if not program.is_called or record.programs != programs_before:
+        if not program.is_called or counts.programs != programs_before:
             self._note_compiled(state, chunk, result, began)
         self._latest = program
         if self.compiler.jobs:

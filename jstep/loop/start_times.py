@@ -13,11 +13,12 @@ from jstep.core.logs import logger
 
 
 @dataclasses.dataclass(slots=True)
-class Compiled:
+class CompileCounts:
     """The compilations of a thread so far.
 
     Attributes:
-        programs: The number compiled or found in the persistent cache.
+        programs: The number of programs that were compiled, or found in the persistent cache.
+        hits: The number of those that were found.
         unfinished: The time at which it last traced a program that is not compiled yet; 0 if there is none.
     """
 
@@ -34,26 +35,27 @@ class Compiled:
         elif event.startswith("/jax/core/compile/"):
             self.unfinished = time.perf_counter()
 
-    def add(self, other: "Compiled") -> None:
+    def add(self, other: "CompileCounts") -> None:
         self.programs += other.programs
         self.hits += other.hits
         self.unfinished = 0.0
 
 
-class _ThreadRecord(threading.local):
+class _ThreadCounts(threading.local):
     def __init__(self) -> None:  # called in each thread that uses it
-        self.compiled = Compiled()
+        self.counts = CompileCounts()
 
 
-_record = _ThreadRecord()
+_thread_counts = _ThreadCounts()
 
 
-def thread_record() -> Compiled:
-    return _record.compiled
+def thread_counts() -> CompileCounts:
+    """Return the counts of this thread, which JAX's events keep up to date."""
+    return _thread_counts.counts
 
 
-jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: thread_record().follow(event))
-jax.monitoring.register_event_listener(lambda event, **_: thread_record().follow(event))
+jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: thread_counts().follow(event))
+jax.monitoring.register_event_listener(lambda event, **_: thread_counts().follow(event))
 
 
 @dataclasses.dataclass
@@ -78,13 +80,13 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        record = thread_record()
-        hits_before = record.hits
-        programs_before = record.programs
+        counts = thread_counts()
+        hits_before = counts.hits
+        programs_before = counts.programs
         with self.timing("compile"):
             yield
-        if record.programs > programs_before:
-            self.is_cached = record.programs - programs_before <= record.hits - hits_before
+        if counts.programs > programs_before:
+            self.is_cached = counts.programs - programs_before <= counts.hits - hits_before
 
     def log(self, seconds_before: float) -> None:
         """Log the seconds of this start; `seconds_before` are those of the program before its run."""

@@ -246,7 +246,7 @@ class StallWatch(Observer):
         if activity is Activity.CHECKING:
             return _call(step - feeder.steps, step - 1)
         # Only JAX knows of a compilation within a call of the user's own function.
-        if is_tracing or run.components.dispatch.compiler.record.unfinished >= feeder.received_at:
+        if is_tracing or run.components.dispatch.compiler.counts.unfinished >= feeder.received_at:
             return _compilation(step)
         return _call(step, step + feeder.steps - 1)
 
