@@ -22,7 +22,7 @@ from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
 from jstep.hooks.cadence import NEVER
 from jstep.look.run_folder import logged_states, run_folder
-from jstep.loop.arguments import as_steps_per_call, check, check_locations
+from jstep.loop.arguments import as_steps_per_call, check_locations, check_state
 from jstep.loop.chunks import CallBoundaries, make_chunks
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchReader
@@ -171,7 +171,7 @@ def replay_calls(
     batches = run.batches
     steps_per_call = as_steps_per_call(run.steps_per_call, batches)
     stages = as_stages(run.train_step)
-    check(state, step)
+    check_state(state, step)
     batch_sharding = shardings_of_axes(run.batch_sharding, state)
     prefix = prefix_of(run.checkpoint_dir, run.prefix)
     check_locations(run.checkpoint_dir, prefix, None)

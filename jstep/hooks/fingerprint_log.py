@@ -293,7 +293,7 @@ class FingerprintHook(RunHook):
         self._pending.add(step, start_transfer([words for _, words in result.groups], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
-            self._pending.deliver_all(before=step)
+            self._pending.deliver_all(stop=step)
         else:
             self._pending.deliver_ready()
 

@@ -120,10 +120,9 @@ def _save_secs(given: Options) -> float | str | None:
 
 
 def _check_intervals(options: Options) -> None:
-    secs: Any = options.save_checkpoint_secs
-    if secs == AUTO:
-        secs = None
-    secs = _as_secs(secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
+    secs: Any = None
+    if options.save_checkpoint_secs != AUTO:
+        secs = _as_secs(options.save_checkpoint_secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
     steps = ("save_checkpoint_steps", options.save_checkpoint_steps)
     make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
     make_cadence(steps=("save_summaries_steps", options.save_summaries_steps), required=False)
@@ -163,7 +162,7 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
         )
 
 
-def check(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
+def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     """Reject a state without a scalar global step, or a last_step that its dtype cannot hold."""
     check_not_compile_only(as_state(state), "state")
     if np.ndim(state.global_step):
@@ -189,15 +188,16 @@ def check(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
 
 
 def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
+    """Return the directory that `compile_cache` says, checked; None for no cache."""
     if cache is None or cache is False:
         return None
     if cache is True:
-        where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-        if where is None or is_url(where):
+        directory = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+        if directory is None or is_url(directory):
             raise ValueError(
-                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(where)}; give a directory"
+                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(directory)}; give a directory"
             )
-        cache = os.path.join(os.fspath(where), "compile_cache")
+        cache = os.path.join(os.fspath(directory), "compile_cache")
     if not isinstance(cache, str | os.PathLike):
         raise TypeError(
             f"compile_cache={format_value(cache)}: must be a directory, True or None, got {describe_type(cache)}"

@@ -81,7 +81,7 @@ def make_chunks(
             batch, shapes, position = item
             # A looped program may have been replaced by a longer one: it is looked up for each call.
             if program is None or program.is_looped or step >= program.stage.stop or shapes != previous_shapes:
-                program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
+                program = program_for(step, shapes, functools.partial(_make_args, batch, place_one))
             chunk = [batch]
             item = None
             max_steps = min(program.max_steps, end - step)
@@ -94,22 +94,25 @@ def make_chunks(
                 item = None
             place = place_one
             if program.is_stacked:
-                batch = _stacked(chunk, program.max_steps)
+                batch = _stack_batches(chunk, program.max_steps)
                 place = place_stacked
-            args = batch_to_args(batch if place is None else place(batch))  # as in `_arguments`, without its call
+            args = batch_to_args(batch if place is None else place(batch))  # `_make_args`, without a call
             yield Chunk(program, args, len(chunk), step, position)
             step += len(chunk)
 
 
-def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+def _make_args(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
     return batch_to_args(batch if place is None else place(batch))
 
 
-def _stacked(batches: list[Any], max_steps: int) -> Any:
+def _stack_batches(batches: list[Any], max_steps: int) -> Any:
+    """Stack batches for a program of so many steps; the last one is repeated as padding, which is not trained on."""
+
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
 
-    return jax.tree.map(stack, *batches, *[batches[-1]] * (max_steps - len(batches)))
+    padding = [batches[-1]] * (max_steps - len(batches))
+    return jax.tree.map(stack, *batches, *padding)
 
 
 _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column

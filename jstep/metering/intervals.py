@@ -85,12 +85,14 @@ class Piece(NamedTuple):
             # The error of an infinite sum is ∞ − ∞ = NaN, which would make it NaN, too.
             values.append(float(total) + (float(error) if math.isfinite(total) else 0.0))
 
+        # The counts of each `mean_of` follow the totals of all metrics.
+        ratio_counts = dict(zip(columns.ratio_names, values[len(columns.names) :], strict=True))
         sums = dict(self.host_sums)
         for i, name in enumerate(columns.names):
             count = float(blocks.counts[i])
-            if i in columns.ratios:
+            if name in ratio_counts:
                 # A `mean_of` is divided by its own count, and has no value without one.
-                count = values[len(columns.names) + columns.ratios.index(i)]
+                count = ratio_counts[name]
                 if count == 0:
                     continue
             add_pair(sums, name, values[i], count)

@@ -102,6 +102,7 @@ def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_copy(value: Any) -> Any:
+    """Return what one device of this process has of an array over all processes, such as a replicated metric."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
@@ -120,6 +121,7 @@ class PendingTransfer(NamedTuple):
 
 
 def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
+    """Start to copy values to the host, from which `read` computes the numbers."""
     start_copies(values)
     return PendingTransfer(lambda: is_ready(values), read)
 
@@ -161,14 +163,16 @@ class TransferQueue:
         self._queue.append(_Delivery(step, pending, deliver, owner))
 
     def deliver_ready(self) -> None:
+        """Deliver what has arrived, in the order of steps: never a row before an earlier one."""
         while self._queue and self._queue[0].pending.is_ready():
-            self._next()
+            self._deliver_next()
 
-    def deliver_all(self, before: float = math.inf) -> None:
-        while self._queue and self._queue[0].step < before:
-            self._next()
+    def deliver_all(self, stop: float = math.inf) -> None:
+        """Wait for the numbers of all steps before `stop`, and deliver them."""
+        while self._queue and self._queue[0].step < stop:
+            self._deliver_next()
 
-    def _next(self) -> None:
+    def _deliver_next(self) -> None:
         step, pending, deliver, owner = self._queue.popleft()
         with contextlib.nullcontext() if pending.is_ready() else self._waiting():
             numbers = pending.read()

@@ -25,7 +25,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Generic, TypeAlias
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
 import jax
 
@@ -43,7 +43,7 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.hook import as_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
-from jstep.loop.arguments import Options, Step, cache_directory, check, validated
+from jstep.loop.arguments import Options, Step, cache_directory, check_state, validated
 from jstep.loop.chunks import Chunk
 from jstep.loop.course import BEGINNING, BETWEEN, READY, WITHIN, Activity, Course
 from jstep.loop.ending import make_end
@@ -81,6 +81,17 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
         course.failure = original_error(error)
         if course.failure is not error:
             raise course.failure from None
+
+
+class _Owner(NamedTuple):
+    """The process and the thread that have entered a run, and hold it."""
+
+    process: int
+    thread: int
+
+    @classmethod
+    def current(cls) -> "_Owner":
+        return cls(os.getpid(), threading.get_ident())
 
 
 @explains_attributes
@@ -187,7 +198,7 @@ class Run(Generic[P]):
         )
         options = validated(given, state, self._batches)
         stages = as_stages(train_step)
-        check(state, options.stop_step, options.hooks)
+        check_state(state, options.stop_step, options.hooks)
         processes.check_no_other_run()
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
@@ -196,7 +207,7 @@ class Run(Generic[P]):
         values = place_with_params(trees.copy_numpy(state, "state"))
         self._context = RunContext(options, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
-        self._owner = 0, 0
+        self._owner: _Owner | None = None  # what has entered it
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._body_resumed_at = 0.0  # by the stopwatch; of a body that makes its batches
         # What the run leaves behind. Here and not in the `Course`, which hooks and observers refer to in cycles: the
@@ -243,7 +254,7 @@ class Run(Generic[P]):
         """Return the iterator over the rest of the run, which yields the step of `state`."""
         if self._stack is None:
             raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
-        if self._owner != (os.getpid(), threading.get_ident()) and not self._context.is_over:
+        if self._owner != _Owner.current() and not self._context.is_over:
             raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
         return self._iterator
 
@@ -284,7 +295,7 @@ class Run(Generic[P]):
 
     def _require_body(self, what: str) -> None:
         course = self._context.course
-        if course.activity is not Activity.BODY or self._owner != (os.getpid(), threading.get_ident()):
+        if course.activity is not Activity.BODY or self._owner != _Owner.current():
             # A loop whose error the block has swallowed raises it again.
             raise course.failure or RuntimeError(
                 f"{what}: must be in the body of `for step in run:`, before the run has ended"
@@ -472,7 +483,7 @@ class Run(Generic[P]):
         context = self._context
         with contextlib.ExitStack() as stack:
             self._stack = stack
-            self._owner = (os.getpid(), threading.get_ident())
+            self._owner = _Owner.current()
             self._enter_settings(stack)
             stack.push(self._leave)
             stack.callback(context.signals.end)
@@ -497,7 +508,9 @@ class Run(Generic[P]):
         failure = self._context.course.take_failure()
         is_deliberate = error is not failure and self._is_deliberate(error)
         stack = self._stack
-        if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
+        if stack is None or self._owner is None:
+            return
+        if self._owner.process != os.getpid():  # the body has forked; the run belongs to the parent
             return
         self._context.watch.end_body()
         if error is not None and not is_deliberate:
