@@ -372,14 +372,20 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    """Call the program of a step; return `(state, StepMetrics)`, for a `LoopedStep` also its sums."""
+    """Call the program of a step; return `(state, StepMetrics)`, for a `LoopedStep` also its sums.
+
+    A state that a step returned has its layout, and is quick: on one device, and with JAX's usual settings, nothing of
+    it is looked at but whether it was donated, and its program is called without contexts.
+    """
     layout = getattr(state, "_layout", None)
-    is_known = layout is not None
-    if layout is None:
-        state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
+    is_returned = layout is not None
+    if layout is None:  # a handmade state
+        state = device_values.from_host(trees.copy_numpy(state, "state"), "state")
         check_no_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
-    is_donated = state.global_step.is_deleted() if is_known else trees.is_donated(getattr(state, "global_step", None))
+        is_donated = trees.is_donated(getattr(state, "global_step", None))
+    else:
+        is_donated = state.global_step.is_deleted()
     if is_donated:
         check_alive(state)  # a call that fails while it runs donates it, too
     transfers = meshes.NO_GUARD
@@ -392,10 +398,10 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     program = None if step._pure.depends_on_rows else step._programs.get(("call", donates, layout))
     if program is None:
         program = step._program(layout, args, donates=donates)
-    if mesh is None and not is_known:
+    if mesh is None and not is_returned:
         mesh = meshes.mesh_of(args)
     if mesh is not None:
-        check_will_not_crash(state, args, is_known=is_known, donates=donates)
+        check_will_not_crash(state, args, is_known=is_returned, donates=donates)
     try:
         if mesh is None and transfers is meshes.NO_GUARD:  # entering empty contexts would add 5 % to a small step
             new, metrics, *others = program(state, *args)

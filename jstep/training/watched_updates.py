@@ -138,9 +138,14 @@ def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Rol
     aging = _labels_with_age(roles.of(*AGES), labels)
     found.per_step |= roles.per_step
     found.increments |= increments
-    found.age_of |= {path: label for path, label, _ in named if label in aging}
-    found.updated |= {path for path, _, gradient in named if gradient is not None}
-    found.aged |= {path for path, label, gradient in named if gradient is None and label in trained & aging}
+    for path, label, gradient in named:
+        if label in aging:
+            found.age_of[path] = label
+        if gradient is not None:
+            found.updated.add(path)
+        elif label in trained and label in aging:
+            # The age of its label counts this update, which does not reach it.
+            found.aged.add(path)
     if not roles.by_step:
         return
     keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
