@@ -19,6 +19,7 @@ from jstep.loop.arguments import Options
 from jstep.state.train_state import TrainState
 
 _LEAVES = "leaves of the state"
+"""The fact that is compared by its hash, and explained by the leaves themselves."""
 _MANY_LEAVES = 8
 """How many leaves an error names."""
 
@@ -38,7 +39,7 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
     facts = {
         **_facts(options),
         "step of the state": step,
-        "leaves of the state": zlib.crc32("\n".join(leaves).encode()),
+        _LEAVES: zlib.crc32("\n".join(leaves).encode()),
     }
     rows = [json.loads(text) for text in processes.gather_texts(json.dumps(facts))]
     for name in facts:
@@ -75,14 +76,17 @@ def _facts(options: Options) -> dict[str, Any]:
 def _cadence(hook: object, *, ends_calls: bool) -> str | None:
     """Describe the cadence of a hook; None if processes may differ in it, such as a log that one of them writes."""
     cadence = hook_cadence(hook)
-    if cadence is None or not (cadence.together or (ends_calls and cadence.ends_calls)):
+    if cadence is None:
+        return None
+    ends_calls_here = ends_calls and cadence.ends_calls
+    if not cadence.together and not ends_calls_here:
         return None
     clock = " or by the clock" if cadence.secs is not None else ""
     return f"every {cadence.steps} steps{clock}"
 
 
 def _leaves(state: Tree) -> list[str]:
-    leaves = []
+    leaves: list[str] = []
     for path, leaf in trees.leaves_with_paths(state):
         kind = array_type(leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else type(leaf).__name__
         leaves.append(f"{path} {kind}")

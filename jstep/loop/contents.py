@@ -2,12 +2,12 @@
 
 | key of its `extra` | content | taken by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | positions of the batches | `_positions` | `saved_position`, by `start.py` |
-| `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
-| `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
-| `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
-| `ended` | the mark: the step at which all `end`s were made | `_hooks` | `Course`, which then owes no end |
-| `last_body` | the step, if its body ran because the run ended there | `_hooks` | `Course`, which then owes no body |
+| `batches`, `batches_of_processes` | positions of the batches | `_take_positions` | `saved_position`, by `start.py` |
+| `hooks` | the states of the hooks | `_take_hooks` | `restore_hooks` |
+| `stopped` | the name of the hook that stopped the run | `_take_hooks` | a log line; it is kept if no step is run |
+| `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_take_hooks` | `restore_hooks` |
+| `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
+| `last_body` | the step, if its body ran as the run ended there | `_take_hooks` | `Course`, which then owes no body |
 | `before_end` | true in the boundary before the `end`s, until the end is whole | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
@@ -53,7 +53,9 @@ class RunContents:
 
     def take(self, hooks: CheckpointExtra | None = None) -> Contents:
         """Return the current contents, perhaps with states of hooks that were taken before."""
-        return Contents(self._positions(), self._hooks() if hooks is None else hooks, self._run.course.iterations)
+        return Contents(
+            self._take_positions(), self._take_hooks() if hooks is None else hooks, self._run.course.iterations
+        )
 
     def are_still(self, saved: Contents) -> bool:
         """Whether `take` would return the same.
@@ -64,11 +66,11 @@ class RunContents:
         run = self._run
         source = run.components.batches.source
         if source.moves_between_steps and run.course.has_begun:
-            has_moved = not self._positions().is_same(saved.positions)
+            has_moved = not self._take_positions().is_same(saved.positions)
             are_positions_same = not processes.any_process(has_moved)
         else:
             are_positions_same = run.course.iterations == saved.iterations
-        are_hooks_same = self._hooks().is_same(saved.hooks)
+        are_hooks_same = self._take_hooks().is_same(saved.hooks)
         return are_positions_same and are_hooks_same
 
     def as_extra(self, contents: Contents, *, is_before_end: bool = False) -> CheckpointExtra:
@@ -98,9 +100,9 @@ class RunContents:
         except Exception as error:
             self._run.log_failed(writer, error)
 
-    def _hooks(self) -> CheckpointExtra:
+    def _take_hooks(self) -> CheckpointExtra:
         run = self._run
-        course = self._run.course
+        course = run.course
         entries = {
             HOOK_STATES: get_states(run.components.hooks),
             STOPPED: course.stopped_by,
@@ -117,7 +119,7 @@ class RunContents:
         encoded: Any = as_json(values, files)
         return CheckpointExtra(encoded, files if jax.process_index() == 0 else {})
 
-    def _positions(self) -> CheckpointExtra:
+    def _take_positions(self) -> CheckpointExtra:
         run = self._run
         if not run.course.has_begun:  # the positions have not changed
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
@@ -128,7 +130,7 @@ class RunContents:
     def _progress(self) -> str:
         """Describe how far this process has come in its loop, and what it did, which must be alike on all."""
         run = self._run
-        course = self._run.course
+        course = run.course
         parts = [f"step {run.step}"]
         if course.iterations:
             parts.append(f"iteration {course.iterations}")
