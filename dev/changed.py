@@ -28,6 +28,7 @@ TESTED_BY = {
     "queues": ["bad_input"],
     "record": ["look", "loop"],
     "schedules": ["bad_input"],
+    "showing": ["hooks", "look", "planning"],
     "slots": ["composition", "optimizers", "sharding"],
     "state": ["bad_input", "composition", "optimizers", "sharding"],
     "stores": ["object_storage"],

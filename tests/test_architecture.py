@@ -21,7 +21,7 @@ import jstep
 # A module may import from its own layer and from the layers before it; cycles are not allowed.
 LAYERS = [
     {"core"},
-    {"distributed", "metrics", "queues", "schedules", "slots", "stores"},
+    {"distributed", "metrics", "queues", "schedules", "showing", "slots", "stores"},
     {"record", "state"},
     {"data", "differentiate"},
     {"optimizers", "summary"},
@@ -44,6 +44,7 @@ STEP = {
     "metrics",
     "optimizers",
     "schedules",
+    "showing",
     "slots",
     "state",
     "stores",

@@ -4,7 +4,6 @@
 - `agreed_shapes`: batches that are alike on all processes.
 - `checks`: validation of arguments.
 - `device_values`: values that go to devices.
-- `drawing`: curves as SVG.
 - `exceptions`: notes on exceptions.
 - `interactive`: Python's prompt and notebooks.
 - `jaxprs`: traced programs.
@@ -19,7 +18,6 @@
 - `secret_text`: removal of secrets.
 - `selection`: selection of leaves by path, glob or `var_list`.
 - `stopwatch`: the wall time of a run by phase.
-- `tables`: tables as text and as HTML.
 - `threads`: threads, and what each is doing.
 - `tracebacks`: tracebacks without jstep's inner frames.
 - `trees`: types of trees, leaves and their paths.

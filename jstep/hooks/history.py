@@ -14,9 +14,7 @@ import numpy as np
 
 from jstep.core import processes, trees
 from jstep.core.checks import as_int
-from jstep.core.drawing import Curve, picture
 from jstep.core.logs import logger
-from jstep.core.tables import html_table
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.hooks.hook_states import StateFormat, register_format
@@ -24,6 +22,8 @@ from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics
+from jstep.showing.drawing import Curve, picture
+from jstep.showing.tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.files import check_no_links
 from jstep.stores.urls import location

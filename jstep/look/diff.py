@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.checks import format_list
-from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.arrays import LeafDifference, array_difference
 from jstep.look.checkpoint_positions import position_differences
@@ -24,6 +23,7 @@ from jstep.look.run_folder import (
     state_change_lines,
 )
 from jstep.record.differences import PAIR_WORDS, changes
+from jstep.showing.tables import columns, fold
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from jstep.checkpoint.listing import possible_checkpoints
 from jstep.core.checks import format_list, truncate
-from jstep.core.drawing import COLORS, NEUTRAL, Mark, Numbers, thin
 from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
 from jstep.look.run_folder import RunFolder, run_folder, state_change_lines
@@ -21,6 +20,7 @@ from jstep.look.run_summary import RunSummary
 from jstep.look.runs import differences_of, tree
 from jstep.record.differences import SECTIONS, values_of
 from jstep.record.stall_files import missing_threads, read_stalls
+from jstep.showing.drawing import COLORS, NEUTRAL, Mark, Numbers, thin
 from jstep.stores.event_files import Series
 from jstep.stores.urls import is_url
 

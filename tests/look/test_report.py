@@ -15,11 +15,11 @@ from written_runs import TIME, write_run
 
 import jstep
 from jstep import summary
-from jstep.core.drawing import Curve, Mark, picture
 from jstep.look import run_folder
 from jstep.look.cli import main
 from jstep.look.goodput import goodput_by_start
 from jstep.record.starts import read_starts
+from jstep.showing.drawing import Curve, Mark, picture
 
 optimizer, train_step = number(0.25)
 

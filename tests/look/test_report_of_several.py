@@ -12,8 +12,8 @@ from written_runs import write_checkpoint, write_run, write_start
 from written_sweep import losses, write_run_of_sweep, write_sweep
 
 import jstep
-from jstep.core.drawing import NEUTRAL, thin
 from jstep.look.cli import main
+from jstep.showing.drawing import NEUTRAL, thin
 
 
 def parsed(page):

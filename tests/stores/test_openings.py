@@ -7,7 +7,7 @@ from source_files import MODULES, nodes_of, text_of
 
 OPENS = {
     "stores.files": "the functions that the others use",
-    "core.drawing": "a file of the package",
+    "showing.drawing": "a file of the package",
     "core.logs": "the two ends of a pipe",
     "core.public_names": "a file of the package",
     "core.stopwatch": "/proc",

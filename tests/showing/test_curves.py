@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jstep.core.drawing import Curve, picture
+from jstep.showing.drawing import Curve, picture
 
 UNITS = {"k": 3, "M": 6, "G": 9}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jstep.core.tables import html_text
+from jstep.showing.tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH = 560
@@ -22,7 +22,7 @@ NEUTRAL = COLORS
 
 @functools.cache
 def stylesheet() -> str:
-    return importlib.resources.files("jstep.core").joinpath("curves.css").read_text(encoding="utf-8")
+    return importlib.resources.files("jstep.showing").joinpath("curves.css").read_text(encoding="utf-8")
 
 
 class Curve(NamedTuple):
