@@ -38,11 +38,11 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs the results, and runs callbacks.
 
-    Results are also written to `train`'s `logdir`. The states of callbacks are saved with each checkpoint. An
-    evaluation at the end of a run that is not due is not passed to callbacks with a true attribute `on_cadence_only`.
-    A callback that is an object may also have the methods `begin`, `before_save`, `get_state` and `set_state`, and
-    `close()`, and the attributes `key` and `watches`, which are those of a `Hook`.
-    An evaluation that a signal interrupts is repeated when the run is restarted.
+    Results are also written to `train`'s `logdir`. The states of callbacks are saved with each checkpoint. If a run
+    ends between two due evaluations, its last evaluation is not passed to callbacks with a true attribute
+    `on_cadence_only`. A callback that is an object may also have the methods `begin`, `before_save`, `get_state` and
+    `set_state`, and `close()`, and the attributes `key` and `watches`, with the same meaning as for a `Hook`. An
+    evaluation that a signal interrupts is repeated after a restart.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
@@ -56,7 +56,8 @@ class EvaluationHook(RunHook):
         at_start: Whether to evaluate the state before the first step of a fresh run, too.
 
     Attributes:
-        results: Step → result of `evaluate`, for this start; before its first one, that of the step it resumes from.
+        results: Step → result of `evaluate`, for all evaluations since the run was started or restarted. Before the
+            first of these, it has the result of the step that the run resumed from, if there is one.
         stop_reason: The `stop_reason` of the first callback that has stopped the run, such as `EarlyStopping`; None if
             none did.
 

@@ -79,17 +79,17 @@ class _FailedSave(NamedTuple):
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint leaves out the parameters that the run's checkpoints leave out, and stores its value
-    (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if it was measured with averages of the
-    parameters. `Saver(directory, prefix="best").best_step()` is the step of the best one. Every run competes with the
+    `Saver(directory, prefix="best").best_step()` returns the step of the best one. Each checkpoint stores its value
+    (`saver.extra()` returns `{"accuracy": 0.93}`, and also `"averages": True` if averages of the parameters were
+    evaluated). It leaves out the parameters that the run's own checkpoints leave out. A run competes with all
     checkpoints in `directory`; a warning is logged if the best value was measured with another config, or on other
     data. On a tie the earlier checkpoint is kept. A nonfinite value is never kept, nor are parameters with NaN.
 
-    A checkpoint of the run appears only after each best checkpoint of an evaluation up to it. If one cannot be saved,
-    the run ends at the end of the iteration with that error and saves nothing, so that the next start evaluates again.
-    A best checkpoint that is superseded is deleted once a later checkpoint of the run is on disk, so up to twice
-    `max_to_keep` may exist meanwhile. After a restart, best checkpoints of this run beyond the step that it resumes
-    from count for nothing until their evaluation is made again.
+    A checkpoint of the run appears only after the best checkpoints of all evaluations up to it. If one of these cannot
+    be saved, the run ends at the end of the iteration with that error and saves nothing, so that a restart evaluates
+    again. A superseded best checkpoint is deleted once a later checkpoint of the run is on disk, so up to twice
+    `max_to_keep` may exist for a while. After a restart, best checkpoints of this run beyond the step that it resumes
+    from do not count until their evaluation is repeated.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.

@@ -24,22 +24,24 @@ from jstep.training.metrics import Metrics
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define only the methods that are needed.
 
-    Besides the methods below, `train` calls `get_state`, `set_state`, `close()` after `closed`, and `flush()` on
-    process 0, in a background thread, before each checkpoint exists, for a log that must not be older.
+    Besides the methods below, `train` calls `get_state`, `set_state`, and `close()` after `closed`. It also calls
+    `flush()` before each checkpoint exists, on process 0 in a background thread, so that a log is never older than a
+    checkpoint.
 
-    Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
-    batch N − 1, or the state after it: in log lines, rows, checkpoints, fingerprints and exceptions. What starts from a
-    state has its number, N → N + 1: `before_step`, `replay(step=N)`, the first step of a stage, and lines about stalls
-    or compilations.
+    Steps are integers on the host: the number of training steps completed. In log lines, rows, checkpoints,
+    fingerprints and exceptions, step N is the update N − 1 → N, which used batch N − 1, or the state after it. In
+    `before_step`, `replay(step=N)`, the first step of a stage, and lines about stalls or compilations, N is the step of
+    the state before the update N → N + 1.
 
-    Reading values of `state` or `metrics` waits for the device: do it only when due. The state is donated to the next
-    step: copy what the hook needs later.
+    Reading values of `state` or `metrics` waits for the device, so do it only when due. The state is donated to the
+    next step, so copy what the hook needs later.
 
-    A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
-    strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once after
-    `begin`, to raise early, and saved with each checkpoint. `set_state` is called with it after `begin`; if it returns
-    True, no step is run. The value is matched to a hook by its attribute `key`, a string that no other hook has, or
-    else by the name of the class, the attribute `watches`, and the position.
+    A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value may contain
+    numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. `get_state` is
+    called once after `begin`, so that a wrong value raises an error early, and for each checkpoint. After a restart,
+    `set_state` is called with the saved value after `begin`; if it returns True, no step is run. The value is matched
+    to a hook by its attribute `key`, a string that no other hook has, or else by the name of the class, the attribute
+    `watches`, and the position.
 
     `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin` was not called.
 
@@ -78,9 +80,9 @@ class Hook(ShownAsTyped):
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Called once after the last step if no exception was raised; may return a state, like `after_step`.
 
-        The `end`s of all hooks are one transaction: if one of them fails, or the process is killed, the next start
-        calls all of them again, with the states that the hooks had before. A start that finds them made does not call
-        them; a run continued to a larger `last_step` does.
+        The `end`s of all hooks are one transaction: if one of them fails, or the process is killed, a restart calls all
+        of them again, with the states that the hooks had before. If all of them succeeded, a restart does not call them
+        again, unless the run continues to a larger `last_step`.
         """
 
     def before_save(self, step: int) -> bool | None:
@@ -90,11 +92,11 @@ class Hook(ShownAsTyped):
         """
 
     def saved(self, step: int, path: str) -> None:
-        """Called on process 0 with a checkpoint that is kept and acknowledged: complete and on disk.
+        """Called on process 0 for each permanent checkpoint once it is complete and on disk.
 
         It is called in a background thread, one call at a time; the checkpoint is not deleted before it returns. An
         exception is logged; `train` raises it at its end unless a later call succeeded. To read a checkpoint, open
-        another `Saver`: the run's own, which may wait for this call, raises a RuntimeError.
+        another `Saver`: the run's own may be waiting for this call, so it raises a RuntimeError.
         """
 
     def failed(self, step: int, error: BaseException) -> None:
