@@ -189,7 +189,8 @@ def changes(
         leave_out: Sections that are not compared.
     """
     differing = _differing_values(values_of(first), values_of(second), leave_out)
-    # The sections and the values that are named as different; a hash names none.
+    # A hash says only that something differs. So we first collect what differs by name, the sections and the values,
+    # and show a hash only if nothing that has a name explains it.
     named: set[str] = set()
     for name, difference in differing.items():
         if name not in HASHES:
@@ -198,32 +199,38 @@ def changes(
     has_lanes = bool((second.get("setup") or {}).get("lanes"))
     is_comparable = "batch" not in named and not ("devices" in named and has_lanes)
     found = Changes([], [], [])
-    shown: set[str] = set()
-    for name, (section, old, new) in differing.items():
-        if section == "config" and _is_argument(name, old, new, differing):
-            continue
-        if section == "state" and "jax_enable_x64" in differing:
-            continue
+    shown: set[str] = set()  # the hashes that have a line: that of the first program stands for all
+    for name, difference in differing.items():
+        section, old, new = difference
         stem = _stem(name)
-        if stem in shown:
-            continue  # the first program that differs stands for all
-        if stem == _TRACED_STEP:
+        if stem in shown or _has_another_line(name, difference, differing, named):
+            continue
+        lines = found.list_of(stem, section)
+        if stem not in HASHES:
+            lines.append(f"{name}: {_shown(old, new)} {words[0]}, {_shown(new, old)} {words[1]}")
+        elif stem == _TRACED_STEP:
             if not is_comparable:
                 continue
             shown.add(stem)
-            lines = found.place if _TRACED & named else found.list_of(stem, section)
+            if _TRACED & named:
+                lines = found.place
             lines.append(HASHES[stem] + _how_programs_differ(name, (first, second), words))
-        elif stem in HASHES:
-            # Values of the section that are named say more than its hash; other devices have other shardings.
-            if not {section, "devices"} & named:
-                shown.add(stem)
-                found.list_of(stem, section).append(HASHES[stem])
-        elif stem == "train: batch_sharding" and "devices" in named:
-            continue  # its meshes are those of the devices
-        else:
-            line = f"{name}: {_shown(old, new)} {words[0]}, {_shown(new, old)} {words[1]}"
-            found.list_of(stem, section).append(line)
+        elif not {section, "devices"} & named:  # other devices have other shardings
+            shown.add(stem)
+            lines.append(HASHES[stem])
     return found
+
+
+def _has_another_line(
+    name: str, difference: _Difference, differing: Mapping[str, _Difference], named: Collection[str]
+) -> bool:
+    """Whether the line of another value says what differs."""
+    if difference.section == "config":
+        return _is_argument(name, difference.old, difference.new, differing)
+    if difference.section == "state":
+        return "jax_enable_x64" in differing
+    # The meshes of a sharding are those of the devices.
+    return _stem(name) == "train: batch_sharding" and "devices" in named
 
 
 def _differing_values(
