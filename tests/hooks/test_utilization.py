@@ -163,7 +163,7 @@ def test_a_dtype_that_the_table_lacks_is_logged(monkeypatch, caplog):
 def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="jstep")
     writer, added = Writer(), []
-    monkeypatch.setattr(UtilizationMeter, "_of", lambda self, *args: added.append(args))
+    monkeypatch.setattr(UtilizationMeter, "_work_of", lambda self, *args: added.append(args))
     train(counter(summary_writer=writer), progress=None)
     assert {tag for _, tags in writer.points for tag in tags} == {"global_step/sec"}
     assert not added  # no step is recorded
