@@ -169,8 +169,10 @@ def unique(paths: Iterable[str]) -> list[str]:
 
 def start_leaf_fingerprints(named: Sequence[tuple[LeafRecord, Any]]) -> Callable[[], tuple[LeftOutLeaf, ...]]:
     """Start computing fingerprints on the leaves' devices; the returned function waits."""
-    keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
-    begun = start_fingerprints([value for _, value in named], np.stack(keys)) if keys else []
+    begun: Sequence[Any] = []
+    if named:
+        keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
+        begun = start_fingerprints([value for _, value in named], np.stack(keys))
 
     def records() -> tuple[LeftOutLeaf, ...]:
         return tuple(

@@ -282,7 +282,8 @@ class _Gather:
         # All devices, unless their number differs: not every backend runs a program on some devices of a process.
         count = min(len(devices) for devices in devices_of.values())
         devices_of = {process: devices[:count] for process, devices in devices_of.items()}
-        mesh = Mesh(np.array([[devices_of[process] for process in group] for group in groups]), _AXES)
+        rows = [[devices_of[process] for process in group] for group in groups]
+        mesh = Mesh(np.array(rows), _AXES)
         self._own_rows = NamedSharding(mesh, PartitionSpec("group", "member"))
         self._all_rows = NamedSharding(mesh, PartitionSpec("group"))
         self._devices = devices_of[jax.process_index()]

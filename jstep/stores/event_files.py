@@ -43,8 +43,12 @@ def import_extra(module: str, what: str = "an event file") -> Any:
 
 @functools.cache
 def proto(name: str) -> Any:
-    modules = (import_extra(f"tensorboard.compat.proto.{module}") for module in _PROTOS)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    """Return a message class, or an enumeration, of TensorBoard's protos."""
+    for module_name in _PROTOS:
+        module = import_extra(f"tensorboard.compat.proto.{module_name}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise LookupError(f"{name} is in none of TensorBoard's {_PROTOS}")
 
 
 def decode_error() -> type[Exception]:
@@ -52,6 +56,7 @@ def decode_error() -> type[Exception]:
 
 
 def parse_message(data: bytes, name: str, what: str) -> Any:
+    """Return a message of bytes that a user gave; `what` is for the error."""
     try:
         return proto(name).FromString(data)
     except decode_error() as error:
@@ -59,6 +64,7 @@ def parse_message(data: bytes, name: str, what: str) -> Any:
 
 
 def is_message(x: object, name: str) -> bool:
+    """Return whether a value is a message of this name, of whatever package: TensorFlow has classes of its own."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")
 
@@ -70,6 +76,10 @@ HEADER = 12
 FOOTER = 4
 """The bytes after them."""
 _MASK_DELTA = 0xA282EAD8
+MAX_LENGTH = 2**31
+"""The size limit of a protobuf message; messages are smaller."""
+_PART = 2**20
+"""The bytes of a record that are read at once."""
 
 
 class DataLossError(Exception):
@@ -90,22 +100,17 @@ class DataLossError(Exception):
         return f"{self.path}: corrupted record at offset {self.offset}: {self._reason}"
 
 
-MAX_LENGTH = 2**31
-"""The size limit of a protobuf message; messages are smaller."""
-
-
-_PART = 2**20
-"""The bytes of a record that are read at once."""
-
-
 def masked_crc(data: bytes) -> int:
     crc = import_extra(CHECKSUMS).value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def frame(data: bytes) -> bytes:
+    """Return a record."""
     length = struct.pack("<Q", len(data))
-    return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
+    length_crc = struct.pack("<I", masked_crc(length))
+    data_crc = struct.pack("<I", masked_crc(data))
+    return b"".join((length, length_crc, data, data_crc))
 
 
 def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:

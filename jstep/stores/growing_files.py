@@ -68,8 +68,9 @@ class ObjectAppender:
         self._segment = segment or SEGMENT
         self._failing = False
         self._last_upload_at = -math.inf
-        # Held while what follows is changed. The full objects that are not uploaded yet, and then the one that grows:
-        # its key, its data, and how many bytes of these the store has; -1 if it does not exist.
+        # Held by `write`, and by an upload while it looks at what grows; only an upload removes from `_full`. The full
+        # objects that are not uploaded yet, and then the one that grows: its key, its data, and how many bytes of these
+        # the store has; -1 if it does not exist.
         self._lock = threading.Lock()
         self._full: list[tuple[str, bytes]] = []
         self._key = next_key()
@@ -103,10 +104,10 @@ class ObjectAppender:
 
     def sync(self) -> bool:
         """Upload new data and return whether that succeeded; a failure is logged once."""
+        # A store that is down must not delay callers.
+        seconds = 5 if self._failing else math.inf
         try:
-            with self._objects.time_limit(
-                5 if self._failing else math.inf
-            ):  # a store that is down must not delay callers
+            with self._objects.time_limit(seconds):
                 self._put()
         except OSError as error:
             if not self._failing:

@@ -52,10 +52,11 @@ def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] |
         return None
     if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
         return None  # a broadcast axis
-    # Axes of size 1 come first in both orders: their strides say nothing.
-    own_order = sorted(range(len(shape)), key=lambda axis: shape[axis] > 1)
-    memory_order = sorted(own_order, key=lambda axis: -abs(strides[axis]) if shape[axis] > 1 else -math.inf)
-    return None if memory_order == own_order else memory_order
+    # The strides of axes of size 1 say nothing: they come first.
+    ones = [axis for axis, size in enumerate(shape) if size == 1]
+    others = [axis for axis, size in enumerate(shape) if size > 1]
+    memory_order = sorted(others, key=lambda axis: -abs(strides[axis]))
+    return None if memory_order == others else [*ones, *memory_order]
 
 
 def _inverse(axes: Any, shape: tuple[int, ...]) -> list[int]:

@@ -110,6 +110,14 @@ def test_an_array_needs_as_many_bytes_in_files(saved):
             saver.restore(wanted)
 
 
+def test_an_array_of_impossible_parts_is_named_once(saved):
+    saver, path = saved
+    edit_manifest(path, lambda data: data.update(parts={"params/w": [1] * 9}))
+    with pytest.raises(CheckpointError, match="it has parts of shape") as error:
+        saver.restore(state_at(0))
+    assert str(error.value).count("the array of 'params/w' is not what jstep writes") == 1
+
+
 def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
     """Eviction deletes the link under all its names, but not its target."""
     with Saver(tmp_path / "elsewhere") as other:
