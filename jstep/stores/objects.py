@@ -30,12 +30,12 @@ RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 START_TIMEOUT_SECS = 38.0
 """Timeout of all requests at the start of a run, which check that it can read, list and write."""
 BYTES_PER_SEC = 1e6
-"""Bytes per second, by which large objects get more time than `SECONDS`."""
-SECONDS = 26.0
+"""Bytes per second, by which large objects get more time than `TIMEOUT_SECS`."""
+TIMEOUT_SECS = 26.0
 """Timeout of an operation on a store that does not respond."""
-WHILE_DOWN = 14.0
-"""Timeout of an operation if the store failed less than `REMEMBERED` seconds ago."""
-REMEMBERED = 60.0
+SHORT_TIMEOUT_SECS = 14.0
+"""Timeout of an operation after a recent outage, since many may follow."""
+OUTAGE_SECS = 60.0
 """Seconds for which an outage counts as recent."""
 
 
@@ -53,7 +53,7 @@ _outages: dict[str, _Outage] = {}
 def recent_outage(bucket: str) -> str | None:
     """Return why a bucket did not respond a short time ago; None if it did, or was not asked."""
     outage = _outages.get(bucket)
-    if outage is None or time.monotonic() - outage.seen_at >= REMEMBERED:
+    if outage is None or time.monotonic() - outage.seen_at >= OUTAGE_SECS:
         return None
     return outage.why
 
@@ -83,7 +83,7 @@ class PendingOperation:
         self._verb = verb
         self.url = objects.url_of(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
-        timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
+        timeout = TIMEOUT_SECS if recent_outage(self._bucket) is None else SHORT_TIMEOUT_SECS
         self._deadline = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
 
     def result(self) -> Any:
@@ -95,7 +95,7 @@ class PendingOperation:
             result = self._future.result(timeout=0.01)
         except TimeoutError:
             self._future.cancel()
-            # The reason of an earlier failure says more than that there was no response.
+            # That of an earlier failure, after which this request has waited less.
             reason = recent_outage(self._bucket)
             if reason is None:
                 store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
@@ -132,7 +132,7 @@ class PendingList(PendingOperation):
         earliest: _ListTraffic | None = None
         deadline = time.monotonic() + secs
         patience = 20
-        while not super()._wait(min(_SECONDS_PER_LOOK, deadline - time.monotonic())):
+        while not super()._wait(min(_POLL_SECS, deadline - time.monotonic())):
             # Not before the loop: most lists have ended by now, and reading the metrics takes 0.3 ms.
             traffic = _ListTraffic.now()
             earliest = earliest or traffic
@@ -148,7 +148,7 @@ class PendingList(PendingOperation):
                 if patience == 0 or not self._responds():
                     return False
                 patience -= 1
-                deadline = time.monotonic() + SECONDS
+                deadline = time.monotonic() + TIMEOUT_SECS
         return True
 
     def _responds(self) -> bool:
@@ -159,8 +159,8 @@ class PendingList(PendingOperation):
         return False
 
 
-_SECONDS_PER_LOOK = 0.5
-"""Seconds between two looks at what a list has received."""
+_POLL_SECS = 0.5
+"""Seconds between two polls of what a list has received."""
 _MAX_LIST_BYTES = 2**29
 """The maximum bytes of the pages of a list, which has then more than a million objects."""
 _MAX_SMALL_PAGES = 1000

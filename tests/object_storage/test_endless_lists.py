@@ -60,7 +60,7 @@ def test_reads_and_writes_beside_a_list_are_not_its_pages(store, monkeypatch):
     """What the process receives meanwhile is more than the pages of a list."""
     monkeypatch.setattr("jstep.stores.objects._MAX_SMALL_PAGES", 12)
     monkeypatch.setattr("jstep.stores.objects._MAX_LIST_BYTES", 2**21)
-    monkeypatch.setattr("jstep.stores.objects._SECONDS_PER_LOOK", 0.01)
+    monkeypatch.setattr("jstep.stores.objects._POLL_SECS", 0.01)
     bucket = Bucket(store.run)
     for number in range(9):
         bucket.write(f"a/{number}", b"x" * 10**6)
