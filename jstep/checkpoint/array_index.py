@@ -145,7 +145,7 @@ def _root_of(manifest: bytes) -> list[_Node]:
     if not roots or not roots[-1].path:
         return []
     newest = roots[-1]
-    _require_database_files([newest.path])
+    _check_database_files([newest.path])
     return [_Node(newest, heights[-1], b"")]
 
 
@@ -155,7 +155,7 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     if height != node.height:
         raise UntrustedError(f"a node at the height {node.height} says that it is at {height}")
     paths = body.paths()
-    _require_database_files(paths)
+    _check_database_files(paths)
     count = body.number()
     # A key has the first bytes of the one before, as many as are shared, and then its own.
     shared = [0, *body.numbers(max(0, count - 1))]
@@ -208,7 +208,7 @@ def _values(body: "_Body", paths: Sequence[str], count: int) -> list[Extent | by
     return values
 
 
-def _require_database_files(paths: Iterable[str]) -> None:
+def _check_database_files(paths: Iterable[str]) -> None:
     for path in paths:
         if not is_database_file(path):
             raise UntrustedError(f"it names {path!r:.80}, which is not a file of a database")

@@ -236,7 +236,7 @@ class ArrayReader:
             if not self.problems:
                 placed[name] = place_boxes(kinds[name], shardings[name], boxes)
             buffers.give_back(boxes.values())
-        self._raise_problems()
+        self._check_problems()
         return placed
 
     def read_boxes(self, wanted: Mapping[str, Sequence[ShardBounds]]) -> dict[str, dict[ShardBounds, Any]]:
@@ -251,7 +251,7 @@ class ArrayReader:
             return np.empty(lengths(box), kinds[name].dtype)
 
         found = dict(self._read_in_order(kinds, wanted, new_memory))
-        self._raise_problems()
+        self._check_problems()
         return found
 
     def kinds(self, names: Iterable[str]) -> dict[str, ArrayKind]:
@@ -267,7 +267,7 @@ class ArrayReader:
             kind = kinds_of_files.get(name) if name.startswith(FILES) else self.kind(name)
             if kind is not None:
                 kinds[name] = kind
-        self._raise_problems()
+        self._check_problems()
         return kinds
 
     def _read_in_order(
@@ -489,7 +489,7 @@ class ArrayReader:
             self.problems.append(f"{self._described(name)} {why}: {redact(text)}")
             return None
 
-    def _raise_problems(self) -> None:
+    def _check_problems(self) -> None:
         if self.problems:
             raise CorruptedCheckpointError(list(dict.fromkeys(self.problems)))
 

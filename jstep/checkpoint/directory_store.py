@@ -91,14 +91,14 @@ class DirectoryStore(Store):
         return wrong
 
     def claim(self) -> None:
-        self._refuse_moved()
+        self._check_not_moved()
         make_directories(self.directory)
         super().claim()
         if not self._is_cleaned:
             self._remove_leftovers()
             self._is_cleaned = True
 
-    def _refuse_moved(self) -> None:
+    def _check_not_moved(self) -> None:
         """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
         if isinstance(self._claim, FileClaim) and self._claim.is_moved():
             raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
@@ -133,12 +133,12 @@ class DirectoryStore(Store):
 
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
-        self._refuse_moved()  # if the directory was renamed, tensorstore has created it again under its old name
+        self._check_not_moved()  # if the directory was renamed, tensorstore has created it again under its old name
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
-            _require_remains(final)
+            _check_remains(final)
             remove(replaced)
             os.rename(final, replaced)
         sync_directory(temporary)
@@ -190,7 +190,7 @@ class DirectoryStore(Store):
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
                 # The save that should have replaced it was interrupted: it takes its name back.
                 if os.path.lexists(final):
-                    _require_remains(final)
+                    _check_remains(final)
                     self.evict(final)
                 os.rename(path, final)
             elif suffix and path not in attempts.UNFINISHED_WRITES and path != self._failed:
@@ -213,7 +213,7 @@ class DirectoryAttempt(attempts.Attempt):
         return os.path.exists(os.path.join(self._final, self.part(self.process)))
 
 
-def _require_remains(path: str) -> None:
+def _check_remains(path: str) -> None:
     """Reject what is neither a checkpoint nor the remains of one, but data of another program."""
     names = listing.list_names(path)
     is_directory = os.path.isdir(path) and not os.path.islink(path)

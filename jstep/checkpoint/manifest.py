@@ -155,11 +155,11 @@ class LeafRecord:
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
-        path = _checked(data["path"], "a string")  # a key of the user's, which UTF-8 may be unable to encode
-        keys = tuple(_checked(key, "a string") for key in data.get("keys", path.split("/")))
+        path = _as_kind(data["path"], "a string")  # a key of the user's, which UTF-8 may be unable to encode
+        keys = tuple(_as_kind(key, "a string") for key in data.get("keys", path.split("/")))
         if not keys:
             raise ValueError("a leaf without keys")
-        return path, keys, _shape(data["shape"]), _checked(data["dtype"], "a word")
+        return path, keys, _as_shape(data["shape"]), _as_kind(data["dtype"], "a word")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +182,17 @@ class Leaf(LeafRecord):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
         path, keys, shape, dtype = cls._fields(data)
-        array = _optional(data.get("array", path), "text")
+        array = _as_kind_or_none(data.get("array", path), "text")
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
             raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
-        nbytes = _checked(data["nbytes"], "a count")
-        stored_as = _optional(data.get("stored_as"), "a word")
+        nbytes = _as_kind(data["nbytes"], "a count")
+        stored_as = _as_kind_or_none(data.get("stored_as"), "a word")
         if stored_as is not None and stored_as != _carrier(dtype):
             raise ValueError(f"{path!r:.50} of dtype {dtype} is not stored as {stored_as}")
-        key_impl = _optional(data.get("key_impl"), "a word")
-        return cls(path, keys, shape, dtype, nbytes, array, stored_as, key_impl, _optional(data.get("half"), "text"))
+        key_impl = _as_kind_or_none(data.get("key_impl"), "a word")
+        return cls(
+            path, keys, shape, dtype, nbytes, array, stored_as, key_impl, _as_kind_or_none(data.get("half"), "text")
+        )
 
 
 def _carrier(dtype: str) -> str | None:
@@ -208,7 +210,7 @@ class LeftOutLeaf(LeafRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOutLeaf":
-        return cls(*cls._fields(data), _checked(data["fingerprint"], "text"))
+        return cls(*cls._fields(data), _as_kind(data["fingerprint"], "text"))
 
 
 def _keys_of(kind: type[LeafRecord]) -> frozenset[str]:
@@ -322,7 +324,7 @@ def decode(data: bytes) -> Manifest:
         if loaded is None:
             raise ValueError("it is not JSON, or is nested too deeply")
         _check_format(loaded)
-        return _valid_manifest(loaded)
+        return _as_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         problem = f"its checksum is correct, but its content is not what jstep writes ({reason})"
@@ -331,8 +333,8 @@ def decode(data: bytes) -> Manifest:
 
 def _check_format(loaded: Mapping[str, Any]) -> None:
     """Raise an `UnsupportedFormatError` unless this version reads all of a manifest's formats."""
-    written_by = _checked(loaded.get("jstep", "an early version"), "a word")
-    number = _checked(loaded["format"], "a count")
+    written_by = _as_kind(loaded.get("jstep", "an early version"), "a word")
+    number = _as_kind(loaded["format"], "a count")
     if number < FORMAT:
         raise UnsupportedFormatError(
             f"it has format {number}, written by jstep {written_by} before the first release, whose format is "
@@ -381,7 +383,7 @@ def _unknown_keys(loaded: Mapping[str, Any]) -> str:
     return ""
 
 
-def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
+def _as_manifest(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     files = dict(loaded["files"])
     for path, nbytes in files.items():
@@ -389,32 +391,32 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"the file {path!r} has a name that jstep does not give")
         if "\\" in path or {"", ".."} & set(path.split("/")):
             raise ValueError(f"the file {path!r} is not below the checkpoint")
-        _checked(nbytes, "a count")
-    data = _optional(loaded.get("data"), "text")
+        _as_kind(nbytes, "a count")
+    data = _as_kind_or_none(loaded.get("data"), "text")
     if data is not None and (data in ("", ".", "..") or "/" in data):
         raise ValueError(f"the directory {data!r} is not below the checkpoint")
     retention = loaded["retention"]
     parts = loaded.get("parts", {})
     leaves = tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"])
-    _require_arrays_of_their_own(leaves)
+    _check_distinct_arrays(leaves)
     return Manifest(
-        step=_checked(loaded["step"], "a count"),
-        saved_at=_checked(loaded["saved_at"], "a time"),
+        step=_as_kind(loaded["step"], "a count"),
+        saved_at=_as_kind(loaded["saved_at"], "a time"),
         leaves=leaves,
         extra=loaded["extra"],
         retention=RetainedSteps(
-            steps=frozenset(_counts(retention["kept"])),
-            interval_start=_checked(retention["since"], "a time"),
-            temporary=frozenset(_counts(retention.get("temporary", ()))),
+            steps=frozenset(_as_counts(retention["kept"])),
+            interval_start=_as_kind(retention["since"], "a time"),
+            temporary=frozenset(_as_counts(retention.get("temporary", ()))),
         ),
         files=files,
-        jstep=_checked(loaded["jstep"], "a word"),
+        jstep=_as_kind(loaded["jstep"], "a word"),
         data=data,
-        parts={name: _shape(part) for name, part in parts.items()},
+        parts={name: _as_shape(part) for name, part in parts.items()},
         left_out=tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
-        finite=_checked(loaded.get("finite", True), "true or false"),
-        temporary=_checked(loaded.get("temporary", False), "true or false"),
-        processes=_checked(loaded["processes"], "a count"),
+        finite=_as_kind(loaded.get("finite", True), "true or false"),
+        temporary=_as_kind(loaded.get("temporary", False), "true or false"),
+        processes=_as_kind(loaded["processes"], "a count"),
         best=BestRecord.from_json(loaded),
     )
 
@@ -446,24 +448,24 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 """Kinds of values in a manifest. Text can be a name of a file, and an error shows a word as it is."""
 
 
-def _checked(value: Any, kind: str) -> Any:
+def _as_kind(value: Any, kind: str) -> Any:
     if not _KINDS[kind](value):
         raise ValueError(f"{value!r:.50} is not {kind}")
     return value
 
 
-def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_checked(value, "a count") for value in values)
+def _as_counts(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_as_kind(value, "a count") for value in values)
 
 
-def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
+def _as_shape(sizes: Sequence[Any]) -> tuple[int, ...]:
     # The product of very many sizes is a number whose computation takes quadratic time.
     if len(sizes) > _MAX_DIMENSIONS:
         raise ValueError(f"a shape of {len(sizes)} dimensions")
-    return _counts(sizes)
+    return _as_counts(sizes)
 
 
-def _require_arrays_of_their_own(leaves: Sequence[Leaf]) -> None:
+def _check_distinct_arrays(leaves: Sequence[Leaf]) -> None:
     """Raise an error if two leaves name one array, which would be read once, and copied for each of them."""
     names = Counter(leaf.array for leaf in leaves if leaf.array is not None)
     name, count = next(iter(names.most_common(1)), ("", 0))
@@ -471,5 +473,5 @@ def _require_arrays_of_their_own(leaves: Sequence[Leaf]) -> None:
         raise ValueError(f"{name!r:.50} is the array of {count} leaves")
 
 
-def _optional(value: Any, kind: str) -> Any:
-    return None if value is None else _checked(value, kind)
+def _as_kind_or_none(value: Any, kind: str) -> Any:
+    return None if value is None else _as_kind(value, kind)

@@ -374,7 +374,7 @@ class Bucket(Objects):
         """Return what the index has with this beginning; None without a mark: nothing, or a copy, was written there."""
         for _ in range(2):  # the mark may be written meanwhile
             keys = self.list(f"{INDEX}{start}", _MARKS_END)
-            self._refuse_later(keys)
+            self._check_no_later_mark(keys)
             if MARK in keys:
                 return [key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")]
             if self.read(MARK).data is None:
@@ -384,7 +384,7 @@ class Bucket(Objects):
     def listing(self) -> list[str]:
         """Return all keys in order, without the mark; if there is none, a second list must be the same."""
         keys = self.list()
-        self._refuse_later(keys)
+        self._check_no_later_mark(keys)
         if MARK in keys:
             return [key for key in keys if key != MARK]
         is_marked = self.read(MARK).data is not None
@@ -396,7 +396,7 @@ class Bucket(Objects):
             raise self._truncated()
         return [key for key in second_keys if key != MARK]
 
-    def _refuse_later(self, keys: Iterable[str]) -> None:
+    def _check_no_later_mark(self, keys: Iterable[str]) -> None:
         """Refuse a bucket with the mark of a later jstep: it is not one without a mark, which may be a copy."""
         for key in keys:
             match = _MARK_NAME.fullmatch(key)
