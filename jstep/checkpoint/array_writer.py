@@ -73,13 +73,13 @@ class _LocalPart(NamedTuple):
 
     Attributes:
         shard: The position of the shard that has it, among those of this process.
-        index: The indices of the part in the array.
-        index_in_shard: The indices of the part in the shard.
+        indices: Those of the part in the array.
+        indices_in_shard: Those of the part in the shard.
     """
 
     shard: int
-    index: Index
-    index_in_shard: Index
+    indices: Index
+    indices_in_shard: Index
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,8 +94,8 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
         part = bounds(index, shape)
         if device in shards:
             i, shard = shards[device]
-            index_in_shard = [slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)]
-            local_part = _LocalPart(i, slices(part), tuple(index_in_shard))
+            indices_in_shard = [slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)]
+            local_part = _LocalPart(i, slices(part), tuple(indices_in_shard))
             local_parts.setdefault(seen[part], []).append(local_part)
         seen[part] += 1
     return _Division(divided, divided.shard_shape(shape), max(seen.values()), local_parts)
@@ -196,11 +196,11 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         for local_part in division.local_parts.get(replica, ()):
             data: Any = jax_arrays[name].addressable_data(local_part.shard)
             if array.sharding in shardings_in_place:
-                data = np.asarray(data)[local_part.index_in_shard]
+                data = np.asarray(data)[local_part.indices_in_shard]
                 host_values.append(_Value(values, len(values), data))
             else:
                 device_values.append(_Value(values, len(values), data))
-            values.append((local_part.index, data))
+            values.append((local_part.indices, data))
         own_parts.append(OwnParts(name, array.shape, array.dtype, division.part, values))
     if copies is not None:
         _replace(host_values, copies.copy([value.data for value in host_values]))
@@ -327,7 +327,7 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     context = ts.Context()
     transaction = ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
-    store = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
+    store: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
     if not is_local:
         store["target_data_file_size"] = _OBJECT
     cached_chunk_shape = functools.cache(chunk_shape)  # many arrays have one shape
@@ -420,7 +420,7 @@ def orbax_files(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
         "custom_metadata": None,
     }
     nanoseconds = int(saved_at * 1e9)
-    step = {
+    step: dict[str, Any] = {
         "item_handlers": None,
         "metrics": {},
         "performance_metrics": {},

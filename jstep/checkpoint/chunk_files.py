@@ -35,13 +35,13 @@ class _Piece(NamedTuple):
     Attributes:
         place: Where its bytes are, or these bytes.
         shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of the array.
-        index: The indices in the chunk of the part to keep.
+        indices: The indices in the chunk of the part to keep.
         values: The memory of that part.
     """
 
     place: Extent | bytes
     shape: Sequence[int]
-    index: tuple[slice, ...]
+    indices: tuple[slice, ...]
     values: np.ndarray[Any, Any]
 
 
@@ -109,12 +109,12 @@ class ChunkFiles:
         # The part that is kept is often the beginning of the chunk: then it is read to where it belongs. What follows
         # it are the rows of the last chunk that are beyond the end of the array, and the checksum.
         is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
-        if is_beginning and all(part.start == 0 for part in piece.index):
+        if is_beginning and all(part.start == 0 for part in piece.indices):
             return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
         whole = np.empty(piece.shape, kept.dtype)
         if not self._read_chunk(piece.place, _as_bytes(whole), nbytes):
             return False
-        kept[...] = whole[piece.index]
+        kept[...] = whole[piece.indices]
         return True
 
     def _read_chunk(self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int) -> bool:

@@ -83,8 +83,9 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
     if kind is ExternalBytes:
         return as_json(copy.read()) if files is None else files.add(copy)
     if kind is bytes:
-        is_file = files is not None and len(copy) > LARGE
-        return files.add(copy) if is_file else base64.b64encode(copy).decode()
+        if files is not None and len(copy) > LARGE:
+            return files.add(copy)
+        return base64.b64encode(copy).decode()
     if isinstance(copy, jax.Array):
         return as_json(tagged_arrays.host_parts(copy), files)
     return copy
@@ -278,7 +279,7 @@ def _seed(parts: Any) -> np.random.SeedSequence:
     # proportion to the square of its bits.
     if parts["pool_size"] > 1024:
         raise ValueError("pool_size must be at most 1024")
-    integers = []
+    integers: list[Any] = []
     for seed in [parts["entropy"], *parts["spawn_key"]]:
         integers += seed if isinstance(seed, list | tuple) else [seed]
     bits = sum(seed.bit_length() for seed in integers if isinstance(seed, int))
