@@ -73,8 +73,8 @@ class _LocalPart(NamedTuple):
 
     Attributes:
         shard: The position of the shard that has it, among those of this process.
-        indices: Those of the part in the array.
-        indices_in_shard: Those of the part in the shard.
+        indices: The indices of the part in the array.
+        indices_in_shard: Its indices in the shard.
     """
 
     shard: int
