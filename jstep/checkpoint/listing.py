@@ -136,8 +136,8 @@ def find_complete(final: str) -> str | None:
 
 def find_complete_or_missing(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
-    # Saving a step again renames its old checkpoint, before the new one gets the name and the old one is deleted. If all
-    # of it happens between the first two looks, both find nothing, and the third one finds the new checkpoint.
+    # Saving a step again renames its old checkpoint, gives the new one its name, and deletes the old one. If all this
+    # happens between the first two looks, both find nothing, and the third one finds the new checkpoint.
     lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
         lacks = first_missing_file(path)
