@@ -273,9 +273,9 @@ class ObjectStore(Store):
         data = self.manifest(self.path(name)).data
         return [attempt for attempt in old if attempt != data]
 
-    def _useless_in_incomplete(self, name: str, found: Sequence[str]) -> Sequence[str]:
+    def _useless_in_incomplete(self, name: str, found: Sequence[str]) -> list[str]:
         """Return the attempts of what this writer does not know as a checkpoint, unless it is one."""
-        return found if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
+        return list(found) if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
 
     def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
         """Note in the index, at the checkpoint before a new one, that it is not the newest."""
