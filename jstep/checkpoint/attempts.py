@@ -421,7 +421,7 @@ class BackgroundWrite:
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
-        from jstep.core.threads import in_background
+        from jstep.core.threads import run_in_background
 
         def write() -> None:
             run()
@@ -431,7 +431,7 @@ class BackgroundWrite:
         self._pid = os.getpid()
         UNFINISHED_WRITES[name] = self
         _finish_at_exit()
-        self._done = in_background(write, name=thread, daemon=True)
+        self._done = run_in_background(write, name=thread, daemon=True)
 
     def detach(self) -> None:
         """Let the interpreter exit without waiting for the write."""

@@ -13,7 +13,7 @@ from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest
 from jstep.core import trees
 from jstep.core.checks import array_type
 from jstep.core.path_matching import match_paths, names_by_path
-from jstep.core.placement import is_of_host, on_devices
+from jstep.core.placement import is_of_host, move_to_devices
 from jstep.core.trees import Tree
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
@@ -516,13 +516,13 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     part = wanted.copy.part
     original = values[wanted.copy.original]
     if half is not None or part is not None:
-        low = None if half is None else on_devices(jnp.asarray(values[half]))
-        original = compact_numbers.decode_leaf(on_devices(jnp.asarray(original)), low)
+        low = None if half is None else move_to_devices(jnp.asarray(values[half]))
+        original = compact_numbers.decode_leaf(move_to_devices(jnp.asarray(original)), low)
     if part is not None:
         original = compact_numbers.split_halves(original.astype(jnp.float32))[part]
     if wanted.is_numpy or not isinstance(original, jax.Array):
         return targets.place_leaf(wanted, np.asarray(original))
-    array = on_devices(original)
+    array = move_to_devices(original)
     sharding = wanted.sharding
     # A program makes the copy where it has to be, if it may run on the devices of the original.
     is_on_devices = sharding is not None and not is_of_host(sharding)

@@ -24,8 +24,11 @@ def format_scaled(
 ) -> str:
     power = 0
     while abs(count) >= base and power + 1 < len(prefixes):
-        count, power = count / base, power + 1
-    text = f"{count:.0f}" if power == 0 or abs(count) >= 10 ** (digits - 1) else f"{count:.{digits}g}"
+        count /= base
+        power += 1
+    # `.3g` would write 1010 as 1.01e+03.
+    has_no_fraction = power == 0 or abs(count) >= 10 ** (digits - 1)
+    text = f"{count:.0f}" if has_no_fraction else f"{count:.{digits}g}"
     return f"{text} {prefixes[power]}{unit}"
 
 
@@ -45,9 +48,9 @@ def truncate_path(path: str, max_length: int = 36) -> str:
     return path if len(path) <= max_length else "…" + path[1 - max_length :]
 
 
-def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -> str:
+def format_list(words: Sequence[str], max_items: int = 1, separator: str = ", ") -> str:
     others = f" and {len(words) - max_items} more" if len(words) > max_items else ""
-    return between.join(words[:max_items]) + others
+    return separator.join(words[:max_items]) + others
 
 
 def format_items(title: str, items: Sequence[str], max_items: int = SHOWN) -> str:
@@ -78,7 +81,8 @@ def describe_type(value: object) -> str:
     if isinstance(value, tuple) and value and hasattr(value[0], "global_step"):
         return "the pair that a step returns; unpack it: state, metrics = train_step(state, *batch)"
     name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    article = "an" if name[:1].lower() in "aeiou" else "a"
+    return f"{article} {name}"
 
 
 def as_bool(value: object, argument: str) -> bool:
@@ -110,7 +114,8 @@ def as_int(
     except TypeError:
         raise TypeError(f"{argument}={format_value(value)}: must be an integer, got {describe_type(value)}") from None
     if at_least is not None and number < at_least:
-        raise ValueError(f"{argument}={number}: must be at least {at_least}{', ' if meaning else ''}{meaning}")
+        hint = f", {meaning}" if meaning else ""
+        raise ValueError(f"{argument}={number}: must be at least {at_least}{hint}")
     return number
 
 
@@ -141,23 +146,33 @@ def as_number(
         ) from None
     except OverflowError:
         raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
+    if not _is_within(number, bounds):
+        raise ValueError(f"{argument}={np.asarray(value).item()}: must be {_describe_range(bounds)}{hint}")
+    return number
+
+
+def _is_within(number: float, bounds: Bounds) -> bool:
+    if bounds.get("finite", True) and abs(number) == math.inf:
+        return False
     low = bounds.get("low", -math.inf)
     high = bounds.get("high", math.inf)
-    finite = bounds.get("finite", True)
-    above, below = bounds.get("above", False), bounds.get("below", False)
-    # NaN never fits.
-    fits = (number > low if above else number >= low) and (number < high if below else number <= high)
-    if fits and not (finite and abs(number) == math.inf):
-        return number
-    wanted = []
+    # Not `number < low`, which would accept NaN.
+    fits_low = number > low if bounds.get("above", False) else number >= low
+    fits_high = number < high if bounds.get("below", False) else number <= high
+    return fits_low and fits_high
+
+
+def _describe_range(bounds: Bounds) -> str:
+    low = bounds.get("low", -math.inf)
+    high = bounds.get("high", math.inf)
+    conditions: list[str] = []
     if low > -math.inf:
-        wanted.append(f"{'>' if above else '≥'} {low:g}")
+        conditions.append(f"{'>' if bounds.get('above', False) else '≥'} {low:g}")
     if high < math.inf:
-        wanted.append(f"{'<' if below else '≤'} {high:g}")
-    if finite and len(wanted) < 2:
-        wanted.append("finite")
-    fitting = " and ".join(wanted) or "a number"
-    raise ValueError(f"{argument}={np.asarray(value).item()}: must be {fitting}{hint}")
+        conditions.append(f"{'<' if bounds.get('below', False) else '≤'} {high:g}")
+    if bounds.get("finite", True) and len(conditions) < 2:
+        conditions.append("finite")
+    return " and ".join(conditions) or "a number"
 
 
 def as_function(
@@ -228,8 +243,9 @@ def hook_name(hook: object) -> str:
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def in_own_digits(value: float) -> float:
+def shortest_digits(value: float) -> float:
     """Return a float with the shortest digits of its own precision: 0.9 for 0.8999999761581421."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
-    return float(str(single)) if float(single) == value and value % 1 else float(value)
+    is_single = float(single) == value and value % 1 != 0
+    return float(str(single)) if is_single else float(value)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_number, describe_type, format_value
 from jstep.core.exceptions import setting
-from jstep.core.meshes import internal_transfers, on_host
+from jstep.core.meshes import copy_to_host, internal_transfers
 from jstep.core.new_arrays import copy_as, copy_of
 from jstep.core.placement import NO_MESH
 
@@ -55,7 +55,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def from_host(tree: trees.Tree, argument: str) -> Any:
+def prepare_for_device(tree: trees.Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject what does not fit a device."""
     if are_plain(jax.tree.leaves(tree)):
         return tree
@@ -66,13 +66,13 @@ def from_host(tree: trees.Tree, argument: str) -> Any:
 
 
 def as_array(value: object, argument: str) -> jax.Array:
-    return jnp.asarray(from_host(value, argument))
+    return jnp.asarray(prepare_for_device(value, argument))
 
 
-def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def prepare_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if are_plain(jax.tree.leaves(args)):
         return args
-    batch = from_host(trees.args_to_batch(args), "batch")
+    batch = prepare_for_device(trees.args_to_batch(args), "batch")
     return (batch,) if len(args) == 1 else batch
 
 
@@ -95,28 +95,40 @@ def are_plain(leaves: Iterable[Any]) -> bool:
             _NEVER_CONVERTED.add(kind)
             continue
         else:
-            is_number, is_wide = isinstance(leaf, jax.Array | float | int), isinstance(leaf, int)
+            is_number = isinstance(leaf, jax.Array | float | int)
+            is_wide = isinstance(leaf, int)
         if not is_number or (is_wide and first_wide(leaf) is not None):
             return False
     return True
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:
-    if isinstance(leaf, np.ndarray | np.generic | int) and (wide := first_wide(leaf)) is not None:
-        raise OverflowError(
-            f"{argument}: {trees.leaf_at(path)} must hold integers that fit {wide[1].name} while 64-bit types are "
-            f"off, got {wide[0]}; map them to smaller ones on the host, see docs: help/errors#integers"
-        )
+    if not isinstance(leaf, np.ndarray | np.generic | int):
+        return
+    wide = first_wide(leaf)
+    if wide is None:
+        return
+    value, dtype = wide
+    raise OverflowError(
+        f"{argument}: {trees.leaf_at(path)} must hold integers that fit {dtype.name} while 64-bit types are "
+        f"off, got {value}; map them to smaller ones on the host, see docs: help/errors#integers"
+    )
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
+    """Return the first integer that JAX would truncate, and the dtype that it does not fit; None if there is none."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
     # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    values, (low, high) = np.asarray(leaf), (0, 2**32 - 1) if narrow.kind == "u" else (-(2**31), 2**31 - 1)
-    if narrow.itemsize == 8 or not values.size or low <= values.min() <= values.max() <= high:
+    values = np.asarray(leaf)
+    if narrow.itemsize == 8 or not values.size:
+        return None
+    limits = np.iinfo(narrow)
+    low = int(limits.min)
+    high = int(limits.max)
+    if low <= values.min() and values.max() <= high:
         return None
     return int(values[(values < low) | (values > high)][0]), narrow
 
@@ -130,32 +142,34 @@ def as_scalar(
     """Check a number or scalar array, and its range if it is concrete."""
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
-    plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
-    of_array = trees.is_array(value) and any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
-    if isinstance(value, bool) or not (of_array or isinstance(value, int | plain)):
+    types: Any = int if integer else int | float
+    dtypes = [jnp.integer] if integer else [jnp.integer, jnp.floating]
+    is_numeric_array = trees.is_array(value) and any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
+    if isinstance(value, bool) or not (is_numeric_array or isinstance(value, types)):
         raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}")
     if np.ndim(value):
         remedy = "map over several values with jax.vmap"
         raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; {remedy}")
-    on_mesh = on_host(value)
+    mesh_value = copy_to_host(value)
     with internal_transfers():
-        concrete = trees.concrete(value) if on_mesh is None else on_mesh
+        concrete = trees.concrete(value) if mesh_value is None else mesh_value
     if concrete is None:
         return value
     number = as_number(concrete.item(), argument, expected=wanted, meaning=meaning, **bounds)
-    if isinstance(value, jax.Array) and on_mesh is None:
+    # An array on a mesh becomes a number, which fits arrays anywhere.
+    if isinstance(value, jax.Array) and mesh_value is None:
         return value
     return int(concrete) if integer else number
 
 
-def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
+def floating_dtype(dtype: DTypeLike, argument: str, min_bytes: int = 1) -> Any:
     try:
         result = np.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
         result = None
-    if result is None or not trees.is_floating(result) or result.itemsize < at_least:
-        of_bits = f" of at least {8 * at_least} bits" if at_least > 1 else ""
-        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{of_bits}, such as jnp.float32")
+    if result is None or not trees.is_floating(result) or result.itemsize < min_bytes:
+        size = f" of at least {8 * min_bytes} bits" if min_bytes > 1 else ""
+        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{size}, such as jnp.float32")
     return result
 
 
@@ -167,21 +181,25 @@ def as_key(value: Any, argument: str) -> Any:
             "draws one, from which jstep makes the key of each step"
         )
     dtype = getattr(value, "dtype", None)
-    typed = trees.is_key(value)
-    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
+    is_typed = trees.is_key(value)
+    if not is_typed and not (dtype == np.uint32 and np.ndim(value) > 0):
         must_be = "must be one key, such as jax.random.key(0)"
         raise TypeError(f"{argument}={format_value(value)}: {must_be}, got {describe_type(value)}")
-    if np.ndim(value) != (0 if typed else 1):
+    # A raw key is an array of its words.
+    if np.ndim(value) != (0 if is_typed else 1):
         raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
-    data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))
+    if not isinstance(value, jax.Array) or trees.is_traced(value):
+        return value
+    data = copy_to_host(trees.key_data(value))
     if data is None:
         return value
     with internal_transfers(), jax.set_mesh(NO_MESH):
         array = jnp.asarray(data)
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if is_typed else array
 
 
 _DEFERRED: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar("jstep_deferred", default=None)
+"""The checks that wait for the values of a state; None if nobody will run them."""
 
 
 def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
@@ -191,7 +209,8 @@ def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
         deferred.append((path, check, args))
 
 
-def with_checks(make: Callable[..., Any], *args: Any) -> Any:
+def make_and_check(make: Callable[..., Any], *args: Any) -> Any:
+    """Return the state `make(*args)`, after the checks that were deferred until its values are known."""
     deferred: list[tuple[Any, ...]] = []
     with setting(_DEFERRED, deferred):
         state = make(*args)

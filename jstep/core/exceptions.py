@@ -47,7 +47,7 @@ class OutOfRangeError(QueueError):
     """
 
 
-def until_end(items: Iterable[_T]) -> Iterator[_T]:
+def items_until_end(items: Iterable[_T]) -> Iterator[_T]:
     """Yield items until there are no more, or an `OutOfRangeError` without a cause."""
     iterator = iter(items)
     while True:
@@ -97,10 +97,13 @@ def noting(close: Callable[[], object]) -> Callable[[object, BaseException | Non
     return leave
 
 
-def with_path(error: OSError, path: str) -> OSError:
+def add_path(error: OSError, path: str) -> OSError:
+    """Return an error that names a file: the same one if it does already."""
     if error.filename is not None:
         return error
-    return OSError(f"{path}: {error}") if error.errno is None else OSError(error.errno, error.strerror, path)
+    if error.errno is None:
+        return OSError(f"{path}: {error}")
+    return OSError(error.errno, error.strerror, path)
 
 
 def forget_frames(error: BaseException) -> None:
@@ -132,6 +135,12 @@ _WAYS_OUT = (
 
 def explain_jax(error: BaseException) -> None:
     for kind, pattern, way_out in _WAYS_OUT:
-        match = pattern.search(str(error)) if isinstance(error, kind) else None
-        if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):
+        if not isinstance(error, kind):
+            continue
+        match = pattern.search(str(error))
+        if match is None:
+            continue
+        text = way_out.format(*match.groups())
+        # An error passes several public functions on its way, each of which calls this.
+        if text not in getattr(error, "__notes__", ()):
             note(error, text)

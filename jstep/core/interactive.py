@@ -16,8 +16,9 @@ def is_notebook() -> bool:
 
 
 def _shell() -> Any:
-    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return None if get is None else get()
+    # IPython is not imported for this: whoever is in it has done so.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return None if get_ipython is None else get_ipython()
 
 
 def kept_state() -> Any:

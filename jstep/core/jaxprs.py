@@ -134,22 +134,25 @@ def is_differentiated(eqn: object) -> bool:
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
+    """Yield the programs that an operation calls, such as the body of a scan and the function of a reduction."""
     for program in _programs_with_consts(eqn):
         yield getattr(program, "jaxpr", program)
 
 
 def _programs_with_consts(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
+        items = value if isinstance(value, tuple | list) else (value,)
+        for item in items:
             if isinstance(getattr(item, "jaxpr", item), core.Jaxpr):
                 yield item
 
 
-def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def all_equations(program: Any, enclosing: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield each operation of a program, also of nested ones, after those that enclose it."""
     for eqn in getattr(program, "jaxpr", program).eqns:
-        yield *within, eqn
+        yield *enclosing, eqn
         for inner in programs_in(eqn):
-            yield from all_equations(inner, (*within, eqn))
+            yield from all_equations(inner, (*enclosing, eqn))
 
 
 def body_of(closed: object) -> Subprogram:
@@ -159,42 +162,51 @@ def body_of(closed: object) -> Subprogram:
 def walk(body: Subprogram) -> Iterator[Operation]:
     for operation in body.operations:
         yield operation
-        yield from inside(operation)
+        yield from nested_operations(operation)
 
 
-def inside(operation: Operation) -> Iterator[Operation]:
+def nested_operations(operation: Operation) -> Iterator[Operation]:
     for body in operation.bodies:
         yield from walk(body)
 
 
-def _subprogram(jaxpr: Any, numbers: Iterator[int], *, on_shards: bool = False) -> Subprogram:
+def _subprogram(jaxpr: Any, numbers: Iterator[int], *, is_sharded: bool = False) -> Subprogram:
     consts = tuple(getattr(jaxpr, "consts", ()))
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return Subprogram(jaxpr, consts, tuple(_as_operation(eqn, jaxpr, numbers, on_shards) for eqn in jaxpr.eqns))
+    return Subprogram(jaxpr, consts, tuple(_as_operation(eqn, jaxpr, numbers, is_sharded) for eqn in jaxpr.eqns))
 
 
-def _as_operation(eqn: Any, jaxpr: object, numbers: Iterator[int], on_shards: bool) -> Operation:
+def _as_operation(eqn: Any, jaxpr: object, numbers: Iterator[int], is_sharded: bool) -> Operation:
+    # Before those of its bodies: nested operations have higher numbers.
     number = next(numbers)
+    kind, programs = _kind_and_programs(eqn, is_sharded)
+    is_sharded = is_sharded or kind == "shard_map"
+    bodies = tuple(_subprogram(program, numbers, is_sharded=is_sharded) for program in programs)
+    return Operation(number, eqn, jaxpr, _name(eqn), kind, bodies)
+
+
+def _kind_and_programs(eqn: Any, is_sharded: bool) -> tuple[str, Sequence[Any]]:
+    """Return the kind of an operation, and the programs of its bodies."""
     name = _name(eqn)
     params = eqn.params
-
-    def made(kind: str, *inside: Any) -> Operation:
-        shards = on_shards or kind == "shard_map"
-        bodies = tuple(_subprogram(program, numbers, on_shards=shards) for program in inside)
-        return Operation(number, eqn, jaxpr, name, kind, bodies)
-
     if name == "scan":
-        return made("scan", params["jaxpr"])
+        return "scan", (params["jaxpr"],)
     if name == "while":
-        return made("while", params["cond_jaxpr"], params["body_jaxpr"])
+        return "while", (params["cond_jaxpr"], params["body_jaxpr"])
     if name == "cond":
-        return made("cond", *params["branches"])
+        return "cond", params["branches"]
     if name == "shard_map":
         # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
-        is_supported = not on_shards and all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
-        return made("shard_map", params["jaxpr"]) if is_supported else made("operation")
-    called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
-    return made("operation") if called is None or name in _OPAQUE else made("call", called)
+        has_parameters = all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
+        if is_sharded or not has_parameters:
+            return "operation", ()
+        return "shard_map", (params["jaxpr"],)
+    if name in _OPAQUE:
+        return "operation", ()
+    for key in _CALLED:
+        if _is_program(params.get(key), eqn):
+            return "call", (params[key],)
+    return "operation", ()
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Any:
@@ -203,7 +215,8 @@ def _manual_axes(params: Mapping[str, Any]) -> Any:
 
 
 def shard_counts(operation: Operation) -> dict[str, int]:
-    mesh, manual = operation.options["mesh"], _manual_axes(operation.eqn.params)
+    mesh = operation.options["mesh"]
+    manual = _manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
@@ -214,12 +227,11 @@ def has_remat(body: Subprogram) -> bool:
 def _is_program(value: object, eqn: Any) -> bool:
     """Whether a parameter is called, unlike the scalar program of a reduction."""
     jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
-    return (
-        isinstance(jaxpr, core.Jaxpr)
-        and _shapes(jaxpr.invars) == _shapes(eqn.invars)
-        and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
-        and (isinstance(value, core.ClosedJaxpr) or not jaxpr.constvars)
-    )
+    if not isinstance(jaxpr, core.Jaxpr):
+        return False
+    if not isinstance(value, core.ClosedJaxpr) and jaxpr.constvars:
+        return False
+    return _shapes(jaxpr.invars) == _shapes(eqn.invars) and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
 
 
 def _shapes(atoms: Any) -> list[Any]:
@@ -235,9 +247,9 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     eqn = operation.eqn
     pairs = zip(eqn.invars, values, strict=True)
     env = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
-    kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    alone = subprogram(operation.jaxpr, list(env), kept, [eqn])
-    results = dict(zip(kept, jax.core.eval_jaxpr(alone, (), *env.values()), strict=True))
+    used = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+    program = subprogram(operation.jaxpr, list(env), used, [eqn])
+    results = dict(zip(used, jax.core.eval_jaxpr(program, (), *env.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
 
 
@@ -256,12 +268,13 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
+    """Return the part of a program that computes the marked results, and which arguments it needs."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
 
 
-def with_consts_as_arguments(closed: Any) -> Any:
+def consts_to_arguments(closed: Any) -> Any:
     jaxpr = closed.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
@@ -269,68 +282,78 @@ def with_consts_as_arguments(closed: Any) -> Any:
 def evaluate(
     body: Subprogram,
     values: Sequence[Any],
-    by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
+    apply_operation: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
+    """Evaluate a program, on values of any kind: those that `apply_operation` and `constant` return."""
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
     def read(atom: object) -> Any:
         return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
-    last = {var: operation for operation in body.operations for var in variables(operation.eqn.invars)}
-    for var in variables(body.jaxpr.outvars):
-        last.pop(var, None)
+    last_use: dict[Any, Operation] = {}
     for operation in body.operations:
-        results = by(operation, [read(atom) for atom in operation.eqn.invars])
+        last_use.update(dict.fromkeys(variables(operation.eqn.invars), operation))
+    for var in variables(body.jaxpr.outvars):
+        last_use.pop(var, None)
+    for operation in body.operations:
+        results = apply_operation(operation, [read(atom) for atom in operation.eqn.invars])
         env.update(zip(operation.eqn.outvars, results, strict=True))
         for var in set(variables(operation.eqn.invars)):
-            if last.get(var) is operation:
+            if last_use.get(var) is operation:
                 del env[var]  # an array needs no memory after its last use
     return [read(atom) for atom in body.jaxpr.outvars]
 
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
-    fits = set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}
-    return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
+    """Whether a program of arrays of a shape, and of scalars, computes each element from the corresponding ones."""
+    if not set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}:
+        return False
+    return all(is_elementwise_operation(operation, shape) for operation in body.operations)
 
 
 def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bool:
     if operation.kind == "call":
         return is_elementwise(operation.bodies[0], shape)
-    name, shapes = operation.name, _shapes((*operation.eqn.invars, *operation.eqn.outvars))
-    if name == "broadcast_in_dim":
+    shapes = _shapes((*operation.eqn.invars, *operation.eqn.outvars))
+    if operation.name == "broadcast_in_dim":
         return shapes[0] == () and shapes[-1] in ((), shape)
-    return name in ELEMENTWISE and set(shapes) <= {(), shape}
+    return operation.name in ELEMENTWISE and set(shapes) <= {(), shape}
 
 
-def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
+def evaluate_on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Evaluate an elementwise program on slices of its arrays, which have this shape."""
+
+    def apply_to_slices(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
         if operation.kind == "call":
-            return on_slices(operation.bodies[0], values, shape)
+            return evaluate_on_slices(operation.bodies[0], values, shape)
         if operation.name == "broadcast_in_dim" and eqn.params["shape"]:
+            # The program has the shape of the whole array as a constant.
             eqn = eqn.replace(params={**eqn.params, "shape": shape})
         return apply(dataclasses.replace(operation, eqn=eqn), values)
 
-    return evaluate(body, values, on_slice)
+    return evaluate(body, values, apply_to_slices)
 
 
-def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
-    """Trace a function; return its program, with calls inlined, and the shapes of its results."""
+def trace_inlined(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
+    """Trace a function for a platform; return its program, with calls inlined, and the shapes of its results."""
 
-    def inside(operation: Operation, values: list[Any]) -> Sequence[Any]:
+    def inline(operation: Operation, values: list[Any]) -> Sequence[Any]:
         if operation.name == "platform_index":
             matches = [names is None or platform in names for names in operation.eqn.params["platforms"]]
             return [np.int32(matches.index(True))]
+        # The index of `platform_index` is a number; that of a user's condition is traced.
         if operation.kind == "cond" and isinstance(values[0], np.generic):
-            return evaluate(operation.bodies[int(values[0])], values[1:], inside)
+            return evaluate(operation.bodies[int(values[0])], values[1:], inline)
         if operation.kind == "call":
-            return evaluate(operation.bodies[0], values, inside)
+            return evaluate(operation.bodies[0], values, inline)
         return apply(operation, values)
 
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return body_of(jax.make_jaxpr(lambda *values: evaluate(body_of(traced), values, inside))(*args)), shapes
+    inlined = jax.make_jaxpr(lambda *values: evaluate(body_of(traced), values, inline))(*args)
+    return body_of(inlined), shapes
 
 
 def is_slow_in_loops(jaxpr: object) -> bool:
@@ -339,15 +362,19 @@ def is_slow_in_loops(jaxpr: object) -> bool:
 
 def named_axes(program: object) -> set[str]:
     axes: set[Any] = set()
-    for params in (eqn.params for *_, eqn in all_equations(program)):
-        specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
-        named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
-        axes.update(_manual_axes(params) or (), *map(mesh_axes_of, named))
+    for *_, eqn in all_equations(program):
+        params = eqn.params
+        axes.update(_manual_axes(params) or ())
+        axes.update(mesh_axes_of(params.get("axis_name")), mesh_axes_of(params.get("axes")))
+        for value in params.values():
+            if isinstance(value, NamedSharding):
+                axes.update(*map(mesh_axes_of, dims_of(value.spec)))
+    # The axes of arrays are numbers.
     return {name for name in axes if isinstance(name, str)}
 
 
 def is_annotated(traced: object) -> bool:
-    """Whether a program has constraints, `shard_map` or Explicit axes."""
+    """Whether what a program differentiates has constraints, `shard_map` or Explicit axes."""
     return any(_shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced))
 
 
@@ -356,8 +383,11 @@ def shards_arrays(traced: object) -> bool:
 
 
 def _shards(eqn: Any) -> bool:
-    split = (isinstance(value, Sharding) and not value.is_fully_replicated for value in eqn.params.values())
-    return _name(eqn) == "shard_map" or (_name(eqn) in _PLACING and any(split)) or any(map(_is_explicit, eqn.outvars))
+    if _name(eqn) == "shard_map" or any(map(_is_explicit, eqn.outvars)):
+        return True
+    if _name(eqn) not in _PLACING:
+        return False
+    return any(isinstance(value, Sharding) and not value.is_fully_replicated for value in eqn.params.values())
 
 
 def _is_explicit(var: Any) -> bool:
@@ -392,7 +422,8 @@ def find_difference(a: Any, b: Any) -> tuple[Any, ...]:
 
 def _find_difference(a: Any, b: Any, different_inputs: set[int]) -> tuple[Any, ...]:
     hasher = _Hasher()
-    jaxpr_a, jaxpr_b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
+    jaxpr_a = getattr(a, "jaxpr", a)
+    jaxpr_b = getattr(b, "jaxpr", b)
     consts = zip(jaxpr_a.constvars, getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False)
     different = {var for var, x, y in consts if hasher.text(x) != hasher.text(y)}
     different |= {var for i, var in enumerate(jaxpr_a.invars) if i in different_inputs}
@@ -428,28 +459,41 @@ def hash_strings(*parts: str) -> str:
 
 
 class _Hasher:
+    """Texts of programs, operations' parameters and constants; a program that is used several times is hashed once."""
+
     def __init__(self) -> None:
-        self._seen: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}  # by the id of a program, which the outermost one keeps alive
 
     def program(self, closed: Any) -> str:
-        if id(closed) not in self._seen:
-            jaxpr, numbers = getattr(closed, "jaxpr", closed), dict[Any, int]()
+        if id(closed) not in self._hashes:
+            self._hashes[id(closed)] = hash_strings(*self._parts(closed))
+        return self._hashes[id(closed)]
 
-            def bound(variables: Sequence[Any]) -> str:
-                numbers.update((variable, len(numbers) + i) for i, variable in enumerate(variables))
-                return " ".join(_type_text(variable.aval) for variable in variables)
+    def _parts(self, closed: Any) -> list[str]:
+        jaxpr = getattr(closed, "jaxpr", closed)
+        numbers: dict[Any, int] = {}
 
-            def used(atom: Any) -> str:
-                is_literal = isinstance(atom, core.Literal)
-                return f"{_type_text(atom.aval)}={self.text(atom.val)}" if is_literal else str(numbers[atom])
+        def bind(variables: Sequence[Any]) -> str:
+            first = len(numbers)
+            numbers.update((variable, first + i) for i, variable in enumerate(variables))
+            return " ".join(_type_text(variable.aval) for variable in variables)
 
-            parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
-            for eqn in jaxpr.eqns:
-                fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _SOURCE]
-                parts += [_name(eqn), " ".join(map(used, eqn.invars)), ", ".join(fields), bound(eqn.outvars)]
-            parts += [" ".join(map(used, jaxpr.outvars)), *map(self.text, getattr(closed, "consts", ()))]
-            self._seen[id(closed)] = hash_strings(*parts)
-        return self._seen[id(closed)]
+        def use(atoms: Sequence[Any]) -> str:
+            texts: list[str] = []
+            for atom in atoms:
+                if isinstance(atom, core.Literal):
+                    texts.append(f"{_type_text(atom.aval)}={self.text(atom.val)}")
+                else:
+                    texts.append(str(numbers[atom]))
+            return " ".join(texts)
+
+        parts = [bind(jaxpr.constvars), bind(jaxpr.invars)]
+        for eqn in jaxpr.eqns:
+            fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _SOURCE]
+            parts += [_name(eqn), use(eqn.invars), ", ".join(fields), bind(eqn.outvars)]
+        parts.append(use(jaxpr.outvars))
+        parts += map(self.text, getattr(closed, "consts", ()))
+        return parts
 
     def text(self, x: object) -> str:
         if isinstance(x, core.Jaxpr | core.ClosedJaxpr):
@@ -457,22 +501,27 @@ class _Hasher:
         if isinstance(x, np.ndarray | np.generic | jax.Array):
             return _array_text(x)
         if isinstance(x, Mapping | set | frozenset):
-            return f"{{{', '.join(sorted(map(self.text, x.items() if isinstance(x, Mapping) else x)))}}}"
+            # Sorted: the order of a set depends on the process.
+            texts = sorted(map(self.text, x.items() if isinstance(x, Mapping) else x))
+            return f"{{{', '.join(texts)}}}"
         if isinstance(x, tuple | list):
             return f"({', '.join(map(self.text, x))})"
         if isinstance(x, Mesh | AbstractMesh):  # the repr of one has devices, of the other none
             return f"mesh({mesh_text(x)})"
-        return sharding_text(x) if isinstance(x, Sharding) else without_addresses(repr(x))
+        if isinstance(x, Sharding):
+            return sharding_text(x)
+        return strip_addresses(repr(x))
 
 
-def without_addresses(text: str) -> str:
+def strip_addresses(text: str) -> str:
+    """Remove addresses and the names of source files, which differ between processes and machines."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 
 @functools.lru_cache(1024)  # few types, many variables
 def _type_text(aval: object) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
-    return weak + without_addresses(str(aval))
+    return weak + strip_addresses(str(aval))
 
 
 def _array_text(x: Any) -> str:
@@ -483,7 +532,8 @@ def _array_text(x: Any) -> str:
             return f"{x.dtype}{list(x.shape)} of several processes"
     with internal_transfers():
         array = np.asarray(x)
-    return f"{array.dtype}{list(array.shape)} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"
+    digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+    return f"{array.dtype}{list(array.shape)} {digest}"
 
 
 # The arithmetic of one operation, and its number format.
@@ -500,7 +550,11 @@ def uncounted_work(eqn: Any) -> set[str]:
     if name == "pallas_call":
         return {name} if eqn.params.get("cost_estimate") is None else set()
     # The programs of other opaque operations, such as a linear solve.
-    return set().union(*(uncounted_work(inner) for program in programs_in(eqn) for inner in program.eqns))
+    names: set[str] = set()
+    for program in programs_in(eqn):
+        for inner in program.eqns:
+            names |= uncounted_work(inner)
+    return names
 
 
 # fmt: off
@@ -551,7 +605,10 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
 
 def loops_in(eqn: Any) -> int:
     """Return the number of loops of unknown length in the programs of an opaque operation."""
-    return sum(_name(inner[-1]) == "while" for program in programs_in(eqn) for inner in all_equations(program))
+    count = 0
+    for program in programs_in(eqn):
+        count += sum(_name(inner) == "while" for *_, inner in all_equations(program))
+    return count
 
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
@@ -560,30 +617,48 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
+    """The wider dtype of the operands of a matrix product or convolution, and the precision of its products."""
+
     dtype: str
     precision: str
 
 
 def count_flops(eqn: Any) -> float:
-    name, params = _name(eqn), eqn.params
-    size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+    """Return the floating-point operations of an operation that has no body."""
+    name = _name(eqn)
+    params = eqn.params
+    size = sum(map(_size, eqn.outvars))
     if name in ("dot_general", "ragged_dot_general"):
-        ragged = params.get("ragged_dot_dimension_numbers")
-        ((contracted, _), _) = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-        # If the groups are along a contracted axis, each result uses only the rows of one group.
-        is_parted = ragged is not None and not set(ragged.lhs_ragged_dimensions).isdisjoint(contracted)
-        groups = eqn.invars[2].aval.shape[-1] if is_parted else 1
-        return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) / groups
+        products, groups = _products_and_groups(eqn)
+        return 2.0 * size * products / groups
     if name == "pallas_call" and params.get("cost_estimate") is not None:
         return float(params["cost_estimate"].flops)
     if name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
-        return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+        # Each result is a sum over the kernel of one output feature.
+        kernel = eqn.invars[1].aval.shape
+        features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * size * math.prod(kernel) / features
     if name in _FREE:
         return 0.0
     if name.startswith(("reduce_", "arg", "cum")):
-        return float(sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.invars[:1]))
+        return float(_size(eqn.invars[0])) if eqn.invars else 0.0
     return float(size)
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _products_and_groups(eqn: Any) -> tuple[int, int]:
+    """Return the size of the contracted axes of a matrix product, and into how many groups they are divided."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (contracted, _), _ = numbers
+    products = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if ragged is None or set(ragged.lhs_ragged_dimensions).isdisjoint(contracted):
+        return products, 1
+    # The groups are along a contracted axis: each result uses only the rows of one group.
+    return products, eqn.invars[2].aval.shape[-1]
 
 
 def matrix_product(eqn: Any) -> Product | None:

@@ -36,8 +36,10 @@ logger.addFilter(_PrintableLines())
 
 # The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
 
-BELOW_BAR, IN_BAR = {"is_below_bar": True}, {"is_below_bar": False}
-"""The `extra` of a warning that is also shown below the bar, and of a line that the bar shows."""
+BELOW_BAR = {"is_below_bar": True}
+"""The `extra` of a warning that is also shown below the bar."""
+IN_BAR = {"is_below_bar": False}
+"""The `extra` of a line whose contents the bar shows."""
 
 
 def is_below_bar(record: logging.LogRecord) -> bool:
@@ -73,11 +75,11 @@ def warned_in_run() -> set[str] | None:
 
 def log_once(level: int, text: str) -> None:
     warned = warned_in_run()
-    if warned is None:
-        warned = set()
-    if text not in warned:
+    if warned is not None:
+        if text in warned:
+            return
         warned.add(text)
-        logger.log(level, "%s", text, stacklevel=2)
+    logger.log(level, "%s", text, stacklevel=2)
 
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
@@ -111,7 +113,9 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
 
 
 def as_level(level: object) -> int:
-    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    number: object = level
+    if isinstance(level, str):
+        number = logging.getLevelNamesMapping().get(level.upper())
     if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
     return number
@@ -152,8 +156,8 @@ class _LineHandler(logging.StreamHandler[Any]):
         # Handlers of the root logger that do not write to the terminal still receive the records.
         root = logging.getLogger()
         for handler in root.handlers:
-            to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
-            if not to_terminal and record.levelno >= max(root.level, handler.level):
+            is_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
+            if not is_terminal and record.levelno >= max(root.level, handler.level):
                 handler.handle(record)
 
 
@@ -166,19 +170,22 @@ SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
 @contextlib.contextmanager
 def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
     """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error."""
-    over = threading.Event()
+    has_ended = threading.Event()
 
     def watch() -> None:
         reported = 0.0
         for secs in SLOW_SECS:
-            if over.wait(secs - reported):
+            if has_ended.wait(secs - reported):
                 return
             text = f"{doing}: {secs:g} s so far{'' if reported else hint}"
-            log(text) if log else print(text, file=sys.stderr, flush=True)
+            if log is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                log(text)
             reported = secs
 
     threading.Thread(target=watch, name="jstep-slow", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        has_ended.set()

@@ -27,11 +27,13 @@ _R = TypeVar("_R")
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
 """Not carried: `thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
 
-SETTINGS = tuple(
-    name
-    for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
-    if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
-)
+
+def _carried_settings() -> tuple[str, ...]:
+    names = [entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_")]
+    return tuple(name for name in names if name not in _NOT_CARRIED and callable(getattr(jax, name, None)))
+
+
+SETTINGS = _carried_settings()
 """Settings with a thread-local value and a context manager, `jax.<name>(value)`."""
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
@@ -96,10 +98,13 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def on_host(value: object) -> np.ndarray[Any, Any] | None:
+def copy_to_host(value: object) -> np.ndarray[Any, Any] | None:
+    """Return the value of an array on a mesh; None for others, and if this process does not have all of it."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
-    if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
+    if not isinstance(value.sharding, NamedSharding):
+        return None
+    if not (value.is_fully_replicated or value.is_fully_addressable):
         return None
     with internal_transfers():
         return np.asarray(value)
@@ -125,7 +130,9 @@ def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Set a mesh only if some mesh is already set."""
     current = current_mesh()
-    return using_mesh(mesh) if current is None or not current.empty else contextlib.nullcontext()
+    if current is not None and current.empty:
+        return contextlib.nullcontext()
+    return using_mesh(mesh)
 
 
 def explicit_mesh(tree: Tree) -> AbstractMesh | None:
@@ -134,7 +141,8 @@ def explicit_mesh(tree: Tree) -> AbstractMesh | None:
         if isinstance(leaf, jax.Array):
             mesh = jax.typeof(leaf).sharding.mesh
             if AxisType.Explicit in mesh.axis_types:
-                return None if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types else mesh.abstract_mesh
+                is_in_shard_map = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+                return None if is_in_shard_map else mesh.abstract_mesh
     return None
 
 
@@ -172,17 +180,23 @@ def axis_size(mesh: Mesh | AbstractMesh, axis: object, argument: str) -> int:
 
 def fitting_spec(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Drop from a spec the axes that do not divide an array of this shape."""
-    dims = zip(shape, dims_of(spec), strict=False)
-    return PartitionSpec(*(axis if size % parts_along(mesh, axis) == 0 else None for size, axis in dims))
+    axes = []
+    for size, axis in zip(shape, dims_of(spec), strict=False):
+        axes.append(axis if size % parts_along(mesh, axis) == 0 else None)
+    return PartitionSpec(*axes)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
+    """Return the largest dimension that a number divides, of equal ones the first; None if there is none."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
-def mesh_axes_of(axis: object) -> tuple[str, ...]:
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+def mesh_axes_of(axis: Any) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a spec: None, a name, or several names."""
+    if axis is None:
+        return ()
+    return axis if isinstance(axis, tuple) else (axis,)
 
 
 def spec_of(leaf: object) -> PartitionSpec:
@@ -192,68 +206,77 @@ def spec_of(leaf: object) -> PartitionSpec:
 def reduce_unreduced(total: object) -> Any:
     """Sum an `unreduced` array over its devices, and clear `reduced` axes."""
     mesh = explicit_mesh(total)
-    if mesh is None or not (spec_of(total).unreduced or spec_of(total).reduced):
+    if mesh is None:
         return total
-    return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*dims_of(spec_of(total)))))
+    spec = spec_of(total)
+    if not (spec.unreduced or spec.reduced):
+        return total
+    return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*dims_of(spec))))
 
 
 def shard_like(*trees: Any) -> Callable[[Any], Any]:
     """Return a function from a result to specs: those of the equal path and shape in `trees`."""
 
     def specs(result: object) -> Any:
-        spec_at = {}
+        known: dict[Any, PartitionSpec] = {}
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                if (sharding := sharding_on_mesh(leaf)) is not None:
-                    spec_at[path, leaf.shape] = sharding.spec
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: spec_at.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
-        )
+                sharding = sharding_on_mesh(leaf)
+                if sharding is not None:
+                    known[path, leaf.shape] = sharding.spec
+
+        def spec(path: Any, leaf: object) -> PartitionSpec:
+            return known.get((path, getattr(leaf, "shape", ())), PartitionSpec())
+
+        return jax.tree_util.tree_map_with_path(spec, result)
 
     return specs
 
 
-def without_explicit_axes(
+def call_on_auto_axes(
     fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
     """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs. `fn` closes over no array on a mesh."""
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
         return fn(*args)
+    auto_mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     with using_mesh(mesh_of(args)):
-        with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
-            result = fn(*jax.tree.map(_on_auto_axes, args))
+        with jax.sharding.use_abstract_mesh(auto_mesh):
+            result = fn(*jax.tree.map(_to_auto_axes, args))
         specs = (specs_of or shard_like())(result)
-        return jax.tree.map(functools.partial(_on_own_axes, mesh), result, specs)
+        return jax.tree.map(functools.partial(_to_own_axes, mesh), result, specs)
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], _R]:
-    """Let a function run on its own axis types within `without_explicit_axes`."""
+    """Let a function run on its own axis types within `call_on_auto_axes`."""
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
     specs_of = shard_like(params)
 
-    def outside(params: Tree) -> _R:
+    def call(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
-            result = fn(jax.tree.map(functools.partial(_on_own_axes, mesh), params, specs_of(params)))
-        return jax.tree.map(_on_auto_axes, result)
+            result = fn(jax.tree.map(functools.partial(_to_own_axes, mesh), params, specs_of(params)))
+        return jax.tree.map(_to_auto_axes, result)
 
-    return outside
+    return call
 
 
-def _on_auto_axes(leaf: object) -> Any:
+def _to_auto_axes(leaf: object) -> Any:
     if not isinstance(leaf, jax.Array) or jax.typeof(leaf).sharding.mesh.empty:
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
 
 
-def _on_own_axes(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
+def _to_own_axes(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _keep_explicit_axes(mesh, spec)))
+    if is_traced(leaf):
+        return leaf
     # JAX normalizes specs; compiled programs were compiled for the user's form.
-    return leaf if is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
+    return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
 
 
 def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
@@ -267,7 +290,7 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
     return PartitionSpec(*map(part, dims_of(spec)))
 
 
-def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: support arrays on any mesh, and exempt internal transfers.
 
     A leaf of the result is sharded like that of equal path and shape in the first of `like` (`"state.params"`).
@@ -282,8 +305,9 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
                 arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
+                # Reversed, because of leaves with one path and shape `shard_like` takes the last.
                 specs_of = shard_like(*(_argument_at(arguments, name) for name in reversed(like)))
-                return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of)
+                return call_on_auto_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of)
 
         return call
 
@@ -299,7 +323,8 @@ class AxesFallback:
     """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._is_logged = name, False
+        self._name = name
+        self._is_logged = False
 
     def __call__(self, fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None) -> _R:
         """Call `fn(*args)`; if both attempts fail, raise the first error, with a note."""
@@ -312,11 +337,11 @@ class AxesFallback:
             except Exception as error:
                 refusal = error
             try:
-                result = without_explicit_axes(fn, *args, specs_of=specs_of)
+                result = call_on_auto_axes(fn, *args, specs_of=specs_of)
             except Exception as error:
                 if _signature(error) != _signature(refusal):
-                    on_auto_axes = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]
-                    refusal.add_note(f"{on_auto_axes}\n{_WAYS_OUT}")
+                    other = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]
+                    refusal.add_note(f"{other}\n{_WAYS_OUT}")
                 raise refusal from refusal.__cause__
             finally:
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
@@ -333,8 +358,9 @@ class AxesFallback:
 
 def _signature(error: Exception) -> tuple[type, str]:
     # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
-    first = (str(error).splitlines() or [""])[0]
-    return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)
+    first_line = (str(error).splitlines() or [""])[0]
+    # In types on Explicit axes, the axes follow an @.
+    return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first_line)
 
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:
@@ -351,7 +377,8 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
     return fn(*args)
 
 
-def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
+def replicate_call(fn: Callable[..., _R], *args: Any) -> _R:
+    """Call `fn(*args)` on every device of the mesh, on whole arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return fn(*args)

@@ -27,16 +27,22 @@ def sharding_of(leaf: object) -> Any:
 
 
 def device_count(tree: trees.Tree) -> int:
-    counts = [len(sharding.device_set) for leaf in jax.tree.leaves(tree) if (sharding := sharding_of(leaf)) is not None]
-    return max(counts, default=1)
+    count = 1
+    for leaf in jax.tree.leaves(tree):
+        sharding = sharding_of(leaf)
+        if sharding is not None:
+            count = max(count, len(sharding.device_set))
+    return count
 
 
 def device_of(tree: trees.Tree) -> Any:
     mesh = mesh_of(tree)
     if mesh is not None:
         return mesh.devices.flat[0]
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not trees.is_traced(leaf)]
-    return next(iter(arrays[0].devices())) if arrays else jax.local_devices()[0]
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not trees.is_traced(leaf):
+            return next(iter(leaf.devices()))
+    return jax.local_devices()[0]
 
 
 Layouts = Mapping[str, NamedSharding]
@@ -98,75 +104,91 @@ class ProgramsInFlight:
 
 
 def is_of_host(sharding: Any) -> bool:
+    """Whether a sharding is in another memory than the default one of its devices."""
     kind = sharding.memory_kind
-    return kind is not None and kind != _device_here(sharding).default_memory().kind
+    return kind is not None and kind != _default_memory(sharding)
 
 
-def _device_here(sharding: Any) -> Any:
+def _default_memory(sharding: Any) -> Any:
+    """Return the kind of memory that arrays are in by default; of a device of this process, if there is one."""
     devices = sharding.device_set
-    return next(
-        (device for device in devices if device.process_index == device.client.process_index()), next(iter(devices))
-    )
+    local = [device for device in devices if device.process_index == device.client.process_index()]
+    device = local[0] if local else next(iter(devices))
+    return device.default_memory().kind
 
 
-def on_devices(tree: trees.Tree) -> Any:
+def move_to_devices(tree: trees.Tree) -> Any:
+    """Return a tree with all arrays in device memory."""
+
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):
             return leaf
         if isinstance(leaf, jax.core.Tracer):
             return jax.device_put(leaf, jax.memory.Space.Device)
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_device_here(leaf.sharding).default_memory().kind))
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf.sharding)))
 
     return jax.tree.map(moved, tree)
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
+"""The shardings of the state for which a step is being traced, as such a state; None if they are unknown."""
 
 
 def traced_shardings(tree: trees.Tree) -> list[Any] | None:
     state = SHARDINGS.get()
-    return jax.tree.leaves(state) if state is not None and trees.structure(state) == trees.structure(tree) else None
+    if state is None or trees.structure(state) != trees.structure(tree):
+        return None
+    return jax.tree.leaves(state)
 
 
 def may_run_on(*platforms: str) -> bool:
     shardings = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
+    if shardings:
+        device = next(iter(shardings[0].device_set))
+        return device.platform in platforms
+    platform = jax.default_backend()
     # A process without accelerators may compile for others.
-    here = next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
-    return here in platforms or (here == "cpu" and not shardings)
+    return platform in platforms or platform == "cpu"
 
 
-def to_host(leaf: object) -> Any:
+def move_to_host(leaf: object) -> Any:
     return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
 
 
-def back(leaf: object, before: object) -> Any:
+def place_like_old(leaf: object, old: object) -> Any:
     """Move an array to the memory and sharding of the array that it replaces."""
     if isinstance(leaf, jax.core.Tracer):
-        return to_host(leaf) if is_on_host(before) else leaf
-    sharding = getattr(before, "sharding", None)
+        return move_to_host(leaf) if is_on_host(old) else leaf
+    sharding = getattr(old, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array) or leaf.sharding == sharding:
         return leaf
     return jax.device_put(leaf, sharding)
 
 
 def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
-    placements: dict[Any, tuple[list[int], Any]] = {}
-    on_host = []
+    """Return the indices of arrays on the same devices, with the mesh if there are several; and those of the others."""
+    groups: dict[Any, tuple[list[int], Any]] = {}
+    host_arrays: list[int] = []
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
-            sharding = leaf.sharding
-            devices = mesh = None  # JAX may choose the device
-            if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-                devices, mesh = tuple(sharding.mesh.devices.flat), sharding.mesh
-            elif leaf.committed:
-                devices = tuple(sorted(sharding.device_set, key=lambda device: device.id))
-            placements.setdefault(devices, ([], mesh))[0].append(number)
-        else:
-            on_host.append(number)
-    if None in placements and len(placements) > 1:
-        anywhere, _ = placements.pop(None)
-        next(iter(placements.values()))[0].extend(anywhere)
-    return list(placements.values()), on_host
+        if not isinstance(leaf, jax.Array):
+            host_arrays.append(number)
+            continue
+        sharding = leaf.sharding
+        devices: tuple[Any, ...] | None = None  # JAX may choose the device
+        mesh = None
+        if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+            mesh = sharding.mesh
+            devices = tuple(mesh.devices.flat)
+        elif leaf.committed:
+            devices = tuple(sorted(sharding.device_set, key=lambda device: device.id))
+        numbers, _ = groups.setdefault(devices, ([], mesh))
+        numbers.append(number)
+    # Arrays that may be anywhere join the first group.
+    if None in groups and len(groups) > 1:
+        uncommitted, _ = groups.pop(None)
+        numbers, _ = next(iter(groups.values()))
+        numbers.extend(uncommitted)
+    return list(groups.values()), host_arrays
 
 
 NO_MESH = Mesh(np.empty((), object), ())
@@ -175,7 +197,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Compile, once per `fn`, and call `fn(*args)` for arrays with one placement; the result is replicated."""
     if mesh is None:
-        args = jax.tree.map(without_mesh_of_one, args)
+        args = jax.tree.map(strip_mesh_of_one, args)
     with computing_on(mesh) as compiled:
         return compiled(fn)(*args)
 
@@ -187,17 +209,20 @@ def computing_on(mesh: Any) -> Iterator[Callable[[Callable[..., Any]], Callable[
         yield lambda fn: _compiled(fn, mesh)
 
 
-def without_mesh_of_one(leaf: object) -> Any:
+def strip_mesh_of_one(leaf: object) -> Any:
     """Move an array off a mesh of one device: Explicit axes in its type would not fit others."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
         return leaf
-    # After `device_put(leaf, device)`, only the type names the mesh.
-    return leaf if jax.typeof(leaf).sharding.mesh.empty else leaf.addressable_data(0)
+    # Not from the sharding: after `device_put(leaf, device)`, only the type names the mesh.
+    if jax.typeof(leaf).sharding.mesh.empty:
+        return leaf
+    return leaf.addressable_data(0)
 
 
 @functools.cache
 def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
-    return jax.jit(fn, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(fn, out_shardings=replicated)
 
 
 def is_compile_only(device: Any) -> bool:
@@ -238,8 +263,11 @@ ShardBounds = tuple[tuple[int, int], ...]
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
-    ranges = (axis.indices(size) for axis, size in zip(index or (), shape, strict=True))
-    return tuple((begin, max(begin, end)) for begin, end, _ in ranges)
+    ends: list[tuple[int, int]] = []
+    for axis, size in zip(index or (), shape, strict=True):
+        begin, end, _ = axis.indices(size)
+        ends.append((begin, max(begin, end)))
+    return tuple(ends)
 
 
 def slices(shard: ShardBounds) -> tuple[slice, ...]:
@@ -265,21 +293,23 @@ def place(
         array = jax.make_array_from_callback(
             tuple(shape), sharding, lambda index: parts[bounds(index, shape)], dtype=dtype
         )
-        return _without_alias(array, parts.values())
+        return _unshare(array, parts.values())
 
 
 def place_anywhere(values: np.ndarray[Any, Any], sharding: Any = None) -> jax.Array:
     """Place values on one device without sharing their memory: on the default device, uncommitted, or as given."""
     with internal_transfers():
-        return _without_alias(jax.device_put(values, sharding), [values])
+        return _unshare(jax.device_put(values, sharding), [values])
 
 
-def _without_alias(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:
+def _unshare(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:
+    """Return a copy of an array if it shares the memory of NumPy arrays, which only one on a CPU may."""
     addresses = {value.ctypes.data for value in values}
     shards = [shard.data for shard in array.addressable_shards if shard.device.platform == "cpu"]
-    is_alias = any(data.unsafe_buffer_pointer() in addresses for data in shards)
-    # For NumPy arrays JAX ignores may_alias.
-    return jax.device_put(array, array.sharding if array.committed else None, may_alias=False) if is_alias else array
+    if not any(data.unsafe_buffer_pointer() in addresses for data in shards):
+        return array
+    # A second transfer: in one of a NumPy array JAX ignores may_alias.
+    return jax.device_put(array, array.sharding if array.committed else None, may_alias=False)
 
 
 def target_sharding(leaf: Any, path: str) -> Any:
@@ -290,7 +320,7 @@ def target_sharding(leaf: Any, path: str) -> Any:
     if sharding is None:
         return None
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        sharding = _on_devices(sharding, path)
+        sharding = _concrete_sharding(sharding, path)
     try:
         sharding.shard_shape(tuple(leaf.shape))
     except ValueError as error:
@@ -298,7 +328,7 @@ def target_sharding(leaf: Any, path: str) -> Any:
     return sharding
 
 
-def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
+def _concrete_sharding(sharding: Any, path: str) -> jax.sharding.NamedSharding:
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(
@@ -329,11 +359,12 @@ def scan(
     """Run `jax.lax.scan`; `unroll=None` fully unrolls a body that would be slow in a loop."""
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, jax.tree.map(first_row, xs))
-        out = jax.tree.structure(shapes)
+        treedef = jax.tree.structure(shapes)
 
-        def body(carry: trees.Tree, x: object) -> Any:  # trace only once
+        # In place of the body, which `jax.lax.scan` would trace once more.
+        def body(carry: trees.Tree, x: object) -> Any:
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
-            return jax.tree.unflatten(out, values)
+            return jax.tree.unflatten(treedef, values)
 
         if is_slow_in_loops(traced.jaxpr):
             unroll = True
@@ -349,7 +380,9 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
     whole: Any = jax.typeof(x).sharding
-    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
+    sharding = None
+    if not whole.mesh.empty:
+        sharding = NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
@@ -370,7 +403,7 @@ def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """
 
     def ordered(chains: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-        return [_in_order(*chain) for chain in chains]
+        return [_run_chain(*chain) for chain in chains]
 
     as_lists = [list(chain) for chain in chains]
     if not any(len(chain) > 1 for chain in as_lists) or not trees.has_tracers(as_lists):  # as in `compute_first`
@@ -381,7 +414,7 @@ def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
 
 
 @jax.jit  # one trace for all chains of a shape
-def _in_order(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
+def _run_chain(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
     results = [first]
     for x in later:
         # The barrier keeps XLA from recomputing `first` in the kernel that must wait for it. The condition is never

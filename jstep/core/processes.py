@@ -144,8 +144,8 @@ def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()
     if error is not None:
         raise error
     fallback = kinds[-1] if kinds else RuntimeError
-    by_name = {kind.__name__: kind for kind in kinds}
-    raise by_name.get(name, fallback)(text)
+    named_kinds = {kind.__name__: kind for kind in kinds}
+    raise named_kinds.get(name, fallback)(text)
 
 
 def first_ints_on_all(

@@ -32,10 +32,14 @@ def new_name(package: str, name: str) -> str:
     return new
 
 
-def with_new_arguments(fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: str = "") -> dict[str, Any] | None:
+def rename_arguments(fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: str = "") -> dict[str, Any] | None:
     """Return the arguments of a call by their new names; None if none has an old name, or one is given by both."""
     owner = _name_of_call(fn, typed)
-    moved = {name: MOVED[f"{owner}({name}=)"] for name in kwargs if f"{owner}({name}=)" in MOVED}
+    moved: dict[str, str] = {}
+    for name in kwargs:
+        new = MOVED.get(f"{owner}({name}=)")
+        if new is not None:
+            moved[name] = new
     if not moved or not kwargs.keys().isdisjoint(moved.values()):
         return None
     for old, new in moved.items():
@@ -53,8 +57,10 @@ def show_in(package: str, value: object) -> None:
 
     Other classes keep their module, by which `inspect.getsource` and type hints find it.
     """
-    is_shown = isinstance(value, types.FunctionType) or (isinstance(value, type) and issubclass(value, BaseException))
-    if is_shown and value.__module__.startswith("jstep"):
+    is_exception = isinstance(value, type) and issubclass(value, BaseException)
+    if not is_exception and not isinstance(value, types.FunctionType):
+        return
+    if value.__module__.startswith("jstep"):
         value.__module__ = package
         if "__firstlineno__" in vars(value):  # Python 3.13: a line of another file
             del value.__firstlineno__  # type: ignore[attr-defined]
@@ -66,7 +72,8 @@ def is_public(named: Any) -> bool:
 
 def public_name(named: Any) -> str:
     """The full name of a class or function, as users import it: `jstep.Saver`."""
-    return f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
+    module = "jstep" if is_public(named) else named.__module__
+    return f"{module}.{named.__qualname__}"
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
@@ -139,7 +146,8 @@ _SPELLING = 0.8
 
 def _list_arguments(signature: inspect.Signature) -> str:
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = [name for name, parameter in signature.parameters.items() if parameter.kind in keywords and name != "self"]
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind in keywords]
+    names = [name for name in named if name != "self"]
     return f"; the arguments are {', '.join(names)}" if names else ""
 
 
@@ -185,18 +193,23 @@ def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> t
 
 @functools.cache
 def _hints() -> Mapping[str, str]:
-    pages_of: dict[str, dict[str, list[str]]] = {}
+    # What is typed → {jstep's equivalent: the pages that say so}.
+    equivalents: dict[str, dict[str, list[str]]] = {}
+
+    def add(typed: str, ours: str, page: str) -> None:
+        equivalents.setdefault(typed, {}).setdefault(ours, []).append(page)
+
     for page, rows in pages().items():
         for ours, theirs in rows.items():
             for typed in theirs.split():
-                pages_of.setdefault(typed, {}).setdefault(ours, []).append(page)
+                add(typed, ours, page)
                 if typed.startswith("train("):  # the arguments of `Run` are those of `train`
-                    pages_of.setdefault(f"Run{typed.removeprefix('train')}", {}).setdefault(ours, []).append(page)
-    return {typed: _hint_of(equivalents) for typed, equivalents in pages_of.items()}
+                    add(f"Run{typed.removeprefix('train')}", ours, page)
+    return {typed: _hint_of(pages_of) for typed, pages_of in equivalents.items()}
 
 
-def _hint_of(equivalents: Mapping[str, list[str]]) -> str:
-    texts = [f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items()]
+def _hint_of(pages_of: Mapping[str, list[str]]) -> str:
+    texts = [f"{ours} (see {' and '.join(about)})" for ours, about in pages_of.items()]
     verb = "" if texts[0].startswith("nothing in its place") else "use "
     return f"; {verb}{', or '.join(texts)}"
 

@@ -13,8 +13,10 @@ from jstep.core.checks import array_type, format_list, format_value
 from jstep.core.public_names import explains_attributes
 from jstep.core.tracebacks import shortens_tracebacks
 
-MAX_TEXT_LENGTH, MAX_ITEMS = 200, 50
-"""The maximum length of an argument in a `repr`, and of items of a container."""
+MAX_TEXT_LENGTH = 200
+"""The maximum length of an argument in a `repr`."""
+MAX_ITEMS = 50
+"""The maximum number of items of a container in a `repr`."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -34,7 +36,8 @@ class RecordedCall:
     made: Any = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = _copied(self.args), _copied(self.kwargs)
+        self.args = _copied(self.args)
+        self.kwargs = _copied(self.kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _call, (self.function, self.args, self.kwargs)
@@ -44,7 +47,8 @@ class RecordedCall:
 
     def __repr__(self) -> str:
         words = list(map(as_typed, self.args))
-        for i, parameter in enumerate(list(inspect.signature(self.function).parameters.values())[: len(words)]):
+        parameters = list(inspect.signature(self.function).parameters.values())
+        for i, parameter in enumerate(parameters[: len(words)]):
             if i >= self.positional and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                 words[i] = f"{parameter.name}={words[i]}"
         words += [f"{name}={as_typed(value)}" for name, value in self.kwargs.items()]
@@ -140,8 +144,10 @@ class ShownAsTyped:
 
 
 def as_typed(value: Any) -> str:
+    """Show a value as one would type it, cut to `MAX_ITEMS` and `MAX_TEXT_LENGTH`."""
     if isinstance(value, Mapping):
-        return f"{{{format_list([f'{key!r}: {as_typed(item)}' for key, item in value.items()], MAX_ITEMS)}}}"
+        items = [f"{key!r}: {as_typed(item)}" for key, item in value.items()]
+        return f"{{{format_list(items, MAX_ITEMS)}}}"
     if type(value) in (list, tuple):
         text = format_list(list(map(as_typed, value)), MAX_ITEMS)
         if isinstance(value, list):
@@ -153,6 +159,7 @@ def as_typed(value: Any) -> str:
         return array_type(value.shape, value.dtype)
     name = getattr(value, "__name__", None)
     text = name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
+    # A default `repr` has the address of the object.
     return f"{type(value).__name__}(…)" if " at 0x" in text else text
 
 

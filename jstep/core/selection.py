@@ -19,8 +19,9 @@ def leaf_names(tree: trees.Tree) -> list[tuple[str, ...]]:
     """The path of each leaf, and of a boxed variable (Flax NNX) also that of the box."""
     names: list[tuple[str, ...]] = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
-        boxed = len(keys) > 1 and keys[-1] == _BOXED
-        names.append((trees.path_str(keys), trees.path_str(keys[:-1])) if boxed else (trees.path_str(keys),))
+        path = trees.path_str(keys)
+        is_boxed = len(keys) > 1 and keys[-1] == _BOXED
+        names.append((path, trees.path_str(keys[:-1])) if is_boxed else (path,))
     return names
 
 
@@ -62,15 +63,18 @@ def select_leaves(
 
 
 def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
+    """Return for each leaf whether it is trainable and selected; None selects all."""
     trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
     chosen = _chosen(params, trainable, var_list, argument)
-    return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
+    return [is_chosen and can for is_chosen, can in zip(chosen, trainable, strict=True)]
 
 
 def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
     """Return for each leaf, of any dtype, whether it is selected; None selects nothing."""
     count = len(jax.tree.leaves(params))
-    return [False] * count if var_list is None else _chosen(params, [True] * count, var_list, argument)
+    if var_list is None:
+        return [False] * count
+    return _chosen(params, [True] * count, var_list, argument)
 
 
 def check_form(var_list: VarList, argument: str) -> None:
@@ -86,12 +90,13 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
         var_list = [var_list]
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
-        return _by_globs(params, trainable, entries, argument)
+        return _match_globs(params, trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
         _check_predicate(var_list, argument)
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     try:
-        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), var_list, params)
+        # A flag may stand for a whole subtree of params.
+        filled = jax.tree.map(lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), var_list, params)
         flags = trees.structure(params).flatten_up_to(filled)
     except (ValueError, TypeError) as error:
         raise ValueError(
@@ -117,20 +122,21 @@ def _check_predicate(predicate: Callable[..., Any], argument: str) -> None:
         ) from None
 
 
-def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:
-    names, leaves = leaf_names(params), jax.tree.leaves(params)
-    every = [path for path, *_ in names]
+def _match_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:
+    names = leaf_names(params)
+    leaves = jax.tree.leaves(params)
+    paths = [path for path, *_ in names]
     chosen = [False] * len(leaves)
     for entry in entries:
         matches = [i for i, aliases in enumerate(names) if is_named(aliases, entry)]
         if not matches:
-            hint = trees.suggest_names(entry, every) or f"; paths are {every[:20]}"
+            hint = trees.suggest_names(entry, paths) or f"; paths are {paths[:20]}"
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
-        if every.count(entry) > 1:
-            raise ValueError(ambiguous(argument, entry, every.count(entry)))
+        if paths.count(entry) > 1:
+            raise ValueError(ambiguous(argument, entry, paths.count(entry)))
         if not any(trainable[i] for i in matches):
             raise ValueError(
-                f"{argument}: {entry!r} matches only {[every[i] for i in matches][:20]}, whose dtype "
+                f"{argument}: {entry!r} matches only {[paths[i] for i in matches][:20]}, whose dtype "
                 f"{leaves[matches[0]].dtype} cannot be trained"
             )
         for i in matches:

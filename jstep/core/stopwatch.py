@@ -24,8 +24,12 @@ recorded as if it took this long: a body that hangs later is measured by it."""
 class Stopwatch:
     """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
 
+    At each time exactly one phase is the current one. Its seconds since `_began` are not in `_totals` yet; those of all
+    phases before it are.
+
     Args:
-        since: The time of the clock at which `starting` began; None for now.
+        seconds_before: The seconds from the start of the process to training.
+        began: The time of the clock at which `starting` began; None for now.
 
     Attributes:
         waiting: The phase of waiting for a batch; `starting` until the first step has returned.
@@ -34,13 +38,14 @@ class Stopwatch:
     """
 
     def __init__(
-        self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter, since: float | None = None
+        self, seconds_before: float = 0.0, clock: Callable[[], float] = time.perf_counter, began: float | None = None
     ) -> None:
         self.clock = clock
-        self.before = before
-        self._since = clock() if since is None else since
-        self._totals = dict.fromkeys(PHASES, 0.0) | {BEFORE: before}
-        self.current = self.waiting = STARTING
+        self.seconds_before = seconds_before
+        self._began = clock() if began is None else began
+        self._totals = dict.fromkeys(PHASES, 0.0) | {BEFORE: seconds_before}
+        self.current = STARTING
+        self.waiting = STARTING
         self.body_began: float | None = None
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
@@ -48,11 +53,11 @@ class Stopwatch:
     def switch(self, phase: str) -> float:
         time_now = self.clock()
         ended = self.current
-        seconds = time_now - self._since
+        seconds = time_now - self._began
         # The phase and its beginning before the total: another thread that reads in between misses these seconds, and
         # does not count them twice.
         self.current = phase
-        self._since = time_now
+        self._began = time_now
         self._totals[ended] += seconds
         self._latest.append((phase, time_now))
         return time_now
@@ -98,16 +103,21 @@ class Stopwatch:
         self.switch(STEPPING)
 
     def visits(self, phase: str) -> list[float]:
-        pairs = itertools.pairwise(list(self._latest))
-        return [end - begin for (entered, begin), (_, end) in pairs if entered == phase][-_VISITS:]
+        """Return the seconds of the latest visits of a phase that have ended."""
+        visits: list[float] = []
+        for (entered, begin), (_, end) in itertools.pairwise(list(self._latest)):
+            if entered == phase:
+                visits.append(end - begin)
+        return visits[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
         totals = dict(self._totals)
         current = self.current
-        since = self._since
+        began = self._began
+        # Read once: the thread of the loop may end the body in between.
         body_began = self.body_began
         end = self.clock()
-        totals[current] += end - since
+        totals[current] += end - began
         if body_began is not None:
             totals[current] -= end - body_began
             totals[HOOKS] += end - body_began
@@ -125,7 +135,9 @@ def seconds_before_training() -> float:
     _trained.add(os.getpid())
     try:
         with open("/proc/self/stat", "rb") as file:
-            ticks = int(file.read().rpartition(b")")[2].split()[19])
+            # The name of the program, in parentheses, may contain blanks; the start of the process is the 22nd field.
+            fields = file.read().rpartition(b")")[2].split()
+        ticks = int(fields[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
@@ -136,12 +148,14 @@ class Clocks(NamedTuple):
 
     seconds: Callable[[], float] = time.perf_counter
     wall: Callable[[], float] = time.time
-    before: Callable[[], float] = seconds_before_training
+    seconds_before: Callable[[], float] = seconds_before_training
 
 
 CLOCKS = Clocks()
 
 
 def new_watch(called: float) -> Stopwatch:
-    before = CLOCKS.before() - (CLOCKS.seconds() - called)
-    return Stopwatch(max(0.0, before), CLOCKS.seconds, called)
+    """Return a stopwatch for a run whose function was called at a time of the monotonic clock."""
+    # The clock of the process has run on since that call.
+    seconds_before = CLOCKS.seconds_before() - (CLOCKS.seconds() - called)
+    return Stopwatch(max(0.0, seconds_before), CLOCKS.seconds, called)

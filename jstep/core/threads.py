@@ -18,25 +18,30 @@ import jax
 
 from jstep.core.meshes import current_mesh, read_settings
 
-_JOIN_SECS, _POLL_SECS = 0.005, 0.1
+_JOIN_SECS = 0.005
+"""How often `join_thread` looks whether a thread has ended."""
+_POLL_SECS = 0.1
+"""The longest wait of the main thread in which a signal is not handled."""
 _R = TypeVar("_R")
 
 
 class Thread(threading.Thread):
     """A thread that runs in a copy of the contexts of the caller of `start`."""
 
-    _in_contexts: Callable[[Callable[[], None]], None] | None = None
+    _call_in_contexts: Callable[[Callable[[], None]], None] | None = None
+    """Calls a function in the contexts of the caller of `start`; None once the thread runs."""
 
     def start(self) -> None:
-        self._in_contexts = _capture_contexts()
+        self._call_in_contexts = _capture_contexts()
         super().start()
 
     def run(self) -> None:
-        in_contexts, self._in_contexts = self._in_contexts, None  # release them when the thread ends
-        if in_contexts is None:
+        call_in_contexts = self._call_in_contexts
+        self._call_in_contexts = None  # so that the contexts are released when the thread ends
+        if call_in_contexts is None:
             super().run()
         else:
-            in_contexts(super().run)
+            call_in_contexts(super().run)
 
 
 def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
@@ -58,20 +63,24 @@ class Task(Future[_R]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_over, self._running = False, threading.Lock()
+        self._has_ended = False
+        # Held until the task has ended. Who waits acquires it, and releases it for others that wait.
+        self._running = threading.Lock()
         self._running.acquire()
 
     def end(self) -> None:
-        self._is_over = True
+        self._has_ended = True
         self._running.release()
 
     def wait(self, secs: float) -> bool:
-        if not self._is_over and self._running.acquire(timeout=secs):
+        """Wait for the end, at most so many seconds; return whether the task has ended."""
+        if not self._has_ended and self._running.acquire(timeout=secs):
             self._running.release()
-        return self._is_over
+        return self._has_ended
 
 
 def wait_until_done(task: Task[Any], unless: Callable[[], object] | None = None) -> bool:
+    """Wait for the end of a task; return False as soon as `unless` returns True."""
     # A signal that arrives just before a wait without a timeout would be handled only after the wait.
     while not task.wait(_POLL_SECS):
         if unless is not None and unless():
@@ -101,7 +110,7 @@ def _capture_contexts() -> Callable[[Callable[[], None]], None]:
     return lambda fn: variables.run(call_in_contexts, fn)
 
 
-def in_background(
+def run_in_background(
     fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0, task: Task[_R] | None = None
 ) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
@@ -130,7 +139,7 @@ def in_background(
 
 def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
     """Call a function in a thread; return whether it ended in time. It may wait for a lock of code that hangs."""
-    return bool(wait([in_background(fn, name=name, daemon=True)], timeout=seconds).done)
+    return bool(wait([run_in_background(fn, name=name, daemon=True)], timeout=seconds).done)
 
 
 class SerialTasks:
@@ -143,10 +152,10 @@ class SerialTasks:
         self._newest: list[Task[None]] = []  # it waits for the one before
 
     def add(self, task: Callable[[], None]) -> Task[None]:
-        before = self._newest
+        previous = self._newest
 
-        def when_due() -> None:
-            wait(before)
+        def run_next() -> None:
+            wait(previous)
             try:
                 task()
             except Exception as error:
@@ -154,7 +163,7 @@ class SerialTasks:
                     raise
                 self._failed(error)
 
-        self._newest = [in_background(when_due, name=self._name, daemon=self._daemon)]
+        self._newest = [run_in_background(run_next, name=self._name, daemon=self._daemon)]
         return self._newest[0]
 
     def wait(self, timeout: float | None = None) -> None:
@@ -168,16 +177,21 @@ READER_EXIT_SECS = 5.0
 # Long activities of threads: a thread reports what it is doing, and the stall watch reads it.
 
 TRACING = "tracing"
-AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
-"""All processes exchange values, or the shapes of a batch."""
-MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
-"""A thread makes batches or programs, or waits until the loop takes its batch."""
+AGREEING = "agreeing"
+"""All processes exchange values."""
+AGREEING_ON_SHAPES = "agreeing on shapes"
+"""All processes compare the shapes of their batches."""
+MAKING = "making"
+"""A thread makes batches or programs."""
+WAITING_FOR_ROOM = "waiting for room"
+"""A thread has a batch ready, and waits until the loop takes it."""
 _activities: list[tuple[int, str]] = []
+"""The id of a thread, and what it is doing; of nested activities the innermost is the last."""
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    activity = threading.get_ident(), what
+    activity = (threading.get_ident(), what)
     _activities.append(activity)
     try:
         yield

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jstep.core.exceptions import explain_jax
-from jstep.core.public_names import explain_call, with_new_arguments
+from jstep.core.public_names import explain_call, rename_arguments
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            renamed = with_new_arguments(fn, kwargs, typed) if isinstance(error, TypeError) else None
+            renamed = rename_arguments(fn, kwargs, typed) if isinstance(error, TypeError) else None
             if renamed is None:
                 if isinstance(error, TypeError):
                     hint = explain_call(fn, args, kwargs, error, typed)
@@ -73,28 +73,34 @@ def explains_arguments(cls: type[_T]) -> type[_T]:
 
 
 def original_error(error: BaseException) -> BaseException:
+    """Return a user's error in place of the refusal of its class to take the traceback that contextlib sets."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
-    is_of_contextlib = (
-        bool(frames)
-        and frames[-1].f_code.co_name == "__setattr__"
-        and frames[0].f_code.co_filename == contextlib.__file__
-    )
-    return error.__context__ if is_of_contextlib and error.__context__ is not None else error
+    if error.__context__ is None or not frames:
+        return error
+    is_assignment = frames[-1].f_code.co_name == "__setattr__"
+    is_of_contextlib = frames[0].f_code.co_filename == contextlib.__file__
+    return error.__context__ if is_assignment and is_of_contextlib else error
 
 
 def shorten(error: BaseException) -> None:
+    """Shorten the tracebacks of an error and of its causes, and remove repeated notes."""
     mode: Any = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # created at run time
-    seen, left = set[int](), None if mode == "off" else error
-    while left is not None and id(left) not in seen:
-        seen.add(id(left))
-        if notes := getattr(left, "__notes__", None):  # JAX adds the same note each time that a function raises it
+    if mode == "off":
+        return
+    seen: set[int] = set()  # a chain of causes may be a cycle
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        notes = getattr(link, "__notes__", None)
+        if notes:  # JAX adds the same note each time that a function raises it
             notes[:] = [text for text, _ in itertools.groupby(notes)]
         short: TracebackType | None = None
-        for frame in reversed(_shown(left.__traceback__)):
+        for frame in reversed(_shown(link.__traceback__)):
             short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-        BaseException.with_traceback(left, short)  # also of a class that rejects attributes
-        # In this mode JAX adds a cause that shows all frames on purpose.
-        left = None if mode == "remove_frames" else left.__cause__ or left.__context__
+        BaseException.with_traceback(link, short)  # also of a class that rejects attributes
+        if mode == "remove_frames":
+            return  # in this mode JAX adds a cause that shows all frames on purpose
+        link = link.__cause__ or link.__context__
 
 
 def _shown(trace: TracebackType | None) -> list[TracebackType]:
@@ -103,11 +109,20 @@ def _shown(trace: TracebackType | None) -> list[TracebackType]:
         if _file(trace) != __file__:
             frames.append(trace)
         trace = trace.tb_next
+
+    def is_inner(frame: TracebackType) -> bool:
+        return _file(frame).startswith((_JSTEP, *_PASSED))
+
     shown: list[TracebackType] = []
-    for _, group in itertools.groupby(frames, lambda frame: _file(frame).startswith((_JSTEP, *_PASSED))):
+    for _, group in itertools.groupby(frames, is_inner):
         row = list(group)
-        of_jstep = [frame for frame in row if _file(frame).startswith(_JSTEP)]
-        shown += dict.fromkeys((of_jstep[0], of_jstep[-1])) if of_jstep else row
+        own_frames = [frame for frame in row if _file(frame).startswith(_JSTEP)]
+        if not own_frames:
+            shown += row
+            continue
+        shown.append(own_frames[0])
+        if len(own_frames) > 1:
+            shown.append(own_frames[-1])
     return shown
 
 

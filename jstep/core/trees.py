@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import difflib
-import functools
 import itertools
 import operator
 import typing
@@ -56,6 +55,8 @@ class Schedule(Protocol):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Held:
+    """A hyperparameter in the state, which Optax calls injected; `held` makes it."""
+
     name: str
     value: Any
 
@@ -167,7 +168,8 @@ class Optimizer(NamedTuple):
     takes_context: bool = False
 
     def __repr__(self) -> str:
-        if isinstance(call := getattr(self.init, "call", None), RecordedCall):
+        call = getattr(self.init, "call", None)
+        if isinstance(call, RecordedCall):
             return repr(call)
         return f"Optimizer({', '.join(map(as_typed, self))})"
 
@@ -175,8 +177,10 @@ class Optimizer(NamedTuple):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(call := getattr(self.init, "call", None), RecordedCall):
+        call = getattr(self.init, "call", None)
+        if not isinstance(call, RecordedCall):
             return Optimizer, tuple(self)
+        # After `_replace` the call would make another optimizer than this one.
         if call.made is None or any(map(operator.is_not, self, call.made)):
             raise TypeError(
                 f"{call!r}: cannot be pickled, as its functions were replaced; pass what it is made of instead"
@@ -343,7 +347,12 @@ def copy_numpy(tree: Tree, argument: str) -> Any:
     """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU."""
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, all_native(tree, argument))
+
+    def copied(keys: Any, leaf: object) -> Any:
+        leaf = native(leaf, path_str(keys), argument)
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree_util.tree_map_with_path(copied, tree)
 
 
 def all_native(tree: Tree, argument: str) -> Any:
@@ -351,6 +360,7 @@ def all_native(tree: Tree, argument: str) -> Any:
 
 
 def native(leaf: object, path: str, argument: str) -> Any:
+    """Return a leaf, a NumPy array in the byte order of the machine: JAX accepts no other."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     if not is_array(leaf):
@@ -365,8 +375,12 @@ def has_same_bits(a: Any, b: Any) -> bool:
         return bool(a == b)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    first, second = (concrete(key_data(leaf)) for leaf in (a, b))
-    return first is not None and second is not None and first.tobytes() == second.tobytes()
+    values_a = concrete(key_data(a))
+    values_b = concrete(key_data(b))
+    if values_a is None or values_b is None:
+        return False
+    # As bytes: NaN differs from itself, and 0.0 is equal to -0.0.
+    return values_a.tobytes() == values_b.tobytes()
 
 
 def concrete(x: object) -> np.ndarray[Any, Any] | None:
@@ -384,7 +398,7 @@ def widen(x: Any) -> Any:
     return x.astype(compute_dtype(x.dtype))
 
 
-def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def replace_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
     changed = list(leaves)
     for index, value in zip(indices, values, strict=True):
         changed[index] = value
@@ -397,19 +411,25 @@ def partition_arrays(
     """Return the arrays of a tree (or what `which` selects), and a function that replaces them."""
     leaves, treedef = flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
-    return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
+
+    def fill(arrays: Sequence[Any]) -> Any:
+        return treedef.unflatten(replace_leaves(leaves, indices, arrays))
+
+    return [leaves[i] for i in indices], fill
 
 
 def merge_dicts(
     parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]
 ) -> dict[str, Any]:
+    """Join dicts; `refusal(name, part, other part)` is the error of a name that two parts have."""
     result: dict[str, Any] = {}
     owner: dict[str, str] = {}
     for part, values in parts:
         for name, value in values.items():
             if name in result:
                 raise ValueError(refusal(name, owner[name], part))
-            result[name], owner[name] = value, part
+            result[name] = value
+            owner[name] = part
     return result
 
 
@@ -436,6 +456,7 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
 
 
 def is_like(params: Tree, tree: Tree) -> bool:
+    """Whether a tree has an array, or None, for each leaf of params."""
     try:
         return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
     except (ValueError, TypeError):
@@ -449,7 +470,8 @@ def _is_leaf(x: object) -> bool:
 def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None."""
     treedef = structure(params)
-    remedy = f"Give {what} the structure of params{', with None for a leaf to leave out' if may_leave_out else ''}."
+    omission = ", with None for a leaf to leave out" if may_leave_out else ""
+    remedy = f"Give {what} the structure of params{omission}."
     try:
         subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
@@ -465,14 +487,23 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
 
 
 def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
-    paths = functools.partial(leaf_paths, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
-    want, have = paths(params), paths(tree)
-    problems = [f"got {describe_type(tree)}"] if have == [""] else []
-    for title, some in (("missing", only_in(want, have)), ("extra", only_in(have, [*want, ""]))):
-        if some:
-            problems.append(f"{title}: {', '.join(map(repr, some[:20]))}")
-    other = f"same paths, other containers: {structure(tree)} instead of {structure(params)}"
-    return f"{what} does not have the structure of params; {'; '.join(problems) or other}"
+    def is_node(x: object) -> bool:
+        return x is None or bool(is_leaf and is_leaf(x))
+
+    wanted = leaf_paths(params, is_node)
+    paths = leaf_paths(tree, is_node)
+    problems: list[str] = []
+    if paths == [""]:  # a single leaf
+        problems.append(f"got {describe_type(tree)}")
+    missing = only_in(wanted, paths)
+    if missing:
+        problems.append(f"missing: {', '.join(map(repr, missing[:20]))}")
+    extra = only_in(paths, [*wanted, ""])
+    if extra:
+        problems.append(f"extra: {', '.join(map(repr, extra[:20]))}")
+    if not problems:
+        problems.append(f"same paths, other containers: {structure(tree)} instead of {structure(params)}")
+    return f"{what} does not have the structure of params; {'; '.join(problems)}"
 
 
 # Rows: stacking trees on a new leading axis, sizes of leading axes, and unstacking.
@@ -500,11 +531,15 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
     named = leaves_with_paths(tree)
-    if len(sizes := {np.shape(leaf)[:1] for _, leaf in named}) != 1 or () in sizes:
+    sizes = {np.shape(leaf)[:1] for _, leaf in named}
+    if len(sizes) != 1 or () in sizes:
         got = format_value(jax.tree.map(np.shape, tree))
         raise ValueError(f"{what}: must have arrays whose first axis is the number of elements, got shapes {got}")
-    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for path, leaf in named]
-    return [structure(tree).unflatten(row) for row in zip(*map(_copied_rows, arrays), strict=True)]
+    columns = []
+    for path, leaf in named:
+        array = leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what))
+        columns.append(_copied_rows(array))
+    return [structure(tree).unflatten(row) for row in zip(*columns, strict=True)]
 
 
 def no_rows(tree: Tree) -> Any:
@@ -524,13 +559,22 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
 
 
 def _copied_rows(array: Any) -> list[Any]:
-    return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
+    if isinstance(array, jax.Array) or array.ndim == 1:
+        return list(array)
+    # Rows of NumPy are views, each of which would keep the whole array alive.
+    return [row.copy() for row in array]
 
 
 def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
-    types = [(a.shape, a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype) for a in arrays]
-    i = next((i for i, array_type in enumerate(types) if array_type != types[0]), None)
-    if i is not None:
-        pair = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(arrays[i])} in {name(i)}"
-        raise ValueError(f"{what}: {leaf_at(path)} must be alike to be stacked, got {pair}; pad, crop or cast before")
+    def type_of(array: Any) -> tuple[Any, Any]:
+        is_string = getattr(array.dtype, "kind", "V") in "SU"
+        return array.shape, array.dtype.kind if is_string else array.dtype
+
+    first = type_of(arrays[0])
+    for i, array in enumerate(arrays):
+        if type_of(array) != first:
+            pair = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(array)} in {name(i)}"
+            raise ValueError(
+                f"{what}: {leaf_at(path)} must be alike to be stacked, got {pair}; pad, crop or cast before"
+            )

@@ -42,7 +42,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
     """
     mesh = meshes.as_mesh(mesh)
     parts = meshes.axis_size(mesh, axis, f"axis={axis!r}")
-    local_batch = device_values.from_host(local_batch, "local_batch")
+    local_batch = device_values.prepare_for_device(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
     sizes = trees.leading_sizes(local_batch)
@@ -217,7 +217,7 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
     if not device_values.are_plain(leaves):
         if not all(map(trees.is_array_or_number, leaves)):
             item = jax.tree_util.tree_map_with_path(_as_known, item)
-        item = device_values.from_host(item, "batch")
+        item = device_values.prepare_for_device(item, "batch")
         leaves, treedef = trees.flatten(item)
     if not fresh:
         leaves = [_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]

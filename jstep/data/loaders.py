@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
-from jstep.core.exceptions import note, until_end
+from jstep.core.exceptions import items_until_end, note
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
 from jstep.data.batch_sources import BatchSource, FromLoop, FromState, Indexed, Loader, Unseekable, untrained_batches
@@ -198,7 +198,7 @@ def _try_first(batches: Tree, start: int, last_step: int) -> list[Any]:
     """Return a list of the first batch; an empty one if there is none."""
     steps = range(start, min(start + 1, last_step))
     try:
-        return list(until_end(_item(batches, batches.__getitem__, step) for step in steps))
+        return list(items_until_end(_item(batches, batches.__getitem__, step) for step in steps))
     except IndexError:
         return []
 
@@ -507,7 +507,7 @@ class ReplayedIterator(Iterator[Any]):
         iterable = self._make()
         if not isinstance(iterable, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {describe_type(iterable)}")
-        items = until_end(iterable)
+        items = items_until_end(iterable)
         if not self._count:
             return items
         began = time.perf_counter()

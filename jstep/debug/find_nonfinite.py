@@ -110,7 +110,7 @@ def _find_first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | 
     values = [leaves[i] for i in indices]
 
     def fn(*values: object) -> Any:
-        result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, values)))
+        result = step(*treedef.unflatten(trees.replace_leaves(leaves, indices, values)))
         return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
     # The user's debug flags must not interrupt the search.
@@ -121,7 +121,7 @@ def _find_first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | 
 
 
 def _search(closed: Any, args: list[Any]) -> NonFinite | None:
-    body = jaxprs.body_of(jaxprs.with_consts_as_arguments(closed))
+    body = jaxprs.body_of(jaxprs.consts_to_arguments(closed))
     search = Search()
     search.run(body, [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args))
     if search.found is None:

@@ -12,7 +12,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from jstep.core import trees
 from jstep.core.checks import as_int, describe_type
 from jstep.core.device_values import as_scalar
-from jstep.core.meshes import internal_transfers, on_any_mesh
+from jstep.core.meshes import internal_transfers, supports_meshes
 from jstep.core.placement import compute_first
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, T, Tree
@@ -51,7 +51,7 @@ def clip_by_value(t: T, min: Number | Array, max: Number | Array) -> T:
     return clip_values(t, *bounds)
 
 
-@on_any_mesh("t")
+@supports_meshes("t")
 def clip_values(t: Tree, *bounds: Any) -> Any:
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
@@ -129,7 +129,7 @@ def _check_norm(clip_norm: Any) -> None:
         as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
 
 
-@on_any_mesh("tree")
+@supports_meshes("tree")
 def clip_norms(
     tree: Tree, limit: Any, name: str, norm_of: Callable[[Array, tuple[int, ...]], Array], norm: Any = None
 ) -> Any:
@@ -142,7 +142,7 @@ def clip_norms(
 
 
 @shortens_tracebacks
-@on_any_mesh()
+@supports_meshes()
 def global_norm(tree: Tree) -> Array:
     """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
 
@@ -178,7 +178,7 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
         yield keys, *compute_first(array)
 
 
-@on_any_mesh()
+@supports_meshes()
 def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 

@@ -46,7 +46,7 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
     def of_some(some: list[Any]) -> Any:
-        ys = fn(treedef.unflatten(trees.with_leaves(leaves, indices, some)))
+        ys = fn(treedef.unflatten(trees.replace_leaves(leaves, indices, some)))
         trees.check_arrays(ys, "the result of fn")
         return jax.tree.map(jnp.asarray, ys)
 
@@ -59,7 +59,7 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     grads = meshes.AxesFallback(getattr(fn, "__name__", "fn"))(
         pulled_back, some, grad_ys, specs_of=meshes.shard_like(some)
     )
-    return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads))
+    return treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads))
 
 
 @meshes.exempts_transfers

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.checks import as_int
 from jstep.core.exceptions import note, setting
-from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
+from jstep.core.meshes import call_on_auto_axes, dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, Tree, shape_of
 from jstep.differentiate import microbatches
@@ -122,7 +122,7 @@ def on_lanes(
         return fn(lanes if lanes.mesh is None else lanes._replace(specs=specs), whole, args)
 
     def computed(whole: object, args: Any) -> Any:
-        return without_explicit_axes(on_auto_axes, whole, args, specs_of=specs_of)
+        return call_on_auto_axes(on_auto_axes, whole, args, specs_of=specs_of)
 
     is_traced = any(map(trees.is_traced, jax.tree.leaves((whole, args))))
     with using_mesh(None if is_traced else mesh_of((whole, args))):
@@ -204,7 +204,7 @@ def sum_over_lanes(
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
     closed, shapes = trace_lane(lanes, lane_fn, blocks, (np.int32(0), list(whole), list(blocked)))
     outs, treedef = trees.flatten(shapes)
-    program = core.ClosedJaxpr(jaxprs.with_consts_as_arguments(closed), ())
+    program = core.ClosedJaxpr(jaxprs.consts_to_arguments(closed), ())
     split = [lanes.scattered(x.shape) for x in outs]
 
     def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:

@@ -44,7 +44,7 @@ class Tables:
         taken = [(ids, gradient) for i, ids, gradient in self._taken if i == index]
         if not taken:
             return dense
-        return meshes.without_explicit_axes(
+        return meshes.call_on_auto_axes(
             functools.partial(_joined, self._shapes[index]), taken, dense, specs_of=meshes.shard_like(dense)
         )
 

@@ -285,9 +285,9 @@ class LossGradients:
         if self.sharpness is not None:
             trained = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturb, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(trained))
+            on_auto_axes = functools.partial(meshes.call_on_auto_axes, move, specs_of=meshes.shard_like(trained))
             moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, trained, result.gradients, self.sharpness)
-            moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
+            moved = treedef.unflatten(trees.replace_leaves(leaves, indices, moved_leaves))
             without_summaries = dataclasses.replace(self, collect=False)
             second_result = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
             result = result._replace(gradients=second_result.gradients, squares=second_result.squares)
@@ -295,7 +295,7 @@ class LossGradients:
             paths = trees.leaf_paths(params)
             unused |= {paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None}
         grads = apply_gate(result.gradients, self.gate_gradients)
-        return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
+        return result._replace(gradients=treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads)))
 
     def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
@@ -402,7 +402,7 @@ class LossGradients:
         def loss_of(trained: list[Array]) -> tuple[Array, Any]:
             nonlocal looked_up
             trained = track_connected(trained, connected)
-            whole = treedef.unflatten(trees.with_leaves(leaves, indices, trained))
+            whole = treedef.unflatten(trees.replace_leaves(leaves, indices, trained))
             before = (inputs.model_state,) if self.has_model_state else ()
             rng = {} if inputs.key is None else {"rng": inputs.key}
 

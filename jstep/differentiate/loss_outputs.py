@@ -35,7 +35,7 @@ def unpack_outputs(
         )
     model_state = _like(old, model_state)
     trees.check_arrays(aux, "aux", " and cannot leave a compiled step")
-    return loss, model_state, jax.tree.map(jnp.asarray, device_values.from_host(aux, "aux"))
+    return loss, model_state, jax.tree.map(jnp.asarray, device_values.prepare_for_device(aux, "aux"))
 
 
 def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:

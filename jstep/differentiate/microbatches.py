@@ -79,7 +79,7 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
         whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
         fits = meshes.fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if meshes.explicit_mesh(leaf) is not None:
-            return meshes.without_explicit_axes(in_parts, leaf, specs_of=(lambda _: whole) if fits else None)
+            return meshes.call_on_auto_axes(in_parts, leaf, specs_of=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)
         return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 
@@ -318,7 +318,7 @@ def reduce_once(
     able = [i for i in indices if is_able(leaves[i])]
     if able:
         first = microbatch(parts, 0)
-        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
+        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.replace_leaves(leaves, able, some)), first))(
             [leaves[i] for i in able]
         )
         others = _other_uses(body_of(traced), [frozenset([i]) for i in able])
@@ -332,7 +332,7 @@ def reduce_once(
                 sharding: Any = jax.typeof(leaves[i]).sharding
                 spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
                 reduced.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
-            return fn(treedef.unflatten(trees.with_leaves(leaves, able, reduced)), parts)
+            return fn(treedef.unflatten(trees.replace_leaves(leaves, able, reduced)), parts)
 
         with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
             return meshes.atomic(typed, params, parts)
@@ -394,7 +394,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
             total = total + jnp.sum(jnp.square(values)).astype(total.dtype)
         return total
 
-    return meshes.without_explicit_axes(computed, [g for g in gradients if g is not None], scale)
+    return meshes.call_on_auto_axes(computed, [g for g in gradients if g is not None], scale)
 
 
 def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
@@ -423,4 +423,4 @@ def estimate_noise(squares: Squares) -> GradientNoise:
         noise = (jnp.sum(terms) / total - whole) * (total / others)
         return GradientNoise(noise, whole - noise / total)
 
-    return meshes.without_explicit_axes(computed, *squares)
+    return meshes.call_on_auto_axes(computed, *squares)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
-from jstep.core.placement import on_devices
+from jstep.core.placement import move_to_devices
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lanes, trace_on_lanes
 
@@ -46,7 +46,7 @@ def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: An
         rebuilds.append(rebuild)
         return results
 
-    arrays = on_devices(arrays)
+    arrays = move_to_devices(arrays)
     program, _ = trace_on_lanes(lanes, of_arrays, arrays)
     # Data that XLA does not know: constants are not traced.
     data = [x for x in arrays if x.size and not trees.is_key(x)]
@@ -154,7 +154,7 @@ def _way(number: int, operation: Operation) -> str:
         ways = {_way(number, inner) for body in operation.bodies for inner in body.operations}
         return SHARDS if ways <= {SHARDS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
     if operation.bodies:
-        return APART if any(map(is_in_lanes, jaxprs.inside(operation))) else WHOLE
+        return APART if any(map(is_in_lanes, jaxprs.nested_operations(operation))) else WHOLE
     if operation.name in ON_SHARDS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import processes, trees
 from jstep.core.checks import format_value
-from jstep.core.exceptions import until_end
+from jstep.core.exceptions import items_until_end
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import SignsOfLife
@@ -68,7 +68,7 @@ class EvaluationBatches:
             )
         self._used = True
         number = 0
-        for number, batch in enumerate(until_end(self._items()), 1):
+        for number, batch in enumerate(items_until_end(self._items()), 1):
             if number > MAX_BATCHES:
                 raise ValueError(f"batches: no end after {MAX_BATCHES} of them; {_ENDLESS}")
             yield batch

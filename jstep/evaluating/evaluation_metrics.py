@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
-from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
+from jstep.core.meshes import call_on_auto_axes, internal_transfers, mesh_of, using_mesh
 from jstep.metering.numbers import is_number, is_numeric, local_copy, read_value
 from jstep.metrics.totals import MeanOf
 
@@ -177,7 +177,7 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
     def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
 
-    return without_explicit_axes(merged, totals, objects)
+    return call_on_auto_axes(merged, totals, objects)
 
 
 def _merged(name: str, total: Any, new: Any) -> Any:

@@ -240,7 +240,9 @@ def _metrics_of_lanes(
 
     def part(i: Any, whole: Any, rows: Tree) -> Any:
         params, leaves = filled(whole)
-        return stack_over_lanes(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
+        return stack_over_lanes(
+            lanes, i, metrics(params, treedef.unflatten(trees.replace_leaves(leaves, indices, rows)))
+        )
 
     stacked = sum_over_lanes(lanes, part, whole, [leaves[i] for i in indices], [0] * len(indices))
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(lanes.number)]

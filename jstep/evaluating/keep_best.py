@@ -29,7 +29,7 @@ from jstep.core import processes
 from jstep.core.checks import as_int, format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
-from jstep.core.threads import Task, in_background
+from jstep.core.threads import Task, run_in_background
 from jstep.evaluating.callbacks import MetricReader, is_better
 from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.run_hook import RunInfo
@@ -174,7 +174,7 @@ class KeepBest(MetricReader):
         """Note whether values are measured with averages, and hash the data in the background."""
         self._are_averages = bool(getattr(evaluate, "use_averages", False))
         first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
-        self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
+        self._data = None if first_hash is None else run_in_background(first_hash, name="jstep-data-hash", daemon=True)
 
     def begin(self, state: TrainState) -> None:
         saver = self._open()

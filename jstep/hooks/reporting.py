@@ -11,7 +11,7 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, describe_type, format_value, in_own_digits
+from jstep.core.checks import as_bool, as_function, describe_type, format_value, shortest_digits
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.cadence import UNSET, Clock, make_cadence
@@ -228,14 +228,14 @@ class MetricsHook(ReportingHook):
                 ", ".join(map(repr, names)),
             )
         constants = {name: value for name, value in self._run.constant_metrics().items() if numbers.is_number(value)}
-        self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
+        self.constants = {name: shortest_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:
             return
         try:
-            self._write(step, {name: in_own_digits(value) for name, value in values.items()})
+            self._write(step, {name: shortest_digits(value) for name, value in values.items()})
         except Exception as error:
             note(error, f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
             raise

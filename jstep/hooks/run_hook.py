@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import format_value, hook_name
-from jstep.core.exceptions import with_path
+from jstep.core.exceptions import add_path
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence
@@ -308,7 +308,7 @@ class RunHook(Hook):
         except OSError as error:
             if self._given_run is None:  # it closes after its run
                 raise
-            self._run.log_failed(self, with_path(error, path) if path else error)
+            self._run.log_failed(self, add_path(error, path) if path else error)
 
     def flush(self) -> None:
         """Called in the background before a checkpoint exists: flush files that must not be older."""

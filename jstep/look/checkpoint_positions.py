@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.core.checks import array_type, format_list, in_own_digits, truncate
+from jstep.core.checks import array_type, format_list, shortest_digits, truncate
 from jstep.look.arrays import is_inexact
 from jstep.record.stall_files import format_ranges
 
@@ -237,6 +237,6 @@ def _number_or_text(array: np.ndarray[Any, Any], bits: str) -> Any:
     if np.iscomplexobj(array) or not (is_number and array.size):
         return f"{kind} {bits[:8]}"
     if not array.shape:
-        return in_own_digits(array.item()) if is_inexact(array.dtype) else array.item()
+        return shortest_digits(array.item()) if is_inexact(array.dtype) else array.item()
     with np.errstate(all="ignore"):
         return f"{kind} mean {float(np.mean(array, dtype=np.float64)):.6g}"

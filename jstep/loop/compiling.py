@@ -17,7 +17,7 @@ from jstep.core import trees
 from jstep.core.exceptions import forget_frames, note
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STARTING, Stopwatch
-from jstep.core.threads import MAKING, Task, doing, in_background
+from jstep.core.threads import MAKING, Task, doing, run_in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.batch_sources import BatchSource
@@ -137,7 +137,7 @@ class Compiler:
 
     def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
         task = functools.partial(_compile_job, job, args)
-        self.begun.append(BegunJob(job, in_background(task, name="jstep-compile")))
+        self.begun.append(BegunJob(job, run_in_background(task, name="jstep-compile")))
 
     def begin_next(self, args: tuple[Any, ...]) -> None:
         """Begin the next compilation, for the shapes of these arguments if the job has none of its own."""
@@ -298,7 +298,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) ->
         lowered.compile()
         return thread_counts()
 
-    task = in_background(compiled, name="jstep-compile-due")
+    task = run_in_background(compiled, name="jstep-compile-due")
     try:
         signals.wait_for(task, can_interrupt=can_interrupt)
     except BaseException:

@@ -18,7 +18,7 @@ from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
-from jstep.core.threads import in_background
+from jstep.core.threads import run_in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.loop.chunks import Chunk
@@ -233,7 +233,7 @@ class AutoSteps:
         if max_steps == 1:
             return
         if is_single_process:
-            in_background(functools.partial(self._lengthen, max_steps), name="jstep-compile")
+            run_in_background(functools.partial(self._lengthen, max_steps), name="jstep-compile")
         else:
             self._lengthen(max_steps)  # here, as it asks whether it failed on any process
 

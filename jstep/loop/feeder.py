@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jstep.core import processes
-from jstep.core.exceptions import until_end
+from jstep.core.exceptions import items_until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
-from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.batch_sources import BatchSource
 from jstep.data.prefetch import ReaderThread
@@ -63,7 +63,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
         read_position = source.read_position
-        for batch in until_end(source.items):
+        for batch in items_until_end(source.items):
             self.fetched += 1
             leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
             shapes = shapes_of_leaves(leaves, structure)
@@ -81,7 +81,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self._reopen_source = reopen_source
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
-        self._first_task = in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
+        self._first_task = run_in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
 
     def _make_first(self) -> Any:
         with self._times.timing("first batch"), doing(MAKING):
@@ -114,7 +114,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     def peek_shapes(self, shapes: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
         """Return the shapes of the first batch by a function that does not make it; None as in `peek`."""
         # In a thread, as it also calls the user's reader, which may hang.
-        task = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
+        task = run_in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
         return _result_in_time(task, is_over)
 
     # The batches that are read ahead.

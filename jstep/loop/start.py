@@ -277,7 +277,7 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
         return
     for hook in run.components.hooks:
         if isinstance(hook, LoggingHook) and hook not in run.options.hooks:
-            run.times.log(run.watch.before)
+            run.times.log(run.watch.seconds_before)
             return
 
 

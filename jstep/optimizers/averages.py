@@ -14,9 +14,9 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type
 from jstep.core.device_values import as_scalar
-from jstep.core.meshes import on_any_mesh
+from jstep.core.meshes import supports_meshes
 from jstep.core.new_arrays import copy_as, full_like
-from jstep.core.placement import on_devices
+from jstep.core.placement import move_to_devices
 from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -108,7 +108,7 @@ class ExponentialMovingAverage:
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
-    @on_any_mesh("params")
+    @supports_meshes("params")
     def init(self, params: Params) -> Any:
         """The initial averages: copies of the parameters, or zeros with zero_debias and start_step=0.
 
@@ -128,7 +128,7 @@ class ExponentialMovingAverage:
         return jax.tree.map(leaf, params)
 
     @shortens_tracebacks
-    @on_any_mesh("averages", "params")
+    @supports_meshes("averages", "params")
     def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
         """Update the averages with new values of the parameters.
 
@@ -451,7 +451,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
         )
 
     def leaf(value: Any, average: Any) -> Any:
-        return value if average is None else on_devices(average).astype(value.dtype)
+        return value if average is None else move_to_devices(average).astype(value.dtype)
 
     return jax.tree.map(leaf, state.model_state, averages, is_leaf=trees.is_none)
 

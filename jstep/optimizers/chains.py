@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_bytes, format_value
 from jstep.core.exceptions import setting
 from jstep.core.logs import logger
-from jstep.core.placement import on_devices
+from jstep.core.placement import move_to_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import draws, hyperparameters, leaf_values, nested
@@ -281,7 +281,7 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         kept = as_slots(roles, slots)
-        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
+        return fn(wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots)), kept
 
     init = Init(lambda params, step: held_slots(hyper), lambda params: roles)
     return Optimizer(init, update, hyperparameters.report(hyper))
@@ -297,7 +297,7 @@ def drawing_element(
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         kept = as_slots(roles, slots)
         number = draws.number_in_step(slots, step)
-        new = fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots), number)
+        new = fn(wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots), number)
         return new, kept | draws.after_draw(slots, step)
 
     init = Init(lambda params, step: held_slots(hyper) | draws.fresh_draws(), lambda params: roles)

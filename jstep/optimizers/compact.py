@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jstep.core import meshes, trees
 from jstep.core.checks import as_int, format_value
 from jstep.core.exceptions import setting
-from jstep.core.jaxprs import Subprogram, on_slices, without_calls
-from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, shard_like, without_explicit_axes
+from jstep.core.jaxprs import Subprogram, evaluate_on_slices, trace_inlined
+from jstep.core.meshes import call_on_auto_axes, dims_of, explicit_mesh, internal_transfers, shard_like
 from jstep.core.new_arrays import copy_as, full_like
-from jstep.core.placement import is_shape, may_run_on, on_devices
+from jstep.core.placement import is_shape, may_run_on, move_to_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree, Updates
@@ -378,7 +378,7 @@ def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platfor
     inputs, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
     traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
-    program, shapes = without_calls(traced, platform, *inputs)
+    program, shapes = trace_inlined(traced, platform, *inputs)
     results = program.jaxpr.outvars
     structure = trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
@@ -426,7 +426,9 @@ def _update_leaf(
         master = stored_value(p, row.get(REMAINDER))
         env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         env_values[leaf.master] = master
-        outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape)
+        outputs = evaluate_on_slices(
+            leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape
+        )
         # On TPUs the new slots are not computed again for their codes.
         outputs = jax.lax.optimization_barrier(outputs) if platform == TPU else outputs
         return master, *trees.structure(leaf.outputs).unflatten(outputs)
@@ -486,7 +488,7 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
     convert = functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer)
     with internal_transfers():
-        return without_explicit_axes(convert, state, specs_of=functools.partial(_specs, state))
+        return call_on_auto_axes(convert, state, specs_of=functools.partial(_specs, state))
 
 
 def _specs(state: TrainState, converted: TrainState) -> TrainState:
@@ -510,7 +512,7 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
     others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
-    old_slots = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
+    old_slots = {name: move_to_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", old_slots, _shapes(state, old_optimizer))
     old = slot_roles.roles_of(old_optimizer, state.params).for_state()
     treedef = trees.structure(state.params)

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import array_type, as_bool, as_function, as_int, as_number, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.placement import is_on_host, on_devices
+from jstep.core.placement import is_on_host, move_to_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree, Updates
 from jstep.differentiate.clipping import global_norm
@@ -121,7 +121,7 @@ def conditional_update(
 
     def conditional(update: object, leaf: object) -> Any:
         if isinstance(update, Replacement):
-            return Replacement(_select(condition, on_devices(leaf), update.value))
+            return Replacement(_select(condition, move_to_devices(leaf), update.value))
         return jax.tree.map(functools.partial(_zero_unless, condition), update)
 
     updates = map_updates(conditional, at.params, updates, jax.tree.leaves(at.params), what="updates")
@@ -510,7 +510,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Replacement:
             if condition is None:
                 return Replacement(new)
-            before = on_devices(before)
+            before = move_to_devices(before)
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
             return Replacement(jnp.where(condition | jnp.any(after != before), new, before))
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.exceptions import setting
-from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
+from jstep.core.jaxprs import Subprogram, body_of, evaluate, evaluate_on_slices, is_elementwise
 from jstep.core.meshes import parts_along
-from jstep.core.placement import is_on_host, layout_of, on_devices, to_host, traced_shardings
+from jstep.core.placement import is_on_host, layout_of, move_to_devices, move_to_host, traced_shardings
 from jstep.core.trees import Array, Params, Slots, Tree
 from jstep.state.train_state import TrainState
 
@@ -73,7 +73,7 @@ def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
     params = state.params
     slots = state.slots
     if not is_worth_loops(state):
-        return on_devices(slots), None
+        return move_to_devices(slots), None
     treedef = trees.structure(params)
     leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
     sizes = [sum(map(_host_bytes, slots_of_leaf)) for slots_of_leaf in zip(*leaves.values(), strict=True)]
@@ -84,8 +84,8 @@ def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
 
     def loaded(name: str, tree: Tree) -> Any:
         if name not in leaves:
-            return on_devices(tree)
-        return treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
+            return move_to_devices(tree)
+        return treedef.unflatten([move_to_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
 
     return {name: loaded(name, tree) for name, tree in slots.items()}, limit
 
@@ -99,14 +99,14 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
     """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
-    loaded = on_devices(slots)
-    result, new = update(loaded, on_devices(params))
+    loaded = move_to_devices(slots)
+    result, new = update(loaded, move_to_devices(params))
     transfers = TRANSFERS.get()
 
     def back(before: object, old: Any, after: Any) -> Any:
         if not is_on_host(before):
             return after
-        return to_host(
+        return move_to_host(
             after if transfers is None or transfers.is_certain else jnp.where(transfers.turns > 0, after, old)
         )
 
@@ -125,7 +125,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
         return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
-    closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
+    closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(move_to_devices, (slots, *args)))
     body = body_of(closed)
     inputs = jax.tree.leaves((slots, *args))
     replaced = _replaced(shapes, slots, args)
@@ -144,10 +144,10 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
         values = [current.get(k, x) for k, x in enumerate(inputs)]
         if rows:
             parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
-            new = on_slices(body, on_devices(parts), (rows, *start[0].shape[1:]))
+            new = evaluate_on_slices(body, move_to_devices(parts), (rows, *start[0].shape[1:]))
         else:
-            new = evaluate(body, on_devices(jax.lax.optimization_barrier((values, i))[0]))
-        new = [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
+            new = evaluate(body, move_to_devices(jax.lax.optimization_barrier((values, i))[0]))
+        new = [move_to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
         if rows:
             pairs = zip(carry, new, strict=True)
             new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]

@@ -58,7 +58,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     """
     optimizer = as_optimizer("optimizer", optimizer)
     nested.check_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
-    wide = jax.dtypes.canonicalize_dtype(floating_dtype(dtype, "dtype", at_least=4))
+    wide = jax.dtypes.canonicalize_dtype(floating_dtype(dtype, "dtype", min_bytes=4))
 
     def widened(leaf: Any) -> Any:
         if not trees.is_trainable(leaf):

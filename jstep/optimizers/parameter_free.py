@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
-from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import compute_first, on_devices
+from jstep.core.meshes import supports_meshes
+from jstep.core.placement import compute_first, move_to_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, P, ScalarOrSchedule
@@ -299,7 +299,7 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     return rules.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
-@on_any_mesh("state.params")
+@supports_meshes("state.params")
 def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free optimizer, for evaluation.
 
@@ -333,7 +333,7 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
         if z is None:
             return leaf
         dtype = trees.compute_dtype(y.dtype)
-        y, z, beta1 = (x.astype(dtype) for x in (y, on_devices(z), state.slots[prefix + "beta1"]))
+        y, z, beta1 = (x.astype(dtype) for x in (y, move_to_devices(z), state.slots[prefix + "beta1"]))
         # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
         return (z + (y - z) / beta1).astype(leaf.dtype)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import on_every_device
+from jstep.core.meshes import replicate_call
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
@@ -246,7 +246,7 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
         bases, orders = carry
         picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
         # If the matrix were sharded, each of the thousands of rotations would need communication.
-        basis, order = on_every_device(turned, turn, *jax.lax.switch(i, picks, grams, bases))
+        basis, order = replicate_call(turned, turn, *jax.lax.switch(i, picks, grams, bases))
         puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
         return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import is_on_host, on_devices, run_in_order
+from jstep.core.meshes import supports_meshes
+from jstep.core.placement import is_on_host, move_to_devices, run_in_order
 from jstep.core.trees import Array, Params, Slots, T, Updates
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, is_slices
 
@@ -27,7 +27,7 @@ def is_update(x: object) -> bool:
     return isinstance(x, IndexedSlices | Replacement)
 
 
-@on_any_mesh("params")
+@supports_meshes("params")
 def apply_updates(params: T, updates: Updates) -> T:
     """Add updates to parameters, leaf by leaf.
 
@@ -45,7 +45,7 @@ def apply_updates(params: T, updates: Updates) -> T:
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    pairs = zip(on_devices(leaves), moves, strict=True)
+    pairs = zip(move_to_devices(leaves), moves, strict=True)
     return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
 
 
@@ -118,7 +118,7 @@ def moves(params: Params, updates: Updates) -> Updates:
         dtype = trees.compute_dtype(jnp.result_type(p))
         return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
 
-    return map_updates(move, params, updates, jax.tree.leaves(on_devices(params)), what="updates")
+    return map_updates(move, params, updates, jax.tree.leaves(move_to_devices(params)), what="updates")
 
 
 def map_updates(

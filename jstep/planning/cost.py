@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
-from jstep.core.device_values import arguments_from_host
+from jstep.core.device_values import prepare_arguments
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, using_mesh
@@ -163,7 +163,7 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
         (524288, 524288, True)
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
-    args = arguments_from_host(args)
+    args = prepare_arguments(args)
     as_state(state)
     if topology is not None:
         state, args = topologies.place(topology, train_step, state, args)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.checks import in_own_digits, truncate
+from jstep.core.checks import shortest_digits, truncate
 from jstep.core.secret_text import NOT_RECORDED
 from jstep.record.starts import read_programs
 
@@ -321,7 +321,7 @@ _ARGUMENT = re.compile(r"\b(\w++)=([^,()=]++)(?=[,)])")
 
 
 def _value_text(value: object) -> str:
-    return str(in_own_digits(value) if isinstance(value, float) else value)
+    return str(shortest_digits(value) if isinstance(value, float) else value)
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -342,8 +342,8 @@ def same(a: Any, b: Any) -> bool:
 def _shown(value: Any, other: Any) -> str:
     if value is _ABSENT:
         return "absent"
-    if isinstance(value, float) and isinstance(other, float) and in_own_digits(value) != in_own_digits(other):
-        value = in_own_digits(value)
+    if isinstance(value, float) and isinstance(other, float) and shortest_digits(value) != shortest_digits(other):
+        value = shortest_digits(value)
     is_plain = isinstance(value, str) and value and str(other) != value
     return truncate(value if is_plain else json.dumps(value), 80)
 

@@ -206,7 +206,7 @@ class StallFiles:
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, immediately: bool = False) -> None:
         """If it is time, start to write the file (None removes it), and to read the others."""
-        from jstep.core.threads import in_background  # it imports JAX, which `jstep stalls` does not need
+        from jstep.core.threads import run_in_background  # it imports JAX, which `jstep stalls` does not need
 
         if not self._where or (self._job is not None and not self._job.done()):
             return
@@ -218,7 +218,7 @@ class StallFiles:
             return
         stall = None if fields is None else fields()
         self._begun = time.monotonic()
-        self._job = in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
+        self._job = run_in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         self._wait()

@@ -94,7 +94,7 @@ def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
 def _placed(value: Any, old: Any) -> Any:
     """Return an unshared array, placed like the old one."""
     if trees.has_tracers((value, old)):
-        return placement.back(jnp.copy(value), old)
+        return placement.place_like_old(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return put_leaf(value, sharding)

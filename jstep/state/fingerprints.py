@@ -24,8 +24,8 @@ from jstep.core.placement import (
     computing_on,
     group_by_devices,
     is_on_cpus,
-    on_devices,
-    without_mesh_of_one,
+    move_to_devices,
+    strip_mesh_of_one,
 )
 from jstep.core.trees import Tree
 from jstep.state.global_step import check_alive
@@ -313,7 +313,7 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
 
 def device_sums(array: Any) -> Any:
     """Trace the sums of the two lanes, uint32 `[2]`."""
-    array = trees.key_data(on_devices(array))
+    array = trees.key_data(move_to_devices(array))
     return _sums_of_words(_words(array), array.shape)
 
 
@@ -368,13 +368,13 @@ def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
     """Write the sums of leaves of one shape into rows."""
 
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
-        arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+        arrays = [trees.key_data(move_to_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
         words = jax.tree.map(lambda *words: jnp.stack(words), *map(_words, arrays))
         sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(arrays))(words)
         return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
-    return meshes.without_explicit_axes(written, rows, start, leaves)
+    return meshes.call_on_auto_axes(written, rows, start, leaves)
 
 
 def _split(rows: Tree) -> list[Any]:
@@ -415,7 +415,7 @@ class _DeviceGroup(NamedTuple):
     def start(self, leaves: Sequence[Any]) -> Any:
         rows = self.rows
         if self.on_mesh_of_one:
-            leaves = list(map(without_mesh_of_one, leaves))
+            leaves = list(map(strip_mesh_of_one, leaves))
         with computing_on(self.mesh) as compiled:
             with_sums = compiled(_with_sums)
             for count, (first_row, numbers) in enumerate(self.calls, 1):
@@ -457,7 +457,7 @@ def _device_group(
     in_rows = list(itertools.chain(*alike.values()))
     row_of = dict(zip(in_rows, range(len(in_rows)), strict=True))
     order = np.array([row_of[number] for number in numbers], np.int32)
-    on_mesh_of_one = mesh is None and any(without_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
+    on_mesh_of_one = mesh is None and any(strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
     is_limited = mesh is not None and not rows.is_fully_addressable and is_on_cpus(rows)
     return _DeviceGroup(
         numbers, mesh, on_mesh_of_one, rows, calls, keys[numbers], order, PROGRAMS_IN_FLIGHT if is_limited else None

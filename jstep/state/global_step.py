@@ -18,7 +18,7 @@ from jstep.slots.roles import COUNTS, roles_in
 
 
 @shortens_tracebacks
-@meshes.on_any_mesh()
+@meshes.supports_meshes()
 def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the training steps completed.
 
@@ -146,7 +146,7 @@ def check_alive(state: Tree, cause: BaseException | None = None) -> None:
         raise RuntimeError(message) from cause
 
 
-@meshes.on_any_mesh("state")
+@meshes.supports_meshes("state")
 def increment_global_step(state: T, amount: Step = 1) -> T:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 

@@ -174,7 +174,7 @@ def _local_program(mesh: Mesh, spec: PartitionSpec) -> Any:
 
     specs = PartitionSpec(mesh.axis_names)
     shards = jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)
-    return jax.jit(lambda leaves: shards([placement.on_devices(leaf) for leaf in leaves]))
+    return jax.jit(lambda leaves: shards([placement.move_to_devices(leaf) for leaf in leaves]))
 
 
 def _contents_of_each(leaves: Sequence[Any]) -> jax.Array:
@@ -198,7 +198,7 @@ def _reduction(mesh: Mesh) -> Any:
 
 
 def _contents(leaf: Any) -> jax.Array:
-    leaf = placement.on_devices(leaf)
+    leaf = placement.move_to_devices(leaf)
     worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
     return worst.max()
 

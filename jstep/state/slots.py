@@ -91,18 +91,18 @@ def slot_values(state: TrainState, name: str) -> Any:
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
     with meshes.internal_transfers():
-        whole = placement.on_devices((state.slots[name], half))
-        return meshes.without_explicit_axes(values, *whole, specs_of=meshes.shard_like(state.slots[name]))
+        whole = placement.move_to_devices((state.slots[name], half))
+        return meshes.call_on_auto_axes(values, *whole, specs_of=meshes.shard_like(state.slots[name]))
 
 
 def master_params(state: TrainState) -> trees.Params:
     """Return the parameters in the full precision that slots have of them: masters, or the remainders of `compact`."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
-    leaves = placement.on_devices(jax.tree.leaves(state.params))
+    leaves = placement.move_to_devices(jax.tree.leaves(state.params))
     for name in roles.of(Role.MASTER, Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
-            values = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
+            values = treedef.flatten_up_to(placement.move_to_devices(state.slots[name]))
             for i, value in enumerate(values):
                 if value is not None:
                     leaves[i] = value if roles[name] is Role.MASTER else _value(leaves[i], value)
@@ -164,7 +164,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
         if len(having) > 1:
             path = trees.quote_path(trees.leaf_paths(state.params)[i])
             raise ValueError(f"name={name!r}: the slots {having} all have the leaf {path}; give one of them")
-        new.append(placement.on_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
+        new.append(placement.move_to_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
 
 

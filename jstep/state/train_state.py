@@ -67,7 +67,7 @@ def make_on(
         def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return meshes.without_explicit_axes(make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh)
+        return meshes.call_on_auto_axes(make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh)
 
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
@@ -252,7 +252,7 @@ class TrainState(Generic[P]):
         if mesh is None:
             if is_abstract(None, params, model_state):
                 return jax.eval_shape(make, params, model_state)
-            state = device_values.with_checks(make, params, model_state)
+            state = device_values.make_and_check(make, params, model_state)
         else:
             jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
             mesh = meshes.as_mesh(mesh)
@@ -264,7 +264,7 @@ class TrainState(Generic[P]):
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory, specs)
 
             layout.check_model_state(model_state, model_state_specs)
-            state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings, model_state_specs)
+            state = device_values.make_and_check(make_on, mesh, make, params, model_state, shardings, model_state_specs)
         for paths in shared:
             logger.warning(
                 "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
@@ -302,7 +302,9 @@ class TrainState(Generic[P]):
             keep = "; or state.replace(params=…, slots=state.slots) to keep them"
             copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)", keep)
         if _is_count(changes.get("global_step")):
-            changes["global_step"] = placement.back(create_global_step(changes["global_step"]), self.global_step)
+            changes["global_step"] = placement.place_like_old(
+                create_global_step(changes["global_step"]), self.global_step
+            )
         if MODEL_STATE in changes:
             slots = dict(changes.get("slots", self.slots))
             variables = changes.pop(MODEL_STATE)
@@ -479,7 +481,7 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
             lambda sharding: sharding.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1]
         )
 
-    return meshes.without_explicit_axes(
+    return meshes.call_on_auto_axes(
         lambda params, step: dict(optimizer.init(params, step)), params, step, specs_of=specs_of
     )
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core.checks import as_int, describe_type, format_value
 from jstep.core.device_values import as_array
-from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
+from jstep.core.meshes import call_on_auto_axes, internal_transfers, supports_meshes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
@@ -204,7 +204,7 @@ def _pixels(x: Array, count: int) -> Array:
     def as_uint8(x: Array) -> Array:
         return jnp.copy(x[:count]) if x.dtype == jnp.uint8 else jax.vmap(_rescale)(x[:count])
 
-    return without_explicit_axes(as_uint8, x)
+    return call_on_auto_axes(as_uint8, x)
 
 
 def _rescale(x: Array) -> Array:
@@ -321,7 +321,7 @@ def non_finite_error(tag: str, count: int, size: int) -> ValueError:
 
 
 @jax.jit
-@on_any_mesh()
+@supports_meshes()
 def _count(x: Array) -> dict[str, Array]:
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
         finite = jnp.ones(x.shape, bool)

@@ -134,8 +134,8 @@ def apply_update(
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         loaded_state = state.replace(slots=slots)
         context = context._replace(value_and_grad=None)
-        result = meshes.without_explicit_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
-    return result._replace(state=jax.tree.map(placement.back, result.state, state))
+        result = meshes.call_on_auto_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
+    return result._replace(state=jax.tree.map(placement.place_like_old, result.state, state))
 
 
 def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> UpdateResult:
@@ -245,7 +245,7 @@ def _became_nonfinite(updates: Updates, old_slots: Slots, new_slots: Slots, role
     for name in new_slots:
         if name in roles and roles.has_one_value(name):
             continue
-        old_tree, new_tree = placement.on_devices((old_slots[name], new_slots[name]))
+        old_tree, new_tree = placement.move_to_devices((old_slots[name], new_slots[name]))
         for old, new in zip(jax.tree.leaves(old_tree), jax.tree.leaves(new_tree), strict=True):
             if jnp.issubdtype(new.dtype, jnp.inexact):
                 bad.append(jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)))

@@ -243,7 +243,7 @@ def _check_result_of(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
         for key, value in result.items():
             if not (isinstance(key, str) and _is_scalar(value)):
                 raise TypeError(f"{must} {describe_type(value)} for {key!r}")
-        return device_values.from_host(dict(result), name)
+        return device_values.prepare_for_device(dict(result), name)
 
     # The function may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
     return functools.partial(AxesFallback(name), checked)

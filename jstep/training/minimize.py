@@ -331,7 +331,7 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
         leaves = trees.leaves_with_paths(state.params)
         specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
         new, metrics = on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))
-        return jax.tree.map(placement.back, new, state), metrics
+        return jax.tree.map(placement.place_like_old, new, state), metrics
 
     return body
 
@@ -372,7 +372,7 @@ class SeveralLosses:
             grads = treedef.flatten_up_to(results[name].gradients)
             if all(grads[index] is None for index in chosen[name]):
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
-            gradients = trees.with_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
+            gradients = trees.replace_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
         losses = [result.loss for result in results.values()]
         summaries = [result.summaries for result in results.values() if result.summaries is not None]
         return LossResult(

@@ -71,7 +71,7 @@ class PureStep:
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         check_no_shapes((state, args), "state and batch")
-        args = device_values.arguments_from_host(args)
+        args = device_values.prepare_arguments(args)
         with meshes.using_mesh(meshes.mesh_of((state, args))):
             return merge_constants(self.body, state, args, self.batch_specs(args))
 
@@ -304,7 +304,7 @@ class TrainStep:
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         """Return the state after one more step, and its metrics."""
-        args = device_values.arguments_from_host(args)
+        args = device_values.prepare_arguments(args)
         if getattr(state, "_layout", None) is not _NO_MESH and not is_single_process():
             self._agreed.check(state, args)
         note_step(self._pure.optimizer, state)
@@ -346,7 +346,7 @@ class TrainStep:
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        return trace_program(self, state, device_values.arguments_from_host(args), "merged")
+        return trace_program(self, state, device_values.prepare_arguments(args), "merged")
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
@@ -380,7 +380,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     layout = getattr(state, "_layout", None)
     is_returned = layout is not None
     if layout is None:  # a handmade state
-        state = device_values.from_host(trees.copy_numpy(state, "state"), "state")
+        state = device_values.prepare_for_device(trees.copy_numpy(state, "state"), "state")
         check_no_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
         is_donated = trees.is_donated(getattr(state, "global_step", None))

@@ -16,10 +16,10 @@ import jax
 
 from jstep.core import processes, stopwatch
 from jstep.core.checks import truncate
-from jstep.core.jaxprs import without_addresses
+from jstep.core.jaxprs import strip_addresses
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.secret_text import error_text
-from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
+from jstep.core.threads import SerialTasks, Task, run_in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.loop.chunks import Chunk
 from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED
@@ -75,7 +75,7 @@ class Recorder(Observer):
         # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
         # thread, so that `__exit__` either cancels it, or waits for the file and writes the end of the start.
         self._opening = Task()
-        in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
+        run_in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
         self._opening.result()
         if self.run.file is not None:
@@ -239,7 +239,7 @@ class Recorder(Observer):
         self._setup = {**self._setup, "programs": [*self._setup.get("programs", ()), program]}
         self._write_setup()
         if self.run.file is not None and traced is not None:
-            self.run.file.write_program(stage.first, without_addresses(str(traced.jaxpr)))
+            self.run.file.write_program(stage.first, strip_addresses(str(traced.jaxpr)))
         self._compare_once()
 
     def _compare_once(self, *, is_idle: bool = False) -> None:

@@ -27,9 +27,9 @@ from jstep.core.jaxprs import (
     part_for,
     program_hash,
     source_frames,
+    strip_addresses,
     subprogram,
     variables,
-    without_addresses,
 )
 from jstep.core.logs import logger
 from jstep.core.meshes import sharding_text
@@ -115,7 +115,7 @@ def _argument(name: str, value: Any) -> Any:
         if isinstance(value, Saver):
             return plain(value.directory)
         if name == "hooks":
-            return [without_addresses(hook_key(hook)) for hook in value]
+            return [strip_addresses(hook_key(hook)) for hook in value]
         if name == "batch_sharding":
             return shortened(_sharding_texts(value)) or None
     return plain(value, name)

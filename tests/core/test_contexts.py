@@ -104,7 +104,7 @@ def test_an_error_restores_the_contexts():
         raise OSError("disk")
 
     with jax.enable_x64(True):
-        failed = threads.in_background(fail, name="failing")
+        failed = threads.run_in_background(fail, name="failing")
     with pytest.raises(OSError, match="disk"):
         failed.result(SECS)
     assert jax.config.jax_enable_x64 is False

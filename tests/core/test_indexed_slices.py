@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.jaxprs import is_elementwise, on_slices, without_calls
+from jstep.core.jaxprs import evaluate_on_slices, is_elementwise, trace_inlined
 from jstep.slots import indexed_slices
 
 
@@ -94,9 +94,9 @@ def elementwise(x, y):
 
 def test_a_part_of_an_elementwise_program_is_the_part_of_its_result():
     x, y = jnp.arange(-6.0, 6.0).reshape(SHAPE), jnp.full(SHAPE, 0.5)
-    body, _ = without_calls(elementwise, "cpu", x, y)
+    body, _ = trace_inlined(elementwise, "cpu", x, y)
     assert is_elementwise(body, SHAPE)
-    (found,) = on_slices(body, [x[1:3], y[1:3]], (2, 3))
+    (found,) = evaluate_on_slices(body, [x[1:3], y[1:3]], (2, 3))
     assert found.shape == (2, 3)
     np.testing.assert_array_equal(found, elementwise(x, y)[1:3])
 
@@ -114,7 +114,7 @@ def test_a_part_of_an_elementwise_program_is_the_part_of_its_result():
     ],
 )
 def test_what_is_elementwise(fn, expected):
-    body, _ = without_calls(fn, "cpu", jnp.ones(SHAPE), jnp.ones(SHAPE))
+    body, _ = trace_inlined(fn, "cpu", jnp.ones(SHAPE), jnp.ones(SHAPE))
     assert is_elementwise(body, SHAPE) is expected
 
 

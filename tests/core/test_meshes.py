@@ -36,7 +36,7 @@ def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh, s
         found.append((types, jax.typeof(made["double"]).sharding.spec))
         return made["double"]
 
-    made = meshes.without_explicit_axes(own, params, specs_of=lambda result: P("x", "y"))
+    made = meshes.call_on_auto_axes(own, params, specs_of=lambda result: P("x", "y"))
     assert found == [(seen, "a"), ({AxisType.Auto}, P(None, None))]
     assert made.sharding == NamedSharding(mesh, P("x", "y"))
     np.testing.assert_array_equal(made, 2 * VALUES)
@@ -80,9 +80,9 @@ def test_the_result_is_computed_on_every_device_of_auto_axes():
     for kind, inside in (("Auto", {AxisType.Manual}), ("Explicit", {AxisType.Explicit})):
         found = []
         with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))):
-            assert jax.jit(lambda x: meshes.on_every_device(fn, x))(jnp.ones(3)).tolist() == [2, 2, 2]
+            assert jax.jit(lambda x: meshes.replicate_call(fn, x))(jnp.ones(3)).tolist() == [2, 2, 2]
         assert found == [inside]
-    assert meshes.on_every_device(lambda x, y: x - y, 3, 2) == 1
+    assert meshes.replicate_call(lambda x, y: x - y, 3, 2) == 1
 
 
 def test_words_of_meshes_and_shardings():

@@ -18,7 +18,7 @@ from jstep.core.placement import (
     group_by_devices,
     is_on_host,
     local_parts,
-    on_devices,
+    move_to_devices,
     place,
     slices,
 )
@@ -78,7 +78,7 @@ def test_an_array_in_host_memory_is_moved_to_its_devices_with_or_without_a_progr
     mesh = jax.make_mesh((8,), ("x",))
     there = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x"), memory_kind="pinned_host"))
     here = jnp.ones(2)
-    found = on_devices({"there": there, "here": here, "number": 3})
+    found = move_to_devices({"there": there, "here": here, "number": 3})
     assert not is_on_host(found["there"])
     assert found["there"].sharding == NamedSharding(mesh, P("x"), memory_kind="device")
     np.testing.assert_array_equal(found["there"], np.arange(8.0))

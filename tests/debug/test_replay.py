@@ -139,7 +139,7 @@ def test_batches_made_with_the_state_see_the_state_of_their_step():
 def test_auto_never_stacks_batches_made_with_the_state(monkeypatch):
     """Also where the times of the first calls would choose many steps."""
     monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 4)
-    monkeypatch.setattr(dispatch, "in_background", lambda call, name: call())
+    monkeypatch.setattr(dispatch, "run_in_background", lambda call, name: call())
     batches = jstep.from_state(lambda step, state: jnp.sin(3 * state.params["w"] + step))
     state, _ = jstep.replay(STEP, make_state(), batches, None, 30, steps_per_call="auto")
     assert digest(state) == run(30, batches)[30]

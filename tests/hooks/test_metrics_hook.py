@@ -10,7 +10,7 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
-from jstep.core.checks import in_own_digits
+from jstep.core.checks import shortest_digits
 from jstep.hooks.run_hook import RunHook
 from jstep.record.starts import read_starts
 
@@ -287,11 +287,11 @@ def test_a_number_that_a_users_function_returns_is_in_every_row(make, steps_per_
 
 @pytest.mark.parametrize("value", [0.9, 1e-8, 1 / 3, 2.0**40, 16777217, 1e300, math.inf, 3])
 def test_numbers_keep_their_value(value):
-    assert in_own_digits(value) == value
-    assert type(in_own_digits(value)) is float
+    assert shortest_digits(value) == value
+    assert type(shortest_digits(value)) is float
 
 
 @pytest.mark.parametrize("value", [0.9, 1e-8, 1e-45, 3e38, 1234.5678])
 def test_a_float32_has_its_own_digits(value):
     single = np.float32(value)
-    assert str(single) in (str(shown := in_own_digits(float(single))), f"{shown:g}")
+    assert str(single) in (str(shown := shortest_digits(float(single))), f"{shown:g}")

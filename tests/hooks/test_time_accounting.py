@@ -25,7 +25,9 @@ class Clock:
         self.now, self.before = now, before
 
     def clocks(self):
-        return stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before)
+        return stopwatch.Clocks(
+            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, seconds_seconds_before=lambda: self.before
+        )
 
     def advancing(self, seconds, result=None):
         def function(*args):

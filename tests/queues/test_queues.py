@@ -13,7 +13,7 @@ from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
-from jstep.core.exceptions import OutOfRangeError, until_end
+from jstep.core.exceptions import OutOfRangeError, items_until_end
 from jstep.queues import queues
 from jstep.queues.queues import CancelledError, FIFOQueue, RandomShuffleQueue
 
@@ -133,7 +133,7 @@ def test_single_thread_behaves_like_a_list(operations, min_after_dequeue, random
 
 
 def test_batches_that_the_exit_of_a_program_closes(monkeypatch):
-    items = until_end([1, 2])
+    items = items_until_end([1, 2])
     assert next(items) == 1
     monkeypatch.setattr(queues, "OutOfRangeError", None)  # the names of a module are gone by then
     items.close()
