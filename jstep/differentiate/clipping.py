@@ -44,20 +44,26 @@ def clip_by_value(t: T, min: Number | Array, max: Number | Array) -> T:
 
     Source: `tf.clip_by_value`.
     """
-    bounds: tuple[Any, Any] = min, max
     with internal_transfers():
-        if all(trees.concrete(bound) is not None for bound in bounds) and not np.all(np.less_equal(*bounds)):
+        are_known = trees.concrete(min) is not None and trees.concrete(max) is not None
+        if are_known and not np.all(np.less_equal(min, max)):
             raise ValueError(f"min={min!r}: must be ≤ max={max!r}")
-    return clip_values(t, *bounds)
+    return clip_values(t, min, max)
 
 
 @supports_meshes("t")
-def clip_values(t: Tree, *bounds: Any) -> Any:
+def clip_values(t: Tree, low: Any, high: Any) -> Any:
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
             raise TypeError(f"clip_by_value: {trees.leaf_at(path)} is {x.dtype}, and complex numbers have no order")
-        low, high = (jnp.asarray(bound).astype(x.dtype) for bound in bounds)
-        return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
+        least = jnp.asarray(low).astype(x.dtype)
+        most = jnp.asarray(high).astype(x.dtype)
+        # Broadcast here: while JAX's rank promotion is "raise", `jnp.clip` accepts only scalars and the rank of x.
+        if least.ndim:
+            least = jnp.broadcast_to(least, x.shape)
+        if most.ndim:
+            most = jnp.broadcast_to(most, x.shape)
+        return jnp.clip(x, least, most)
 
     return map_arrays(clip, t, "clip_by_value", number)
 
@@ -88,8 +94,9 @@ def clip_by_norm(t: T, clip_norm: Number, axes: int | tuple[int, ...] | None = N
     _check_norm(clip_norm)
 
     def norm_of(x: Array, shape: tuple[int, ...]) -> Array:
-        over = None if axes is None else normalize_axis_tuple(axes, len(shape), "axes")
-        return compute_norm([x], over)
+        if axes is None:
+            return compute_norm([x])
+        return compute_norm([x], normalize_axis_tuple(axes, len(shape), "axes"))
 
     return clip_norms(t, clip_norm, "clip_by_norm", norm_of)
 
@@ -173,7 +180,8 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
         path = trees.path_str(keys)
         _refuse_list(keys, x, name)
         array = combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
-        array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            array = array.astype(jnp.float32)
         # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
         yield keys, *compute_first(array)
 
@@ -263,7 +271,8 @@ def number(x: Any, path: str, name: str) -> Array:
 
 
 def floating(x: object, path: str, name: str) -> Array:
-    array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
+    is_integer = isinstance(x, int) and not isinstance(x, bool)
+    array = number(float(x) if is_integer else x, path, name)  # type: ignore[arg-type]
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"{name}: {trees.leaf_at(path)} must be floating-point to be scaled, got {array.dtype}; cast it"
@@ -306,24 +315,31 @@ def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
 def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
     """√(Σ |x|²) over the arrays (over `axes` of a single array, kept); its derivative is zero at zero."""
     parts = [_squares(x, axes) for x in arrays]
-    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
-    squares = sum((part.astype(dtype) for part in parts), jnp.zeros((), dtype))
+    widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+    squares = jnp.zeros((), widest)
+    for part in parts:
+        squares = squares + part.astype(widest)
     is_zero = squares == 0
+    # The derivative of the root is infinite at 0, and would become NaN behind the outer `where`.
     root = jnp.sqrt(jnp.where(is_zero, jnp.ones_like(squares), squares))
     return jnp.where(is_zero, jnp.zeros_like(squares), root)
 
 
 def _squares(x: Array, axes: Any) -> Array:
     x = trees.widen(x)
-    squares = jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.square(x)
+    if jnp.iscomplexobj(x):
+        squares = jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x))
+    else:
+        squares = jnp.square(x)
     return jnp.sum(squares, axis=axes, keepdims=axes is not None)
 
 
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
     """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
-    over = norm > limit
-    factor = jnp.where(over, limit / jnp.where(over, norm, jnp.ones_like(norm)), jnp.ones_like(norm))
+    is_clipped = norm > limit
+    # The inner `where` keeps the division finite in its derivative, also for a norm of 0.
+    factor = jnp.where(is_clipped, limit / jnp.where(is_clipped, norm, jnp.ones_like(norm)), jnp.ones_like(norm))
     # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
     factor = factor + jax.lax.stop_gradient(norm - norm)
     dtype = trees.compute_dtype(x.dtype)

@@ -45,25 +45,25 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     if not indices:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
-    def of_some(some: list[Any]) -> Any:
-        ys = fn(treedef.unflatten(trees.replace_leaves(leaves, indices, some)))
+    def call(inputs: list[Any]) -> Any:
+        ys = fn(treedef.unflatten(trees.replace_leaves(leaves, indices, inputs)))
         trees.check_arrays(ys, "the result of fn")
         return jax.tree.map(jnp.asarray, ys)
 
-    def pulled_back(some: list[Any], weights: object) -> list[Any]:
-        ys, pull_back = jax.vjp(of_some, some)
+    def pull_weights_back(inputs: list[Any], weights: object) -> list[Any]:
+        ys, pull_back = jax.vjp(call, inputs)
         (grads,) = pull_back(_cotangents(ys, weights))
         return list(grads)
 
-    some = [jnp.asarray(leaves[i]) for i in indices]
-    grads = meshes.AxesFallback(getattr(fn, "__name__", "fn"))(
-        pulled_back, some, grad_ys, specs_of=meshes.shard_like(some)
-    )
+    inputs = [jnp.asarray(leaves[i]) for i in indices]
+    differentiate = meshes.AxesFallback(getattr(fn, "__name__", "fn"))
+    grads = differentiate(pull_weights_back, inputs, grad_ys, specs_of=meshes.shard_like(inputs))
     return treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads))
 
 
 @meshes.exempts_transfers
 def _cotangents(ys: object, grad_ys: Any) -> Any:
+    """Return the weights as `jax.vjp` wants them: float0 for integers, ones by default."""
     named = trees.leaves_with_paths(ys)
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
         raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
@@ -124,12 +124,16 @@ def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     """
     as_function(fn, "fn", "of an array")
     if not others:
-        return jax.tree.map(
-            lambda g: dataclasses.replace(g, values=fn(g.values)) if is_slices(g) else fn(g), grads, is_leaf=is_slices
-        )
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, *leaves: _combined(fn, leaves, trees.path_str(keys)), grads, *others, is_leaf=_is_gradient
-    )
+
+        def map_leaf(g: Any) -> Any:
+            return dataclasses.replace(g, values=fn(g.values)) if is_slices(g) else fn(g)
+
+        return jax.tree.map(map_leaf, grads, is_leaf=is_slices)
+
+    def combine(keys: Any, *leaves: Any) -> Any:
+        return _combined(fn, leaves, trees.path_str(keys))
+
+    return jax.tree_util.tree_map_with_path(combine, grads, *others, is_leaf=_is_gradient)
 
 
 def _is_gradient(node: object) -> bool:
@@ -144,14 +148,15 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
         raise ValueError(f"grads: the gradients at {trees.quote_path(path)} have different shapes: {sorted(shapes)}")
-    first, *others = _in_one_form(leaves, present)
+    first, *others = _alike(leaves, present)
     if not is_slices(first):
         return fn(first, *others)
     return trim_slices(dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others))))
 
 
 @meshes.exempts_transfers
-def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+    """Return gradients in one form: slices with the same rows, or all dense; zeros for a missing one."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
         zeros = jnp.zeros_like(next(g for g in whole if g is not None))
@@ -160,6 +165,7 @@ def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
     shape = present[0].dense_shape
     rows = []
     for g in leaves:
-        values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
+        # Its own rows, and zeros for those of the others.
+        values = [jnp.asarray(other.values) if other is g else jnp.zeros_like(other.values) for other in present]
         rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
     return rows

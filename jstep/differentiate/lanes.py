@@ -70,11 +70,16 @@ class Lanes(NamedTuple):
 
     def split(self, dim: int | None) -> PartitionSpec:
         """The spec of an array that is split over the devices along `dim`."""
-        return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
+        if dim is None or not self.axes:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
-        # XLA simplifies a program on one element as one on scalars, with other roundings.
-        spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.specs or {}).get(x.shape)
+        """Return an array of an elementwise operation, split like the parameters of its shape."""
+        if x.size < MIN_ELEMENTS_PER_DEVICE * self.number:
+            # XLA simplifies a program on one element as one on scalars, with other roundings.
+            return self._constrained(x, PartitionSpec())
+        spec = (self.specs or {}).get(x.shape)
         return x if spec is None else self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
@@ -89,20 +94,23 @@ class Lanes(NamedTuple):
     def scattered(self, shape: tuple[int, ...]) -> int | None:
         """The dimension along which to split a sum of this shape over the devices."""
         spec = dims_of((self.specs or {}).get(shape, PartitionSpec()))
-        split = (dim for dim, axis in enumerate(spec) if set(mesh_axes_of(axis)) & set(self.axes))
-        dim = next(split, None)
-        return None if dim is None or shape[dim] % self.devices else dim
+        for dim, axis in enumerate(spec):
+            if not set(mesh_axes_of(axis)).isdisjoint(self.axes):
+                return None if shape[dim] % self.devices else dim
+        return None
 
 
 def as_lanes(lanes: object) -> int | None:
-    number = None if lanes is None else as_int(lanes, "lanes", 1)
-    if number is not None and number & (number - 1):
-        below = 1 << number.bit_length() - 1
-        raise ValueError(f"lanes={number}: must be a power of two, for a binary tree; use {below} or {2 * below}")
+    if lanes is None:
+        return None
+    number = as_int(lanes, "lanes", 1)
+    if number & (number - 1):
+        power = 1 << number.bit_length() - 1
+        raise ValueError(f"lanes={number}: must be a power of two, for a binary tree; use {power} or {2 * power}")
     return number
 
 
-def on_lanes(
+def call_on_lanes(
     number: int | None,
     fn: Callable[..., Any],
     whole: object,
@@ -114,36 +122,50 @@ def on_lanes(
     """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`."""
     if number is None:
         return fn(None, whole, args)
-    rows = [dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None]
+    batch_dims = [dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None]
     shardings = traced_shardings(whole) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(whole)))
 
-    def on_auto_axes(whole: object, args: Any) -> Any:
-        lanes = _lanes_on_mesh(number, rows, shardings)
-        return fn(lanes if lanes.mesh is None else lanes._replace(specs=specs), whole, args)
+    def call(whole: object, args: Any) -> Any:
+        lanes = _lanes_on_mesh(number, batch_dims, shardings)
+        if lanes.mesh is not None:
+            lanes = lanes._replace(specs=specs)
+        return fn(lanes, whole, args)
 
     def computed(whole: object, args: Any) -> Any:
-        return call_on_auto_axes(on_auto_axes, whole, args, specs_of=specs_of)
+        return call_on_auto_axes(call, whole, args, specs_of=specs_of)
 
-    is_traced = any(map(trees.is_traced, jax.tree.leaves((whole, args))))
-    with using_mesh(None if is_traced else mesh_of((whole, args))):
-        return (computed if is_traced else jax.jit(computed))(whole, args)
+    if trees.has_tracers((whole, args)):
+        return computed(whole, args)
+    with using_mesh(mesh_of((whole, args))):
+        return jax.jit(computed)(whole, args)
 
 
-def _lanes_on_mesh(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
+def _lanes_on_mesh(number: int, batch_dims: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
+    """Return lanes on the current mesh: `batch_dims` are the specs of the batch, `shardings` those of other arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return Lanes(number)
-    # Rows of unknown sharding are spread over all devices.
-    everywhere = mesh.axis_names if not rows and number % mesh.size == 0 else ()
-    axes = next((mesh_axes_of(dims[0]) for dims in rows if dims and dims[0] is not None), everywhere)
+    axes = _axes_of_rows(number, mesh, batch_dims)
     devices = parts_along(mesh, axes)
     if number % devices:
         raise ValueError(
             f"lanes={number}: must be a multiple of {devices}, the number of devices that the rows of the batch are on"
         )
-    dims = [*rows, *(dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))]
-    used = {name for spec in dims for axis in spec for name in mesh_axes_of(axis) if mesh.shape[name] > 1}
-    return Lanes(number, mesh, tuple(axes), tuple(name for name in mesh.axis_names if name in used.difference(axes)))
+    used: set[str] = set()
+    for dims in [*batch_dims, *(dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))]:
+        used.update(*map(mesh_axes_of, dims))
+    others = [name for name in mesh.axis_names if name in used and name not in axes and mesh.shape[name] > 1]
+    return Lanes(number, mesh, axes, tuple(others))
+
+
+def _axes_of_rows(number: int, mesh: Any, batch_dims: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
+    for dims in batch_dims:
+        if dims and dims[0] is not None:
+            return mesh_axes_of(dims[0])
+    # Rows of unknown sharding are spread over all devices.
+    if not batch_dims and number % mesh.size == 0:
+        return tuple(mesh.axis_names)
+    return ()
 
 
 def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -167,7 +189,7 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
     # first element of the witness has at most 32 bits. It also makes one function of a small loop, in which sums have
     # another order, unless the loop calls a library: the other branch does so, and never runs.
-    def in_condition(witness: Array, args: Any) -> list[Array]:
+    def isolate_by_condition(witness: Array, args: Any) -> list[Array]:
         first = jax.lax.stop_gradient(jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32))
         bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
 
@@ -177,10 +199,10 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
 
         return list(jax.lax.cond(bits <= 32, lambda: fn(*args), never))
 
-    def behind_barriers(witness: Array, args: Any) -> list[Array]:
+    def isolate_by_barriers(witness: Array, args: Any) -> list[Array]:
         return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(args)))
 
-    return list(jax.lax.platform_dependent(witness, args, cpu=in_condition, default=behind_barriers))
+    return list(jax.lax.platform_dependent(witness, args, cpu=isolate_by_condition, default=isolate_by_barriers))
 
 
 def sum_over_lanes(
@@ -198,8 +220,10 @@ def sum_over_lanes(
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
     def blocks_at(i: Any, blocked: Sequence[Array]) -> list[Array]:
-        triples = zip(blocked, sizes, dims, strict=True)
-        return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in triples]
+        blocks: list[Array] = []
+        for x, size, dim in zip(blocked, sizes, dims, strict=True):
+            blocks.append(jax.lax.dynamic_slice_in_dim(x, i * size, size, dim))
+        return blocks
 
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
     closed, shapes = trace_lane(lanes, lane_fn, blocks, (np.int32(0), list(whole), list(blocked)))
@@ -207,7 +231,9 @@ def sum_over_lanes(
     program = core.ClosedJaxpr(jaxprs.consts_to_arguments(closed), ())
     split = [lanes.scattered(x.shape) for x in outs]
 
-    def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:
+    def sum_on_device(
+        witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]
+    ) -> list[Array]:
         candidates = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
         data = next(candidates, jnp.ones(())) if witness is None else witness
         count = lanes.number // lanes.devices
@@ -218,13 +244,16 @@ def sum_over_lanes(
 
         return _exchanged(lanes, _sum_in_loop(lane, count, outs), split)
 
-    def on_devices(*args: Any) -> list[Array]:
+    def sum_on_all_devices(*args: Any) -> list[Array]:
         in_specs = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
-        return list(lanes.spread(on_device, in_specs, list(map(lanes.split, split)))(*args))
+        return list(lanes.spread(sum_on_device, in_specs, list(map(lanes.split, split)))(*args))
 
-    on_devices.__name__ = sum_over_lanes.__qualname__
-    with contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh):
-        return treedef.unflatten(jax.jit(on_devices)(witness, list(closed.consts), list(whole), list(blocked)))
+    # By this name `is_in_lanes` recognizes the call in a traced program.
+    sum_on_all_devices.__name__ = sum_over_lanes.__qualname__
+    lane_mesh = contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh)
+    with lane_mesh:
+        sums = jax.jit(sum_on_all_devices)(witness, list(closed.consts), list(whole), list(blocked))
+    return treedef.unflatten(sums)
 
 
 def is_in_lanes(operation: jaxprs.Operation) -> bool:
@@ -267,14 +296,16 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
     sums = list(arrays)
     if n == 1:
         return sums
-    together: dict[Any, list[int]] = {}
+    # The whole sums, by what they are exchanged with: small arrays of one dtype, and each large one by itself.
+    groups: dict[Any, list[int]] = {}
     for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
         if dim is None:
-            together.setdefault(x.dtype if x.size < SMALL else i, []).append(i)
+            group = x.dtype if x.size < SMALL else i
+            groups.setdefault(group, []).append(i)
         else:
             shards = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
             sums[i] = _sum(jax.lax.all_to_all(shards, axes, dim, 0))
-    for indices in together.values():
+    for indices in groups.values():
         flat = jnp.concatenate([arrays[i].reshape(-1) for i in indices])
         shards = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
         total = _gathered(_sum(jax.lax.all_to_all(shards, axes, 0, 0)), axes).reshape(-1)
@@ -307,7 +338,8 @@ def trace_lane(lanes: Lanes, lane_fn: Callable[..., Any], blocks: object, args: 
         if lanes.manual:
             note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}")
         raise
-    if named := jaxprs.named_axes(trace[0]) & lanes.manual:
+    named = jaxprs.named_axes(trace[0]) & lanes.manual
+    if named:
         raise ValueError(f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(named)))}")
     return trace
 
@@ -325,23 +357,26 @@ NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 def check_integers(
     lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> None:
+    """Reject integers of model_state that depend on the number of a lane, or on its rows."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:
         return
-    whole = np.int32(0), leaves, others
+    args = (np.int32(0), leaves, others)
     rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
-    of_whole = of_lane = trace_lane(lanes, new_state, rows, (*whole, batch))[0]
+    lane_trace, _ = trace_lane(lanes, new_state, rows, (*args, batch))
+    whole_trace = lane_trace
     with contextlib.suppress(Exception):  # the loss may only work for the rows of a lane
-        of_whole = trace_on_lanes(lanes, new_state, *whole, batch)[0]
+        whole_trace, _ = trace_on_lanes(lanes, new_state, *args, batch)
     for i in integers:
         results = [n == i for n in range(len(leaves))]
-        program, (is_numbered, *used) = jaxprs.part_for(of_lane, results, keeps_arguments=False)
-        is_of_rows = any(used[len(leaves) + len(others) :])
-        whole_program, _ = jaxprs.part_for(of_whole, results, keeps_arguments=False)
-        # A number of rows is a constant of the program.
-        path = trees.quote_path(trees.leaf_paths(old)[i])
-        if is_numbered or is_of_rows or jaxprs.program_hash(program) != jaxprs.program_hash(whole_program):
+        program, (uses_number, *used) = jaxprs.part_for(lane_trace, results, keeps_arguments=False)
+        uses_rows = any(used[len(leaves) + len(others) :])
+        whole_program, _ = jaxprs.part_for(whole_trace, results, keeps_arguments=False)
+        # A number of rows is a constant of the program: with the rows of all lanes it is another one.
+        uses_size = jaxprs.program_hash(program) != jaxprs.program_hash(whole_program)
+        if uses_number or uses_rows or uses_size:
+            path = trees.quote_path(trees.leaf_paths(old)[i])
             raise TypeError(
                 f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows or key of a lane, "
                 f"because it is {leaves[i].dtype}; return it in aux"
@@ -350,7 +385,10 @@ def check_integers(
 
 def state_summand(i: Array, new: Any) -> Array:
     new = trees.key_data(jnp.asarray(new))
-    return trees.widen(new) if microbatches.is_inexact(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
+    if microbatches.is_inexact(new):
+        return trees.widen(new)
+    # Equal in all lanes, so that the sum is that of the first.
+    return jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
 def merge_leaf(number: int, total: Array, old: Any) -> Array:

@@ -16,7 +16,11 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Tables:
-    """The tables for lookups while the gradient of a loss is traced, and the gradients of their rows."""
+    """The tables for lookups while the gradient of a loss is traced, and the gradients of their rows.
+
+    A table is recognized by its identity, which the loss must not change. `_taken` has the lookups in the order in
+    which JAX traces their derivatives: index of the table, ids, gradient of the rows.
+    """
 
     def __init__(self, leaves: list[Array]) -> None:
         self._shapes = [leaf.shape for leaf in leaves]
@@ -44,9 +48,8 @@ class Tables:
         taken = [(ids, gradient) for i, ids, gradient in self._taken if i == index]
         if not taken:
             return dense
-        return meshes.call_on_auto_axes(
-            functools.partial(_joined, self._shapes[index]), taken, dense, specs_of=meshes.shard_like(dense)
-        )
+        join = functools.partial(_joined, self._shapes[index])
+        return meshes.call_on_auto_axes(join, taken, dense, specs_of=meshes.shard_like(dense))
 
 
 TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
@@ -99,21 +102,26 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
     indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
     values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
     slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
-    return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
+    if dense is None:
+        return slices
+    # The loss also uses the table in another way.
+    return dense + slices.to_dense().astype(dense.dtype)
 
 
 def _rows_at(table: Array, ids: Array) -> Array:
     """`table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
-    outside: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if jnp.issubdtype(table.dtype, jnp.inexact):
-        outside = {"mode": "fill", "fill_value": jnp.nan}
+        options = {"mode": "fill", "fill_value": jnp.nan}
     mesh = meshes.explicit_mesh((table, ids))
     if mesh is None:
-        return table.at[ids].get(**outside)
-    of_ids = meshes.dims_of(meshes.spec_of(ids))
-    used = {name for axis in of_ids for name in meshes.mesh_axes_of(axis)}
-    of_row = [
-        None if used & set(meshes.mesh_axes_of(axis)) else axis for axis in meshes.dims_of(meshes.spec_of(table))[1:]
-    ]
-    sharding = NamedSharding(mesh, PartitionSpec(*of_ids, *of_row))  # also under no mesh
-    return table.at[ids].get(out_sharding=sharding, **outside)
+        return table.at[ids].get(**options)
+    id_axes = meshes.dims_of(meshes.spec_of(ids))
+    used: set[str] = set()
+    used.update(*map(meshes.mesh_axes_of, id_axes))
+    row_axes = []
+    for axis in meshes.dims_of(meshes.spec_of(table))[1:]:
+        # A mesh axis can split only one axis of an array.
+        row_axes.append(axis if used.isdisjoint(meshes.mesh_axes_of(axis)) else None)
+    sharding = NamedSharding(mesh, PartitionSpec(*id_axes, *row_axes))  # also under no mesh
+    return table.at[ids].get(out_sharding=sharding, **options)

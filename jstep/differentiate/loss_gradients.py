@@ -25,9 +25,9 @@ from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lanes import (
     Lanes,
     as_lanes,
+    call_on_lanes,
     check_integers,
     merge_leaf,
-    on_lanes,
     stack_over_lanes,
     state_summand,
     sum_over_lanes,
@@ -174,8 +174,11 @@ def compute_gradients(
         params = trees.all_native(params, "params")
         args = trees.all_native(args, "args")
         specs_of = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
-        result = on_lanes(compute.lanes, evaluate, params, args, jax.tree.map(sharding_of, args), specs_of=specs_of)
-        return ((result.loss, result.aux), result.gradients) if has_aux else (result.loss, result.gradients)
+        shardings = jax.tree.map(sharding_of, args)
+        result = call_on_lanes(compute.lanes, evaluate, params, args, shardings, specs_of=specs_of)
+        if has_aux:
+            return (result.loss, result.aux), result.gradients
+        return result.loss, result.gradients
 
     return loss_and_gradients
 
@@ -184,7 +187,9 @@ def apply_gate(grads: list[Any], gate: int) -> list[Any]:
     """Apply a gate, which affects memory and time, never values."""
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
-    return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
+    if gate == GATE_GRAPH:
+        return jax.lax.optimization_barrier(grads)
+    return grads
 
 
 class LossInputs(NamedTuple):
@@ -205,12 +210,13 @@ class LossInputs(NamedTuple):
     scale: Array | None = None
     lanes: Lanes | None = None
 
-    def for_evaluation(self, i: Any, **changes: Any) -> "LossInputs":
+    def part_inputs(self, i: Any, **changes: Any) -> "LossInputs":
         """Return the inputs of one of several evaluations, with their own key."""
-        return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
+        key = None if self.key is None else jax.random.fold_in(self.key, i)
+        return self._replace(key=key, **changes)
 
-    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "LossInputs":
-        return self.for_evaluation(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
+    def lane_inputs(self, i: Array, args: tuple[Any, ...], **changes: object) -> "LossInputs":
+        return self.part_inputs(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,14 +290,16 @@ class LossGradients:
         result = self._choose_method(inputs)(inputs, indices)
         if self.sharpness is not None:
             trained = [jnp.asarray(leaves[i]) for i in indices]
-            move = functools.partial(perturb, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(meshes.call_on_auto_axes, move, specs_of=meshes.shard_like(trained))
-            moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, trained, result.gradients, self.sharpness)
+            perturb_leaves = functools.partial(perturb, adaptive=self.adaptive)
+            move = functools.partial(meshes.call_on_auto_axes, perturb_leaves, specs_of=meshes.shard_like(trained))
+            moved_leaves = evaluate_reproducibly(inputs.lanes, move, trained, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.replace_leaves(leaves, indices, moved_leaves))
-            without_summaries = dataclasses.replace(self, collect=False)
-            second_result = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
+            # Loss, aux and summaries are those at the parameters, not at the nearby ones.
+            second_loss = dataclasses.replace(self, collect=False)
+            second_result = second_loss._choose_method(inputs)(inputs._replace(params=moved), indices)
             result = result._replace(gradients=second_result.gradients, squares=second_result.squares)
-        if (unused := UNUSED.get()) is not None:
+        unused = UNUSED.get()
+        if unused is not None:
             paths = trees.leaf_paths(params)
             unused |= {paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None}
         grads = apply_gate(result.gradients, self.gate_gradients)
@@ -300,20 +308,21 @@ class LossGradients:
     def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
         if inputs.lanes is not None:
-            return functools.partial(self._in_lanes, inputs.lanes)
+            return functools.partial(self._differentiate_lanes, inputs.lanes)
         n = microbatches.number_of_microbatches(
             inputs.args, inputs.batch_specs, self.num_microbatches, self.max_rows_per_device
         )
-        return self._differentiate_once if n == 1 else functools.partial(self._in_microbatches, n)
+        if n == 1:
+            return self._differentiate_once
+        return functools.partial(self._differentiate_microbatches, n)
 
-    def _in_microbatches(self, n: int, inputs: LossInputs, indices: list[int]) -> LossResult:
+    def _differentiate_microbatches(self, n: int, inputs: LossInputs, indices: list[int]) -> LossResult:
         parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
         def accumulate(params: Params, parts: tuple[Any, ...]) -> LossResult:
             def part_fn(model_state: Tree, batch: Tree, i: Array) -> LossResult:
-                return self._differentiate_once(
-                    inputs.for_evaluation(i, params=params, model_state=model_state, args=batch), indices
-                )
+                part = inputs.part_inputs(i, params=params, model_state=model_state, args=batch)
+                return self._differentiate_once(part, indices)
 
             leaves = jax.tree.leaves(params)
             sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
@@ -338,28 +347,27 @@ class LossGradients:
 
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
-    def _in_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
+    def _differentiate_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
         """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
-        rows, of_rows = trees.flatten(inputs.args)
+        rows, args_treedef = trees.flatten(inputs.args)
         whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
         self._check_integers(lanes, inputs, size)
 
         def lane_fn(i: Array, whole: list[Array], rows: list[Array]) -> Any:
-            lane_inputs = filled(whole).for_lane(i, of_rows.unflatten(rows))
-            results = one_lane._choose_method(lane_inputs)(lane_inputs, indices)
-            weight = microbatches.part_weight(self.weight_fn, lane_inputs.args)
+            lane = filled(whole).lane_inputs(i, args_treedef.unflatten(rows))
+            results = one_lane._choose_method(lane)(lane, indices)
+            weight = microbatches.part_weight(self.weight_fn, lane.args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in results.gradients]
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             others = microbatches.summands(weight, (results.aux, results.summaries))
             state = jax.tree.map(functools.partial(state_summand, i), results.model_state)
             norms = None
             if self.squares:
-                of_lane = jnp.float32(size) if weight is None else weight
-                norms = stack_over_lanes(
-                    lanes, i, (of_lane, microbatches.squared_norm(results.gradients, lane_inputs.scale))
-                )
+                lane_weight = jnp.float32(size) if weight is None else weight
+                square = microbatches.squared_norm(results.gradients, lane.scale)
+                norms = stack_over_lanes(lanes, i, (lane_weight, square))
             return grads, microbatches.weigh(results.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, lane_fn, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
@@ -375,51 +383,58 @@ class LossGradients:
 
     def _check_integers(self, lanes: Lanes, inputs: LossInputs, size: int) -> None:
         """Reject integers of model_state that depend on a lane, as its traced loss shows."""
-        rows, of_rows = trees.flatten(inputs.args)
-        of_state = trees.structure(inputs.model_state)
+        rows, args_treedef = trees.flatten(inputs.args)
+        state_treedef = trees.structure(inputs.model_state)
         others, filled = trees.partition_arrays(
             inputs._replace(args=(), model_state=None, batch_specs=None, lanes=None)
         )
         n = self.num_microbatches
         if self.max_rows_per_device is not None:
-            lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
-            n = microbatches.number_of_microbatches((lane,), [None] * len(lane), n, self.max_rows_per_device)
+            lane_rows = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
+            specs = [None] * len(lane_rows)
+            n = microbatches.number_of_microbatches((lane_rows,), specs, n, self.max_rows_per_device)
         one_lane = dataclasses.replace(
             self, lanes=None, squares=False, collect=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
         )
 
         def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
-            lane_inputs = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
-            return jax.tree.leaves(one_lane._choose_method(lane_inputs)(lane_inputs, []).model_state)
+            model_state = state_treedef.unflatten(old)
+            lane = filled(others).lane_inputs(i, args_treedef.unflatten(rows), model_state=model_state)
+            return jax.tree.leaves(one_lane._choose_method(lane)(lane, []).model_state)
 
         check_integers(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
     def _differentiate_once(self, inputs: LossInputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
+        # Both are filled while JAX traces the loss and its derivative: `connected` with the indices of the parameters
+        # that the loss depends on, `tables` with the gradients of the rows that it looks up.
         connected: set[int] = set()
-        looked_up: Any = None
+        tables: Any = None
 
         def loss_of(trained: list[Array]) -> tuple[Array, Any]:
-            nonlocal looked_up
+            nonlocal tables
             trained = track_connected(trained, connected)
             whole = treedef.unflatten(trees.replace_leaves(leaves, indices, trained))
-            before = (inputs.model_state,) if self.has_model_state else ()
+            model_state_args = (inputs.model_state,) if self.has_model_state else ()
             rng = {} if inputs.key is None else {"rng": inputs.key}
 
             collector = Collector("summaries")
             collectors = (*COLLECTORS.get(), collector) if self.collect else COLLECTORS.get()
-            looked_up = Tables(trained)
-            with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
-                out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
+            tables = Tables(trained)
+            with setting(TABLES, tables), setting(COLLECTORS, collectors):
+                out = self.loss_fn(whole, *model_state_args, *inputs.args, **{**(inputs.kwargs or {}), **rng})
             loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.collect)
             summaries = None if collector.unreturned is None else collector.unreturned(collector, out)
-            wide = trees.compute_dtype(loss.dtype)
-            scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)
+            scaled = loss
+            if inputs.scale is not None:
+                wide = trees.compute_dtype(loss.dtype)
+                scaled = loss.astype(wide) * inputs.scale.astype(wide)
             return scaled, (loss, *others, summaries)
 
         trained = [jnp.asarray(leaves[i]) for i in indices]
-        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(loss_of, has_aux=True)(trained)
-        grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
+        (_, outputs), dense = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        loss, model_state, aux, summaries = outputs
+        grads = [tables.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
         return LossResult(loss, model_state, aux, grads, summaries)
 
 
@@ -453,18 +468,23 @@ def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive:
     dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in gradients]
     wide = [None if g is None else trees.widen(g) for g in dense]
     weights = [jnp.abs(trees.widen(jnp.asarray(p))) if adaptive else None for p in leaves]
-    weighed = [g if g is None or w is None else w.astype(g.dtype) * g for g, w in zip(wide, weights, strict=True)]
+
+    def weigh(g: Array, w: Array | None) -> Array:
+        return g if w is None else w.astype(g.dtype) * g
+
+    weighed = [None if g is None else weigh(g, w) for g, w in zip(wide, weights, strict=True)]
     norm = global_norm(weighed)
     scale = jnp.asarray(rho).astype(norm.dtype) / (norm + jnp.asarray(1e-12, norm.dtype))
 
-    def moved(p: Array, g: Array | None, w: Array | None) -> Array:
+    def move(p: Array, g: Array | None, w: Array | None) -> Array:
         p = jnp.asarray(p)
         if g is None:
             return p
-        step = scale.astype(g.dtype) * (g if w is None else w.astype(g.dtype) * g)
+        # Weighed twice in ASAM: its step is p²·g.
+        step = scale.astype(g.dtype) * weigh(g, w)
         return (p.astype(g.dtype) + step).astype(p.dtype)
 
-    return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
+    return list(map(move, leaves, weighed, weights))
 
 
 def as_sharpness(sharpness: object) -> Any:

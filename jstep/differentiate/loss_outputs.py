@@ -18,11 +18,8 @@ def unpack_outputs(
 ) -> tuple[trees.Array, Any, Any]:
     """Return loss, new model_state and aux from the output of a loss."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
-    for key in aux if named_aux and isinstance(aux, Mapping) else ():
-        if not isinstance(key, str):
-            raise TypeError(
-                f"aux: the key {key!r} must be a string, got {describe_type(key)}: entries of aux are metrics by name"
-            )
+    if named_aux and isinstance(aux, Mapping):
+        _check_names(aux)
     if not (trees.is_array(loss) or isinstance(loss, int | float)):
         raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
     loss = jnp.asarray(loss)
@@ -38,52 +35,73 @@ def unpack_outputs(
     return loss, model_state, jax.tree.map(jnp.asarray, device_values.prepare_for_device(aux, "aux"))
 
 
+def _check_names(aux: Mapping[Any, Any]) -> None:
+    for key in aux:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"aux: the key {key!r} must be a string, got {describe_type(key)}: entries of aux are metrics by name"
+            )
+
+
 def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+    """Return the loss, the model_state and aux; None for what the loss does not return."""
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
                 f"loss_fn returned a {type(out).__name__} of {len(out)}: must be a scalar loss, or set has_aux=True"
             )
         return out, None, None
-    want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
-    options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
+    options = f"has_aux={has_aux}"
+    wanted = "(loss, aux)"
+    if has_model_state:
+        options += ", has_model_state=True"
+        wanted = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
 
-    def pair(value: object, form: str) -> Any:
+    def as_pair(value: object, form: str) -> Any:
         if not (isinstance(value, tuple | list) and len(value) == 2):
             raise TypeError(
-                f"loss_fn returned {form.format(describe_type(value))}; with {options} it must return {want}"
+                f"loss_fn returned {form.format(describe_type(value))}; with {options} it must return {wanted}"
             )
         return value
 
-    loss, others = pair(out, "{}")
-    model_state, aux = pair(others, "(loss, {})") if has_model_state and has_aux else (others, others)
-    return loss, model_state if has_model_state else None, aux if has_aux else None
+    loss, others = as_pair(out, "{}")
+    if not has_model_state:
+        return loss, None, others
+    if not has_aux:
+        return loss, others, None
+    model_state, aux = as_pair(others, "(loss, {})")
+    return loss, model_state, aux
 
 
 def _like(old: object, new: object) -> Any:
+    """Return the new model_state in the dtypes of the old one."""
     if trees.structure(old) != trees.structure(new):
-        wanted, got = (f"a {type(tree).__name__} of {trees.leaf_paths(tree)[:20]}" for tree in (old, new))
         raise TypeError(
-            f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return (loss, "
-            "model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
+            f"loss_fn returned another model_state: must be {_described(old)}, as in the state, got {_described(new)}; "
+            "return (loss, model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
         )
 
-    def leaf(keys: Any, before: object, after: object) -> trees.Array:
-        before = jnp.asarray(before)
-        after = jnp.asarray(after)
-        is_same = before.dtype == after.dtype
+    def convert(keys: Any, old_leaf: object, new_leaf: object) -> trees.Array:
+        old_array = jnp.asarray(old_leaf)
+        new_array = jnp.asarray(new_leaf)
+        is_same = old_array.dtype == new_array.dtype
         # The state would truncate a wider kind at each update.
-        fits = is_same or -1 < _kind_of(after.dtype) <= _kind_of(before.dtype)
-        if before.shape != after.shape or not fits:
+        fits = is_same or -1 < _kind_of(new_array.dtype) <= _kind_of(old_array.dtype)
+        if old_array.shape != new_array.shape or not fits:
             path = trees.quote_path(trees.path_str(keys))
-            wanted, got = (array_type(x.shape, x.dtype) for x in (before, after))
+            wanted = array_type(old_array.shape, old_array.dtype)
+            got = array_type(new_array.shape, new_array.dtype)
             raise TypeError(
                 f"loss_fn returned a model_state whose leaf {path} must be {wanted}, as in the state, got {got}; "
                 f"create it as {got}"
             )
-        return after if is_same else after.astype(before.dtype)
+        return new_array if is_same else new_array.astype(old_array.dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, old, new)
+    return jax.tree_util.tree_map_with_path(convert, old, new)
+
+
+def _described(tree: object) -> str:
+    return f"a {type(tree).__name__} of {trees.leaf_paths(tree)[:20]}"
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

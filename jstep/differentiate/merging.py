@@ -19,38 +19,41 @@ from jstep.core.trees import is_floating
 
 INLINED = {"jit", "pjit", "closed_call"}
 """Names of calls that XLA inlines."""
-APART = {"optimization_barrier", "rng_uniform"}
-"""Names of operations that are never merged."""
+NEVER_MERGED = {"optimization_barrier", "rng_uniform"}
+"""Names of operations that differ even if their operands are equal."""
 
 
 def merge_equal(closed: Any) -> Any:
     """Return the same program without equal operations; calls are inlined, divisions by broadcasts are products."""
     body = body_of(closed)
     constants: dict[int, tuple[Any, Any]] = {}  # id → variable and constant
-    known: dict[Any, list[Any]] = {}
-    broadcast: dict[Any, Any] = {}  # result → equation
+    known: dict[Any, list[Any]] = {}  # what an operation computes → its results
+    broadcasts: dict[Any, Any] = {}  # result → equation
     eqns: list[Any] = []
 
     def add(name: str, eqn: Any) -> list[Any]:
+        """Return the results of an equal operation; without one, add this one with new variables."""
         key = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars))
         results = None
-        is_mergeable = not eqn.effects and name not in APART
+        is_mergeable = not eqn.effects and name not in NEVER_MERGED
         try:
             results = known.get(key) if is_mergeable else None
         except TypeError:  # parameters without a hash
             is_mergeable = False
-        if results is None:
-            results = [core.Var(var.aval) for var in eqn.outvars]
-            eqns.append(eqn.replace(outvars=results))
-            if is_mergeable:
-                known[key] = results
-            if name == "broadcast_in_dim":
-                broadcast[results[0]] = eqns[-1]
+        if results is not None:
+            return results
+        results = [core.Var(var.aval) for var in eqn.outvars]
+        eqns.append(eqn.replace(outvars=results))
+        if is_mergeable:
+            known[key] = results
+        if name == "broadcast_in_dim":
+            broadcasts[results[0]] = eqns[-1]
         return results
 
     def divide(eqn: Any) -> list[Any]:
+        """Add x · (1 / y) for a division by a broadcast; add another division as it is."""
         x, y = eqn.invars
-        widening = broadcast.get(y) if isinstance(y, core.Var) else None
+        widening = broadcasts.get(y) if isinstance(y, core.Var) else None
         divisor = y if widening is None else widening.invars[0]
         if divisor.aval.shape == eqn.outvars[0].aval.shape or not _has_inverses(divisor.aval.dtype):
             return add("div", eqn)
@@ -62,6 +65,7 @@ def merge_equal(closed: Any) -> Any:
         return add("mul", product)
 
     def merge_body(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
+        """Add the operations of a program or of an inlined call, whose arguments are `atoms`; return its results."""
         consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
         for var, const in consts:
             constants.setdefault(id(const), (core.Var(var.aval), const))
@@ -80,7 +84,7 @@ def merge_equal(closed: Any) -> Any:
             if operation.kind == "call" and operation.name in INLINED:
                 results = merge_body(operation.bodies[0], eqn.invars, source.name_stack)
             else:
-                eqn = eqn.replace(params=_with_merged(operation))
+                eqn = eqn.replace(params=_merged_params(operation))
                 results = divide(eqn) if operation.name == "div" else add(operation.name, eqn)
             env.update(zip(operation.eqn.outvars, results, strict=True))
         return list(map(read, body.jaxpr.outvars))
@@ -98,20 +102,29 @@ def _identity(atom: Any) -> Any:
     return atom.aval, value.dtype, value.tobytes()  # 0.0 and -0.0 are equal values
 
 
-def _with_merged(operation: Operation) -> dict[str, Any]:
+def _merged_params(operation: Operation) -> dict[str, Any]:
+    """Return the parameters of an operation, with merged operations in the programs among them."""
+
     def merged(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(merged, value)) if any(isinstance(item, core.ClosedJaxpr) for item in value) else value
+            has_programs = any(isinstance(item, core.ClosedJaxpr) for item in value)
+            return tuple(map(merged, value)) if has_programs else value
         if isinstance(value, core.ClosedJaxpr):  # in JAX 0.12, of any program
             return merge_equal(value)
-        made = merge_equal(value) if isinstance(value, core.Jaxpr) and not value.constvars else None
-        return value if made is None or made.consts else made.jaxpr
+        if not isinstance(value, core.Jaxpr) or value.constvars:
+            return value
+        program = merge_equal(value)
+        # A program of this kind has no place for constants.
+        return value if program.consts else program.jaxpr
 
     params: dict[str, Any] = operation.eqn.params
-    return {name: merged(value) for name, value in params.items()} if operation.bodies else params
+    if not operation.bodies:
+        return params
+    return {name: merged(value) for name, value in params.items()}
 
 
 def _has_inverses(dtype: Any) -> bool:
+    """Whether a dtype has the range of float32: the inverse of a float16 may be infinite."""
     return is_floating(dtype) and bool(jnp.finfo(dtype).maxexp >= 128)  # type: ignore[no-untyped-call]
 
 

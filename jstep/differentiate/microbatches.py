@@ -26,30 +26,36 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
     """Return the spec of each leaf of a batch, from its type or from `rows`; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
     shardings = jax.tree.leaves(rows, is_leaf=trees.is_none)
-    shardings = shardings if len(shardings) == len(leaves) else [None] * len(leaves)
-    return [
-        meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) is not None else getattr(sharding, "spec", None)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
+    if len(shardings) != len(leaves):
+        shardings = [None] * len(leaves)
+    specs: list[PartitionSpec | None] = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        has_own_spec = meshes.explicit_mesh(leaf) is not None
+        specs.append(meshes.spec_of(leaf) if has_own_spec else getattr(sharding, "spec", None))
+    return specs
 
 
 def number_of_microbatches(
-    args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
+    args: tuple[Any, ...], specs: list[PartitionSpec | None], minimum: int, max_rows: int | None
 ) -> int:
+    """Return the smallest number of microbatches, at least the minimum, with which a device has at most `max_rows`."""
     if max_rows is None:
-        return at_least
+        return minimum
     what = f"max_rows_per_device={max_rows}"
     first, size = rows_of_batch(args, what)
     devices = _devices_of_batch(jax.tree.leaves(args, is_leaf=trees.is_none), specs)
-    for n in range(at_least, size + 1):
+    for n in range(minimum, size + 1):
+        if size % n:
+            continue
         rows = size // n
         # If the rows do not split over the devices, every device may have all of them.
-        if size % n == 0 and (rows // devices if rows % devices == 0 else rows) <= max_rows:
+        rows_of_device = rows // devices if rows % devices == 0 else rows
+        if rows_of_device <= max_rows:
             spread = f" over {devices} devices" if devices > 1 else ""
             _log_once(f"{what}: batches of {size} rows{spread} are split into {n} microbatches")
             return n
     raise ValueError(
-        f"{what}, num_microbatches={at_least}: no such number divides the {size} rows of {first}; use more rows"
+        f"{what}, num_microbatches={minimum}: no such number divides the {size} rows of {first}; use more rows"
     )
 
 
@@ -72,16 +78,17 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
             return None
         mesh = _mesh_of(leaf)
         shape = (rows, n, *np.shape(leaf)[1:])
-        in_parts = functools.partial(jnp.reshape, shape=shape)
+        reshape = functools.partial(jnp.reshape, shape=shape)
         if spec is None or mesh.empty:
-            return in_parts(leaf)
+            return reshape(leaf)
         # Sharded like the batch: otherwise XLA would make each device process every row.
-        whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
-        fits = meshes.fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
+        first, *others = meshes.dims_of(spec) or (None,)
+        parts_spec = PartitionSpec(first, None, *others)
+        fits = meshes.fitting_spec(mesh, parts_spec, shape) == parts_spec  # not if there are fewer rows than devices
         if meshes.explicit_mesh(leaf) is not None:
-            return meshes.call_on_auto_axes(in_parts, leaf, specs_of=(lambda _: whole) if fits else None)
-        parts = in_parts(leaf)
-        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
+            return meshes.call_on_auto_axes(reshape, leaf, specs_of=(lambda _: parts_spec) if fits else None)
+        parts = reshape(leaf)
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, parts_spec)) if fits else parts
 
     return tuple(treedef.unflatten(map(placed, leaves, specs)))
 
@@ -120,12 +127,14 @@ def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
 
 def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
     """Return the number of devices that the rows are sharded over; 1 if unknown."""
-    counts = [1]
+    count = 1
     for leaf, spec in zip(leaves, specs, strict=True):
-        mesh = None if leaf is None or spec is None or not meshes.dims_of(spec) else _mesh_of(leaf)
-        if mesh is not None and spec is not None and not mesh.empty:
-            counts.append(meshes.parts_along(mesh, meshes.dims_of(spec)[0]))
-    return max(counts)
+        if leaf is None or spec is None or not meshes.dims_of(spec):
+            continue
+        mesh = _mesh_of(leaf)
+        if not mesh.empty:
+            count = max(count, meshes.parts_along(mesh, meshes.dims_of(spec)[0]))
+    return count
 
 
 class AggregationMethod(enum.Enum):
@@ -233,6 +242,7 @@ def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], li
 
 
 def summands(weight: Array | None, outputs: Tree) -> Any:
+    """Return what the outputs of a part add to the sums of all parts; `means` makes the results of these."""
     return jax.tree_util.tree_map_with_path(functools.partial(_summand, weight), outputs, is_leaf=_is_ratio)
 
 
@@ -245,7 +255,10 @@ def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
 
 def division(parts: int, weight: Array | None) -> Callable[[Array], Array]:
     """Return a function that divides a sum over parts by their number, or by their total weight unless it is 0."""
-    total = jnp.float32(parts) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    if weight is None:
+        total = jnp.float32(parts)
+    else:
+        total = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     return lambda summed: summed / total.astype(summed.dtype)
 
 
@@ -255,7 +268,9 @@ def _is_ratio(leaf: object) -> bool:
 
 def _summand(weight: Array | None, keys: Any, leaf: Any) -> Any:
     if _is_ratio(leaf):  # it has its own weight
-        return leaf if weight is None else jax.tree.map(lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x), leaf)
+        if weight is None:
+            return leaf
+        return jax.tree.map(lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x), leaf)
     if is_inexact(leaf):
         return weigh(leaf, weight)
     if trees.is_key(leaf):
@@ -276,7 +291,8 @@ def part_weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) ->
     if np.ndim(weight):
         raise ValueError(f"weight_fn returned shape {np.shape(weight)}; it must return a scalar for each microbatch")
     dtype = jnp.result_type(weight)
-    dtype = dtype if trees.is_floating(dtype) else np.dtype(np.float32)
+    if not trees.is_floating(dtype):
+        dtype = np.dtype(np.float32)
     return jnp.asarray(weight).astype(trees.compute_dtype(dtype))
 
 
@@ -304,28 +320,35 @@ def reduce_once(
     """Return `fn(params, parts)`, with gradients reduced once if the uses of the parameters in `loss` allow it."""
     axes: set[str] = set()  # the axes over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
-        if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
-            axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
+        if meshes.explicit_mesh(leaf) is None:
+            continue
+        dims = meshes.dims_of(meshes.spec_of(leaf))
+        if dims:
+            axes |= set(meshes.mesh_axes_of(dims[0]))
     leaves, treedef = trees.flatten(params)
 
     def is_able(leaf: object) -> bool:
         if not axes or meshes.explicit_mesh(leaf) is None:
             return False
         spec = meshes.spec_of(leaf)
-        split = set().union(*map(meshes.mesh_axes_of, meshes.dims_of(spec)))
-        return not (split & axes or spec.reduced or spec.unreduced)
+        if spec.reduced or spec.unreduced:
+            return False
+        # A mesh axis that splits the parameter cannot be `reduced` in its type.
+        return all(axes.isdisjoint(meshes.mesh_axes_of(axis)) for axis in meshes.dims_of(spec))
 
     able = [i for i in indices if is_able(leaves[i])]
     if able:
         first = microbatch(parts, 0)
-        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.replace_leaves(leaves, able, some)), first))(
-            [leaves[i] for i in able]
-        )
+
+        def loss_of(arrays: list[Any]) -> Array:
+            return loss(treedef.unflatten(trees.replace_leaves(leaves, able, arrays)), first)
+
+        traced = jax.make_jaxpr(loss_of)([leaves[i] for i in able])
         others = _other_uses(body_of(traced), [frozenset([i]) for i in able])
         able = [i for i in able if i not in others]
     if able:
 
-        def typed(params: Tree, parts: object) -> Any:
+        def call_with_reduced(params: Tree, parts: object) -> Any:
             leaves = jax.tree.leaves(params)
             reduced = []
             for i in able:
@@ -335,7 +358,7 @@ def reduce_once(
             return fn(treedef.unflatten(trees.replace_leaves(leaves, able, reduced)), parts)
 
         with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
-            return meshes.atomic(typed, params, parts)
+            return meshes.atomic(call_with_reduced, params, parts)
     return fn(params, parts)
 
 
@@ -350,10 +373,14 @@ def zeros_of_gradient(leaf: Array) -> Array:
 
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
+"""Operations whose result is their operand in another form: its uses are those of the operand."""
 
 
 def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[int]:
-    """Return the arguments that a program uses in anything but matrix products."""
+    """Return the arguments that a program uses in anything but matrix products.
+
+    The program is evaluated on sets of arguments in place of arrays: those whose elements an array has.
+    """
     others: set[int] = set()
 
     def use(operation: Operation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
@@ -402,8 +429,14 @@ def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
     present = [s for s in squares if s is not None]
     if not present:
         return None
-    parts = sum((s.parts for s in present[1:]), present[0].parts)
-    return Squares(present[0].weights, parts, sum((s.whole for s in present[1:]), present[0].whole))
+    first, *others = present
+    parts = first.parts
+    for other in others:
+        parts = parts + other.parts
+    whole = first.whole
+    for other in others:
+        whole = whole + other.whole
+    return Squares(first.weights, parts, whole)
 
 
 def estimate_noise(squares: Squares) -> GradientNoise:

@@ -22,7 +22,7 @@ from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lane
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
-ON_SHARDS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
+SHARDED = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
 """Operations that XLA rounds in the same way on the shards of an array, except on CPUs."""
 
 SHARDS = "shards"
@@ -41,13 +41,13 @@ def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: An
     arrays, filled = trees.partition_arrays(args)
     rebuilds: list[Any] = []
 
-    def of_arrays(arrays: list[Array]) -> list[Array]:
+    def call(arrays: list[Array]) -> list[Array]:
         results, rebuild = trees.partition_arrays(fn(*filled(arrays)))
         rebuilds.append(rebuild)
         return results
 
     arrays = move_to_devices(arrays)
-    program, _ = trace_on_lanes(lanes, of_arrays, arrays)
+    program, _ = trace_on_lanes(lanes, call, arrays)
     # Data that XLA does not know: constants are not traced.
     data = [x for x in arrays if x.size and not trees.is_key(x)]
     witness = min(data, key=lambda x: (not trees.is_traced(x), x.size))
@@ -57,6 +57,7 @@ def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: An
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
     program, _ = trace_on_lanes(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
     jaxpr = program.jaxpr
+    # Variable → the numbers of the operations that use it; -1 for the caller of the program.
     users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
     operations: list[Operation] = []
     for op in reversed(jaxprs.body_of(program).operations):
@@ -65,28 +66,37 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
             for atom in jaxprs.variables(op.eqn.invars):
                 users.setdefault(atom, set()).add(op.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: op.eqn for op in operations if not jaxprs.variables(op.eqn.invars) for atom in op.eqn.outvars}
+    free: dict[Any, Any] = {}
+    for op in operations:
+        if not jaxprs.variables(op.eqn.invars):
+            free.update(dict.fromkeys(op.eqn.outvars, op.eqn))
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
     def read(atom: object) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
-        return (
-            env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.subprogram(jaxpr, [], [atom], [free[atom]]), ())[0]
-        )
+        if atom in env:
+            return env[atom]
+        (value,) = jax.core.eval_jaxpr(jaxprs.subprogram(jaxpr, [], [atom], [free[atom]]), ())
+        return value
 
-    def compute_together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
-        outputs = dict.fromkeys(atom for op in some for atom in op.eqn.outvars)
-        used = dict.fromkeys(atom for op in some for atom in jaxprs.variables(op.eqn.invars))
+    def compute_together(call: Callable[..., list[Array]], group: Sequence[Operation]) -> None:
+        """Make one program of some operations; `call(program, inputs)` computes what others use of its results."""
+        # Dicts are ordered sets here.
+        outputs: dict[Any, None] = {}
+        used: dict[Any, None] = {}
+        for op in group:
+            outputs.update(dict.fromkeys(op.eqn.outvars))
+            used.update(dict.fromkeys(jaxprs.variables(op.eqn.invars)))
         inputs = [atom for atom in used if atom not in outputs and atom not in free]
-        numbers = {op.number for op in some}
-        kept = [atom for atom in outputs if users.get(atom, numbers) - numbers]
+        numbers = {op.number for op in group}
+        results = [atom for atom in outputs if users.get(atom, numbers) - numbers]
         first = {id(free[atom]): free[atom] for atom in used if atom in free}
-        eqns = [*first.values(), *(op.eqn for op in some)]
-        program = core.ClosedJaxpr(jaxprs.subprogram(jaxpr, inputs, kept, eqns), ())
-        env.update(zip(kept, call(program, [env[atom] for atom in inputs]), strict=True))
+        eqns = [*first.values(), *(op.eqn for op in group)]
+        program = core.ClosedJaxpr(jaxprs.subprogram(jaxpr, inputs, results, eqns), ())
+        env.update(zip(results, call(program, [env[atom] for atom in inputs]), strict=True))
 
-    def on_shards(program: Any, args: list[Array]) -> list[Array]:
+    def compute_on_shards(program: Any, args: list[Array]) -> list[Array]:
         def sharded(args: list[Array]) -> list[Array]:
             return isolate(program, list(map(lanes.placed, args)), witness)
 
@@ -96,23 +106,23 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
         return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=sharded)))
 
-    def on_blocks(program: Any, args: list[Array]) -> list[Array]:
+    def sum_blocks(program: Any, args: list[Array]) -> list[Array]:
         dims: Any = [meshes.largest_divisible(x.shape, lanes.number) for x in args]
         fn = core.jaxpr_as_fun(program)
         return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
-    def on_whole_arrays(program: Any, args: list[Array]) -> list[Array]:
+    def compute_whole(program: Any, args: list[Array]) -> list[Array]:
         everywhere = PartitionSpec()
         spread = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
         return list(spread(args, witness))
 
     for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):
         if level[SHARDS]:
-            compute_together(on_shards, level[SHARDS])
+            compute_together(compute_on_shards, level[SHARDS])
         if level[SUM]:
-            compute_together(on_blocks, level[SUM])
-        for some in _connected(level[WHOLE]):
-            compute_together(on_whole_arrays, some)
+            compute_together(sum_blocks, level[SUM])
+        for group in _connected(level[WHOLE]):
+            compute_together(compute_whole, group)
         for op in level[APART]:
             results = _apart(lanes, op, list(map(read, op.eqn.invars)), witness)
             env.update(zip(op.eqn.outvars, results, strict=True))
@@ -130,20 +140,25 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
     """Group operations by way: in a level, operations on shards come first, then sums."""
     levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
-    inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
+    whole: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
         operands = jaxprs.variables(operation.eqn.invars)
         arrays = [atom for atom in operands if atom.aval.shape]
         way = _way(number, operation)
-        if way in (SHARDS, SUM) and arrays and all(atom in inside for atom in arrays):
+        # Every device has the operands already.
+        if way in (SHARDS, SUM) and arrays and all(atom in whole for atom in arrays):
             way = WHOLE
-        at = max(inside.get(atom, ready[atom]) if way == WHOLE else ready[atom] for atom in operands)
-        levels[at][way].append(operation)
+        number_of_level = 0
+        for atom in operands:
+            first = whole.get(atom, ready[atom]) if way == WHOLE else ready[atom]
+            number_of_level = max(number_of_level, first)
+        levels[number_of_level][way].append(operation)
         for atom in operation.eqn.outvars:
-            ready[atom] = at + (way != SHARDS)
+            # Operations on shards come first in a level, so that others of the same level may use their results.
+            ready[atom] = number_of_level if way == SHARDS else number_of_level + 1
             if way == WHOLE:
-                inside[atom] = at
-    return (levels[at] for at in sorted(levels))
+                whole[atom] = number_of_level
+    return (levels[level] for level in sorted(levels))
 
 
 def _way(number: int, operation: Operation) -> str:
@@ -151,14 +166,21 @@ def _way(number: int, operation: Operation) -> str:
     if is_in_lanes(operation):
         return APART
     if operation.kind in ("call", "cond"):
-        ways = {_way(number, inner) for body in operation.bodies for inner in body.operations}
-        return SHARDS if ways <= {SHARDS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
+        ways: set[str] = set()
+        for body in operation.bodies:
+            ways.update(_way(number, inner) for inner in body.operations)
+        if ways <= {SHARDS}:
+            return SHARDS
+        # XLA must see only one branch of a condition that selects by platform.
+        return WHOLE if operation.is_of_platforms else APART
     if operation.bodies:
         return APART if any(map(is_in_lanes, jaxprs.nested_operations(operation))) else WHOLE
-    if operation.name in ON_SHARDS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
+    if operation.name in SHARDED or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
-    return SUM if is_sum and meshes.largest_divisible(eqn.invars[0].aval.shape, number) is not None else WHOLE
+    if is_sum and meshes.largest_divisible(eqn.invars[0].aval.shape, number) is not None:
+        return SUM
+    return WHOLE
 
 
 def _is_inexact(atom: Any) -> bool:
@@ -172,9 +194,13 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
         first, *others = {id(group): group for group in used}.values() or [[]]
-        added = [operation, *(member for group in others for member in group)]
+        # The operation joins all groups whose results it uses.
+        added = [operation]
+        for group in others:
+            added += group
         first.extend(added)
-        group_of.update((atom, first) for member in added for atom in member.eqn.outvars)
+        for member in added:
+            group_of.update(dict.fromkeys(member.eqn.outvars, first))
     groups = {id(group): group for group in group_of.values()}.values()
     return [sorted(group, key=lambda member: member.number) for group in groups]
 
@@ -187,9 +213,16 @@ def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: A
         branches = [functools.partial(run_body, i) for i in range(len(operation.bodies))]
         return list(jax.lax.switch(values[0], branches, *values[1:]))
     if operation.kind == "while":
-        of_test, of_body = operation.counts
-        test = values[:of_test]
-        body = values[of_test : of_test + of_body]
-        start = list(values[of_test + of_body :])
-        return jax.lax.while_loop(lambda x: run_body(0, *test, *x)[0], lambda x: run_body(1, *body, *x), start)
+        test_count, body_count = operation.counts
+        test_consts = values[:test_count]
+        body_consts = values[test_count : test_count + body_count]
+        carry = list(values[test_count + body_count :])
+
+        def test(carry: list[Any]) -> Array:
+            return run_body(0, *test_consts, *carry)[0]
+
+        def step(carry: list[Any]) -> list[Array]:
+            return run_body(1, *body_consts, *carry)
+
+        return jax.lax.while_loop(test, step, carry)
     return jaxprs.apply(operation, values)

@@ -21,7 +21,7 @@ from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
-from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, call_on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.evaluating.evaluation_batches import (
     EvaluationBatches,
     batch_shardings,
@@ -222,7 +222,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [fallback(metrics, params, args)]
-        return list(on_lanes(number, functools.partial(_metrics_of_lanes, metrics), params, args))
+        return list(call_on_lanes(number, functools.partial(_metrics_of_lanes, metrics), params, args))
 
     compute.__name__ = name
     return compute

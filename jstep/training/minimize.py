@@ -19,7 +19,7 @@ from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
-from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, call_on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, LossGradients, LossInputs, apply_gate
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.reproducible import evaluate_reproducibly
@@ -307,7 +307,7 @@ class UpdateStep:
             gradients = other.gradients if scale is None else guards.unscale(other.gradients, scale)
             return other.loss, gradients
 
-        return Context(result.loss, value_and_grad, inputs.for_evaluation(CONTEXT_KEY_SALT).key, noise)
+        return Context(result.loss, value_and_grad, inputs.part_inputs(CONTEXT_KEY_SALT).key, noise)
 
 
 def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
@@ -330,7 +330,7 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
         layouts = parameter_layouts(as_state(state))
         leaves = trees.leaves_with_paths(state.params)
         specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, metrics = on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))
+        new, metrics = call_on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))
         return jax.tree.map(placement.place_like_old, new, state), metrics
 
     return body
@@ -365,7 +365,7 @@ class SeveralLosses:
         results: dict[str, LossResult] = {}
         for i, (name, differentiate) in enumerate(self.losses.items()):
             try:
-                results[name] = differentiate(inputs.for_evaluation(i))
+                results[name] = differentiate(inputs.part_inputs(i))
             except Exception as error:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise

@@ -141,8 +141,8 @@ def test_parameters_are_there(operation):
 NAMES = {
     jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS "
     "UNCOUNTED FACTORIZATIONS",
-    merging: "INLINED APART",
-    reproducible: "ON_SHARDS",
+    merging: "INLINED NEVER_MERGED",
+    reproducible: "SHARDED",
     microbatches: "_SAME_ELEMENTS",
 }
 """Module → its sets of names of operations."""
