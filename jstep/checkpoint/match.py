@@ -275,7 +275,7 @@ def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
         params = jax.tree.leaves(indices.params)
         roles = roles_in(state)
         copies: list[tuple[Role | None, int, int]] = []
-        for name in roles.of(*COPIES):
+        for name in roles.names_with(*COPIES):
             if name not in state.slots:
                 continue
             owners_of_leaves = owners(name, state.slots[name], state.params, roles)

@@ -158,7 +158,7 @@ def _first_nonfinite(calls: Iterator[ReplayedCall]) -> NonFiniteUpdate | None:
 
 
 def _is_skipped(state: TrainState) -> bool:
-    steps = [state.slots[name] for name in roles_in(state).of(Role.LAST_FINITE) if name in state.slots]
+    steps = [state.slots[name] for name in roles_in(state).names_with(Role.LAST_FINITE) if name in state.slots]
     with internal_transfers():
         return any(int(step) < int(state.global_step) for step in steps)
 

@@ -71,7 +71,9 @@ class NanLossHook(RunHook):
         self._reset()
         self._began = state_step(state)
         self._checked = self._began  # the latest step at which the state was found finite
-        finite_steps = [state.slots[slot] for slot in roles_in(state).of(Role.LAST_FINITE) if slot in state.slots]
+        finite_steps = [
+            state.slots[slot] for slot in roles_in(state).names_with(Role.LAST_FINITE) if slot in state.slots
+        ]
         if self.max_skipped_steps is not None and finite_steps:
             # The updates that were skipped before the restart count, too.
             latest = max(int(np.max(read_value(step))) for step in finite_steps)

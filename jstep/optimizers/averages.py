@@ -458,7 +458,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
 
 def move_model_state(state: TrainState, roles: Roles) -> TrainState:
     slots = dict(state.slots)
-    for name in roles.of(Role.LAST_WEIGHT):
+    for name in roles.names_with(Role.LAST_WEIGHT):
         slot = f"{name.rpartition('/')[0]}/{MODEL_STATE}"
 
         def leaf(value: Any, average: Any, weight: Any = slots[name]) -> Any:

@@ -432,7 +432,7 @@ class _Partition:
                     partial, new = labeled.update(updates, old, at)
                 except NoGradientsError:
                     idle += 1
-                    ages = roles[label].of(*AGES)
+                    ages = roles[label].names_with(*AGES)
                     later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
                     all_slots |= old | later | labeled.slots_per_step(old, at, roles[label])
                     continue

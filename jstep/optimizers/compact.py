@@ -130,13 +130,13 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
             fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
         all_roles = roles(params)
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in all_roles else {}
-        fresh |= draws.fresh_draws() if all_roles.of(*HALVES) else {}
+        fresh |= draws.fresh_draws() if all_roles.names_with(*HALVES) else {}
         return fresh | _first_slots(fresh, params, all_roles, blocks_in(params))
 
     def update(updates: Updates, slots: Slots, at: nested.StepInputs) -> tuple[Updates, Slots]:
         params = at.params
         all_roles = roles(params)
-        halves = all_roles.of(*HALVES)
+        halves = all_roles.names_with(*HALVES)
         as_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.slots_of(optimizer, others, params)
@@ -341,7 +341,7 @@ def _encode_slots(
             codes = compact_numbers.quantize(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # A block without a changed value keeps its scale, too: nothing is rounded again.
             arrays = [compact_numbers.decode(row[name], scales[name], flat), x, row[name], codes]
-            before, x, old, codes = arrays if flat else [compact_numbers.in_blocks(a, blocks) for a in arrays]
+            before, x, old, codes = arrays if flat else [compact_numbers.split_blocks(a, blocks) for a in arrays]
             stored[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
             # Unchanged values have no bits to drop.
@@ -514,7 +514,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
     old_slots = {name: move_to_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", old_slots, _shapes(state, old_optimizer))
-    old = slot_roles.roles_of(old_optimizer, state.params).for_state()
+    old = slot_roles.roles_of(old_optimizer, state.params).static_part()
     treedef = trees.structure(state.params)
     old_state = TrainState(state.params, old_slots, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))

@@ -48,7 +48,7 @@ def shared_names(roles: Iterable[Roles]) -> set[str]:
     names: set[str] = set()
     others: set[str] = set()
     for slot_roles in roles:
-        drawn = set(slot_roles.of(Role.DRAWN))
+        drawn = set(slot_roles.names_with(Role.DRAWN))
         names |= drawn
         others |= slot_roles.keys() - drawn
     return names - others

@@ -24,7 +24,7 @@ from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
-from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, map_table, trim_slices
 
 # Gradients: noise, centralization, normalization, clips.
 
@@ -115,7 +115,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
                 return wide - jnp.mean(wide, axis=axes, keepdims=True) if axes else wide
 
             mixes_rows = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in axes)
-            return centered(g.to_dense()) if mixes_rows else on_table(centered, g)
+            return centered(g.to_dense()) if mixes_rows else map_table(centered, g)
 
         return map_updates(centered_leaf, params, updates, leaf_values.own_leaves(params))
 
@@ -226,7 +226,7 @@ def clip_gradients(
             return clipping.clip_norms(updates, h[f"clip_{how}"], f"clip_{how}", norm_of, norm)
 
         def by_unit(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
-            return on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
+            return map_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 

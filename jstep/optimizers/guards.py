@@ -22,7 +22,7 @@ from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import CONDITIONS, Conditions, StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Replacement, apply_updates, map_updates, wide_updates
-from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, rows_in_order
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, map_table, rows_in_order
 from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import as_first_optimizer, as_optimizer
 from jstep.slots.roles import AGES, Role, Roles, roles_in, roles_of
@@ -241,7 +241,7 @@ def loss_scale(state: TrainState) -> Array:
         raise ValueError(
             "loss_scale: the state must be made by TrainState.create, got one by hand, whose slots have no roles"
         )
-    names = roles.of(Role.LOSS_SCALE)
+    names = roles.names_with(Role.LOSS_SCALE)
     return next((state.slots[name] for name in names if name in state.slots), jnp.ones((), jnp.float32))
 
 
@@ -256,7 +256,7 @@ def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
 
 def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
     """The slots of a wrapper that must be outermost; raise if it is inside others."""
-    names = roles.of(*wanted)
+    names = roles.names_with(*wanted)
     if misplaced := [name for name in names if name in roles.misplaced]:
         raise ValueError(f"{wrapper_name}: must be outermost, got {misplaced} inside; use {wrapper_name}(chain(...))")
     return names
@@ -564,7 +564,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
             agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
             return u * (agrees / jnp.maximum(jnp.mean(agrees), MIN_SHARE))
 
-        return on_table(of_table, u)
+        return map_table(of_table, u)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)

@@ -20,7 +20,7 @@ from jstep.optimizers.hyperparameters import Hyper
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.rules import MEAN, Decay, Result, Slot, Values
 from jstep.optimizers.updates import map_updates
-from jstep.slots.indexed_slices import on_table
+from jstep.slots.indexed_slices import map_table
 from jstep.slots.matching import match_gradients
 
 
@@ -193,7 +193,7 @@ def scale_by_trust_ratio() -> Optimizer:
 
     def scaled(u: Array, p: Array) -> Any:
         dtype = trees.compute_dtype(p.dtype)
-        return on_table(lambda u: scale_by_ratio(p.astype(dtype), u.astype(dtype)), u)
+        return map_table(lambda u: scale_by_ratio(p.astype(dtype), u.astype(dtype)), u)
 
     def update(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         match_gradients(updates, params)

@@ -37,7 +37,9 @@ class Turn(NamedTuple):
 def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
     """The blocks of an array: see the argument `block` of `compact`."""
     for axis in reversed(range(len(shape))):
-        divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] and shape[axis] % size == 0]
+        if not shape[axis]:
+            continue
+        divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] % size == 0]
         if divisors:
             return Blocks(axis, min(divisors, key=lambda size: abs(size - near)))
     return Blocks(len(shape) - 1, shape[-1])
@@ -49,7 +51,7 @@ def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
     return Blocks(axis, shape[axis] // scales[axis])
 
 
-def in_blocks(x: Array, blocks: Blocks) -> Array:
+def split_blocks(x: Array, blocks: Blocks) -> Array:
     """A view in which the elements of a block have a separate axis."""
     return x.reshape(_split(x.shape, blocks))
 
@@ -67,10 +69,13 @@ def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     blocks = blocks_between(codes.shape, scales.shape)
     # If the view and the array are both used, XLA's GPU compiler does the same work twice and stores the results. On
     # CPUs the view is faster.
-    viewed = codes if flat else in_blocks(codes, blocks)
+    viewed = codes if flat else split_blocks(codes, blocks)
     c = viewed.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
-    factors = _expand_over_elements(scales, blocks, codes.shape) if flat else jnp.expand_dims(scales, blocks.axis + 1)
+    if flat:
+        factors = _expand_over_elements(scales, blocks, codes.shape)
+    else:
+        factors = jnp.expand_dims(scales, blocks.axis + 1)
     return (unscaled * factors).reshape(codes.shape)
 
 
@@ -86,7 +91,7 @@ def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) 
 def block_scales(x: Array, blocks: Blocks) -> Array:
     """The largest absolute value of each block, at least the smallest normal number."""
     # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(split_blocks(x, blocks)), jnp.int32)
     largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
@@ -96,27 +101,34 @@ def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fraction
     if flat:
         share = x / _expand_over_elements(scales, blocks, x.shape)
     else:
-        share = in_blocks(x, blocks) * jnp.expand_dims(1 / scales, blocks.axis + 1)
-        fractions = in_blocks(fractions, blocks) if isinstance(fractions, jax.Array) else fractions
+        share = split_blocks(x, blocks) * jnp.expand_dims(1 / scales, blocks.axis + 1)
+        if isinstance(fractions, jax.Array):
+            fractions = split_blocks(fractions, blocks)
     # Another kernel may have computed the scales: the largest value must not fall short of them.
     share = jnp.where(jnp.abs(share) > _ALMOST, jnp.sign(share), share)
-    codes = (_squares if dtype == jnp.uint8 else _signed)(share, fractions, int(np.iinfo(dtype).max))
+    # Only codes of squares are unsigned.
+    code = _square_codes if dtype == jnp.uint8 else _signed_codes
+    codes = code(share, fractions, int(np.iinfo(dtype).max))
     return codes.astype(jnp.int32).astype(dtype).reshape(x.shape)
 
 
-def _signed(share: Array, up: Any, largest: int) -> Array:
+# A value lies between those of two codes, n and n + 1. Its share of the way to the next one decides how it is rounded,
+# so that the mean of the decoded values is exact: not its share of the way between the roots.
+
+
+def _signed_codes(share: Array, fractions: Any, largest: int) -> Array:
     square = jnp.abs(share) * np.float32(largest**2)
-    below = jnp.floor(jnp.sqrt(square))
-    size = jnp.floor(below + (square - below * below) / (2 * below + 1) + up)
+    n = jnp.floor(jnp.sqrt(square))
+    size = jnp.floor(n + (square - n * n) / (2 * n + 1) + fractions)  # (n + 1)² − n²
     return jnp.where(share < 0, -1.0, 1.0) * jnp.minimum(size, largest)
 
 
-def _squares(share: Array, up: Any, largest: int) -> Array:
+def _square_codes(share: Array, fractions: Any, largest: int) -> Array:
     fourth = jnp.maximum(share, 0) * np.float32(largest**4)
-    below = jnp.floor(jnp.sqrt(jnp.sqrt(fourth)))
-    square = below * below
-    to_next = (2 * below + 1) * (2 * square + 2 * below + 1)  # (below + 1)⁴ − below⁴
-    code = jnp.floor(below + (fourth - square * square) / to_next + up)
+    n = jnp.floor(jnp.sqrt(jnp.sqrt(fourth)))
+    square = n * n
+    step = (2 * n + 1) * (2 * square + 2 * n + 1)  # (n + 1)⁴ − n⁴
+    code = jnp.floor(n + (fourth - square * square) / step + fractions)
     # Above 0, because a divisor of 0 would make the next update infinite.
     return jnp.clip(code, jnp.where(share > 0, 1.0, 0.0), largest)
 

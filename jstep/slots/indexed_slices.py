@@ -83,7 +83,7 @@ def rows_in_order(values: Array, named: Array) -> IndexedSlices:
     return RowsInOrder(values, jnp.where(named, order, first), values.shape)
 
 
-def on_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
+def map_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
     """Apply a dense function that maps zero rows to zero rows; slices keep their named rows."""
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
@@ -130,9 +130,9 @@ def trim_slices(rows: IndexedSlices) -> IndexedSlices:
         return rows
     if isinstance(rows, RowsInOrder):
         return rows_in_order(rows.values, rows.named.reshape(-1))
-    inside = rows.indices < rows.dense_shape[0]
-    values = jnp.where(_column(inside, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
-    return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
+    is_used = rows.indices < rows.dense_shape[0]
+    values = jnp.where(_column(is_used, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
+    return IndexedSlices(values, jnp.where(is_used, rows.indices, rows.indices[0]), rows.dense_shape)
 
 
 @exempts_transfers
@@ -147,16 +147,17 @@ def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     values = widen(jnp.asarray(slices.values))
     indices = jnp.asarray(slices.indices)
     if isinstance(slices, RowsInOrder):
-        past = jnp.where(slices.named.reshape(-1), indices, rows)
-        return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)
+        indices = jnp.where(slices.named.reshape(-1), indices, rows)
+        values = jnp.where(slices.named, values, jnp.zeros_like(values))
+        return dataclasses.replace(slices, values=values, indices=indices)
     n = indices.shape[0]
     if n == 0:
         return IndexedSlices(values, indices.astype(default_int()), slices.dense_shape)
-    outside = indices < 0
+    is_outside = indices < 0
     # Narrow and unsigned index dtypes cannot represent the index past the end, or a negative one.
     if rows <= jnp.iinfo(indices.dtype).max:  # type: ignore[no-untyped-call]
-        outside |= indices >= rows
-    indices = jnp.where(outside, rows, indices.astype(default_int()))
+        is_outside |= indices >= rows
+    indices = jnp.where(is_outside, rows, indices.astype(default_int()))
     order = jnp.argsort(indices)
     indices = indices[order]
     first = jnp.concatenate([jnp.ones((1,), bool), indices[1:] != indices[:-1]])

@@ -29,10 +29,9 @@ class NoGradientsError(ValueError):
 def match_gradients(updates: Updates, params: Params) -> list[Any]:
     """Check gradients, and return them in the order of the leaves of params."""
     matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
-    gradients = [
-        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
-        for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True)
-    ]
+    gradients: list[Any] = []
+    for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True):
+        gradients.append(None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path))
     if all(gradient is None for gradient in gradients) and not IS_IDLE.get():
         raise NoGradientsError(
             params, "All gradients are None; does the loss depend on params, and does var_list leave any?"

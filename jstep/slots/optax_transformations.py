@@ -65,37 +65,40 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
 
     def skeleton(params: Params) -> _StateSlots:
         with standard_promotion():
-            return _StateSlots(name, jax.eval_shape(lambda tree: transformation.init(seen(tree)), params), params)
+            shapes = jax.eval_shape(lambda tree: transformation.init(seen(tree)), params)
+            return _StateSlots(name, shapes, params)
 
     def roles(params: Params) -> Roles:
         try:
-            shapes = skeleton(params).slots
+            shapes = skeleton(params)
         except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
             return Roles(complete=False)
         with standard_promotion():
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
-        inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
-        declared = Roles(computing=computing, counted=skeleton(params).counted(), injected=skeleton(params).injected())
+        inferred = infer_roles(shapes.slots, params, copies, lambda both: skeleton(both).slots)
+        declared = Roles(computing=computing, counted=shapes.counted(), injected=shapes.injected())
         return inferred.merge(declared).with_order()
 
-    def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
-        """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""
+    def update_leaves(
+        gradients: list[Any], slots: Slots, params: Params, shapes: _StateSlots, make_extra: Any
+    ) -> tuple[Updates, Slots]:
+        """Update all leaves of `params`; `make_extra(grads)` uses the loss of all parameters of the step."""
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
         with standard_promotion():
-            extra = {key: value for key, value in extra_of(grads).items() if takes(key)}
+            extra = {key: value for key, value in make_extra(grads).items() if takes(key)}
             try:
-                new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
+                new_updates, new_state = transformation.update(grads, shapes.state_from(slots), seen(params), **extra)
             except TypeError as error:
                 if any(takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA):
                     note(error, "jstep: pass context=jstep.Context(loss, value_and_grad), or train with jstep.minimize")
                 raise
-        new = _StateSlots(name, after, params).slots
-        if new.keys() != shape.slots.keys():
+        new = _StateSlots(name, new_state, params).slots
+        if new.keys() != shapes.slots.keys():
             raise ValueError(
-                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
+                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shapes.slots)}; a "
                 "compiled step needs the same structure after each update"
             )
         return new_updates, new
@@ -104,26 +107,29 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
-        shape = skeleton(params)
-        as_slots(shape.slots, slots)
+        shapes = skeleton(params)
+        as_slots(shapes.slots, slots)
         leaves, treedef = trees.flatten(params)
         absent = [g is None for g in gradients]
-        computed = None
-        extra_of = functools.partial(_extra_arguments, context, params)
-        if any(out and trees.is_trainable(p) for out, p in zip(absent, leaves, strict=True)):
-            present = functools.partial(_without, treedef, absent)
+        make_extra = functools.partial(_extra_arguments, context, params)
+        results = None
+        if any(is_absent and trees.is_trainable(p) for is_absent, p in zip(absent, leaves, strict=True)):
             # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the previous ones, which are
             # kept. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):
-                parts = shape.parts_of
-                fewer = {slot: slots[slot] if parts[slot] is None else present(slots[slot]) for slot in parts}
+                drop = functools.partial(_drop_absent, treedef, absent)
+                present_slots: Slots = {}
+                for slot, parts in shapes.parts_of.items():
+                    present_slots[slot] = slots[slot] if parts is None else drop(slots[slot])
                 present_gradients = [g for g in gradients if g is not None]
-                present_params = present(params)
-                computed = of_leaves(present_gradients, fewer, present_params, skeleton(present_params), extra_of)
-        new_updates, new = computed or of_leaves(gradients, slots, params, shape, extra_of)
-        kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
+                present = drop(params)
+                results = update_leaves(present_gradients, present_slots, present, skeleton(present), make_extra)
+        if results is None:
+            results = update_leaves(gradients, slots, params, shapes, make_extra)
+        new_updates, new = results
+        kept = {slot: _keep_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
-        return _without(treedef, absent, treedef.unflatten(added)), kept
+        return _drop_absent(treedef, absent, treedef.unflatten(added)), kept
 
     return Optimizer(Init(init, roles, needs_all=True), update, lambda step: {}, any(map(takes, EXTRA)))
 
@@ -157,33 +163,46 @@ def standard_promotion() -> Iterator[None]:
 
 
 class _StateSlots:
+    """The state of a transformation as slots: each node like the parameters is one, and so is each other leaf.
+
+    Attributes:
+        parts_of: Slot → its values at the trained leaves, or None for one that is not like the parameters.
+        slots: The slots in the structure of all parameters, with None where a value is no array.
+    """
+
     def __init__(self, prefix: str, state: Tree, params: Params) -> None:
-        leaves, self._params = trees.flatten(params)
+        leaves, self._params_treedef = trees.flatten(params)
         self._trained = [trees.is_trainable(leaf) for leaf in leaves]
-        self._of_trained = trees.structure(_trained_only(params))
+        self._trained_treedef = trees.structure(_trained_only(params))
         nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: self._parts(x) is not None)
-        self._state: Any = treedef
-        named = {f"{prefix}/{trees.path_str(keys)}" if keys else prefix: node for keys, node in nodes}
-        self._keys = dict(zip(named, (keys for keys, _ in nodes), strict=True))
-        self.parts_of = {slot: self._parts(node) for slot, node in named.items()}
-        self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
+        self._state_treedef: Any = treedef
+        self._keys: dict[str, Any] = {}
+        self.parts_of: dict[str, list[Any] | None] = {}
+        self.slots: Slots = {}
+        for keys, node in nodes:
+            slot = f"{prefix}/{trees.path_str(keys)}" if keys else prefix
+            parts = self._parts(node)
+            self._keys[slot] = keys
+            self.parts_of[slot] = parts
+            self.slots[slot] = self._slot(node, parts)
 
     def _parts(self, node: object) -> list[Any] | None:
         """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
-        if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
+        if self._trained_treedef.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
-            parts: list[Any] = self._of_trained.flatten_up_to(node)
+            parts: list[Any] = self._trained_treedef.flatten_up_to(node)
         except (ValueError, TypeError):
             return None
-        fits = any(map(_is_array, parts)) and all(_is_array(part) or not jax.tree.leaves(part) for part in parts)
-        return parts if fits else None
+        if not any(map(_is_array, parts)):
+            return None
+        return parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
 
     def _slot(self, node: object, parts: list[Any] | None) -> Any:
         if parts is None:
             return node
         arrays = iter([part if _is_array(part) else None for part in parts])
-        return self._params.unflatten([next(arrays) if trained else None for trained in self._trained])
+        return self._params_treedef.unflatten([next(arrays) if is_trained else None for is_trained in self._trained])
 
     def counted(self) -> set[CountedSlot]:
         """Return which slots the counts of updates are of: those beside them in a node, as in Optax's own states."""
@@ -203,20 +222,25 @@ class _StateSlots:
         for slot, keys in self._keys.items():
             if len(keys) < 2 or keys[-2] != jax.tree_util.GetAttrKey("hyperparams"):
                 continue
-            of_schedule = (*keys[:-2], jax.tree_util.GetAttrKey("hyperparams_states"), keys[-1])
-            if not any(other[: len(of_schedule)] == of_schedule for other in self._keys.values()):
+            schedule_keys = (*keys[:-2], jax.tree_util.GetAttrKey("hyperparams_states"), keys[-1])
+            has_schedule = any(other[: len(schedule_keys)] == schedule_keys for other in self._keys.values())
+            if not has_schedule:
                 injected.add(slot)
         return injected
 
     def state_from(self, slots: Slots) -> Any:
-        def value(slot: str, parts: list[Any] | None) -> Any:
+        """Return the state of the transformation with the values of these slots."""
+        nodes: list[Any] = []
+        for slot, parts in self.parts_of.items():
             if parts is None:
-                return slots[slot]
-            leaves = self._params.flatten_up_to(slots[slot])
+                nodes.append(slots[slot])
+                continue
+            leaves = self._params_treedef.flatten_up_to(slots[slot])
             trained = [leaf for leaf, is_trained in zip(leaves, self._trained, strict=True) if is_trained]
-            return self._of_trained.unflatten([p if x is None else x for x, p in zip(trained, parts, strict=True)])
-
-        return self._state.unflatten([value(*item) for item in self.parts_of.items()])
+            # A part that is no array, such as an empty node of Optax's, is in no slot.
+            values = [part if leaf is None else leaf for leaf, part in zip(trained, parts, strict=True)]
+            nodes.append(self._trained_treedef.unflatten(values))
+        return self._state_treedef.unflatten(nodes)
 
 
 def _is_array(x: object) -> bool:
@@ -273,22 +297,29 @@ def _separate_copy(leaf: Any) -> Any:
     return copy_as(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
 
-def _without(treedef: Any, absent: list[bool], tree: Tree) -> Any:
+def _drop_absent(treedef: Any, absent: list[bool], tree: Tree) -> Any:
+    """Return a tree with None for the leaves without a gradient."""
     pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
-    return treedef.unflatten([None if out else leaf for leaf, out in pairs])
+    return treedef.unflatten([None if is_absent else leaf for leaf, is_absent in pairs])
 
 
-def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
-    """The new slot in the old dtypes; leaves without a gradient keep their old value."""
+def _keep_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
+    """Return the new slot in the old dtypes; leaves without a gradient keep their old value."""
 
-    def like(before: object, after: object) -> Any:
-        return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
+    def convert(old_leaf: object, new_leaf: object) -> Any:
+        if not hasattr(old_leaf, "dtype"):
+            return new_leaf
+        return jnp.asarray(new_leaf).astype(old_leaf.dtype)
 
     try:
-        leaves = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), absent, strict=True)
-    except (ValueError, TypeError):
-        return jax.tree.map(like, old, new)
-    return treedef.unflatten([x if out or x is None else jax.tree.map(like, x, y) for x, y, out in leaves])
+        pairs = list(zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True))
+    except (ValueError, TypeError):  # not like the parameters
+        return jax.tree.map(convert, old, new)
+    leaves: list[Any] = []
+    for (old_leaf, new_leaf), is_absent in zip(pairs, absent, strict=True):
+        is_kept = is_absent or old_leaf is None
+        leaves.append(old_leaf if is_kept else jax.tree.map(convert, old_leaf, new_leaf))
+    return treedef.unflatten(leaves)
 
 
 # Arguments of a transformation besides the gradients.
@@ -324,8 +355,9 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
         seen_leaves = treedef.flatten_up_to(seen)
         values = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
         loss, gradients = value_and_grad(treedef.unflatten(values))
-        pairs = zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True)
-        grads = [None if s is None else dense(g, p) for g, p, s in pairs]
+        grads: list[Any] = []
+        for gradient, leaf, seen_leaf in zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True):
+            grads.append(None if seen_leaf is None else dense(gradient, leaf))
         return trees.widen(jnp.asarray(loss)), treedef.unflatten(grads)
 
     @jax.custom_jvp
@@ -346,4 +378,6 @@ def dense(gradient: Tree, leaf: Any) -> Any:
     dtype = trees.compute_dtype(leaf.dtype)
     if gradient is None:
         return jnp.zeros_like(leaf, dtype=dtype)
-    return (gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)).astype(dtype)
+    if isinstance(gradient, IndexedSlices):
+        return gradient.to_dense().astype(dtype)
+    return jnp.asarray(gradient).astype(dtype)

@@ -56,7 +56,7 @@ HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that complete another slot, or the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
+_PARAMETER_ROLES = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 
 class CountedSlot(NamedTuple):
@@ -166,16 +166,18 @@ class Roles(Mapping[str, Role | None]):
         return self.merge(Roles(formats={format}))
 
     def with_misplaced(self, *roles: Role) -> "Roles":
-        return self.merge(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
+        """Note that a wrapper stands around slots of these roles, by default of all that must be outermost."""
+        return self.merge(Roles(misplaced=set(self.names_with(*(roles or OUTERMOST)))))
 
     def with_order(self) -> "Roles":
+        """Note that something is computed from the old value of each slot besides its new one."""
         return dataclasses.replace(self, in_order=set(self))
 
     def with_private_age(self) -> "Roles":
         """Keep wrappers from using the age of an optimizer that skips some steps itself."""
         return self.replace_roles({Role.AGE: Role.PRIVATE_AGE})
 
-    def for_state(self) -> "Roles":
+    def static_part(self) -> "Roles":
         """The roles in a state: optimizers with the same slots give states of the same structure."""
         roles = self.replace_roles({Role.PRIVATE_AGE: Role.AGE}).roles
         return Roles(
@@ -187,11 +189,12 @@ class Roles(Mapping[str, Role | None]):
             injected=self.injected,
         )
 
-    def of(self, *roles: Role) -> list[str]:
+    def names_with(self, *roles: Role) -> list[str]:
+        """Return the slots that have one of these roles."""
         return [name for name, role in self.items() if role in roles]
 
     def has_one_value(self, name: str) -> bool:
-        return self[name] not in _OF_PARAMETERS
+        return self[name] not in _PARAMETER_ROLES
 
     def replace_roles(self, changes: Mapping[Role | None, Role]) -> "Roles":
         """Return these roles with another role in the place of each that `changes` maps."""
@@ -249,6 +252,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     init = _unwrapped(optimizer)
     if isinstance(init, Init):
         return init.roles(params)
+    # A custom `init`.
     declared: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "copies", ()), Role.COPY)
     declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
@@ -260,12 +264,14 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     # Which slots a declared age counts for is not declared: it counts for all.
     ages = [name for name, role in declared.items() if role is Role.AGE]
     values = [name for name in slots if inferred[name] not in (*COUNTS, Role.HELD)]
-    counted = {CountedSlot(age, name) for age in ages for name in values}
+    counted: set[CountedSlot] = set()
+    for age in ages:
+        counted.update(CountedSlot(age, name) for name in values)
     return inferred.merge(Roles(counted=counted | inherited.counted, injected=inherited.injected))
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
-    """The `init` without a jit, whose results are not the objects made inside it."""
+    """Return the `init` without a jit: a jit returns other objects than those that were made in it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
@@ -277,7 +283,7 @@ def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
 def state_roles(optimizer: Optimizer, params: Params) -> Roles:
     labels = init_labels(optimizer, params) or []
     frozen = frozenset(i for i, label in enumerate(labels) if label is None)
-    return dataclasses.replace(roles_of(optimizer, params).for_state(), frozen=frozen)
+    return dataclasses.replace(roles_of(optimizer, params).static_part(), frozen=frozen)
 
 
 def needs_all_params(optimizer: Optimizer) -> bool:
@@ -299,6 +305,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     except Exception:  # a custom init may need values
         return {}
     treedef = structure(params)
+    # The function is evaluated on the indices of the parameters in place of their values.
     origins = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
     numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if i is None else i for i in origins])
 
@@ -307,7 +314,9 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
             parts = treedef.flatten_up_to(slot)
         except (ValueError, TypeError):
             return False
-        return any(part is not None for part in parts) and all(part in (None, i) for i, part in enumerate(parts))
+        if all(part is None for part in parts):
+            return False
+        return all(part in (None, i) for i, part in enumerate(parts))
 
     return {name: Role.COPY for name, slot in numbers.items() if is_copy(slot)}
 
@@ -326,7 +335,13 @@ def infer_roles(
             shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
         except Exception:  # it depends on the structure of params: only counts are shared then
             shared = {name for name in single if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)}
-    return Roles({name: known.get(name, Role.SHARED if name in shared else None) for name in slots})
+    roles: dict[str, Role | None] = {}
+    for name in slots:
+        if name in known:
+            roles[name] = known[name]
+        else:
+            roles[name] = Role.SHARED if name in shared else None
+    return Roles(roles)
 
 
 def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:

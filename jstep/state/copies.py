@@ -41,7 +41,7 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
             f"with_params: the optimizer computes the parameters from its slots {sorted(roles.computing)}; make a new "
             "state: TrainState.create(params, optimizer, global_step=state.global_step)"
         )
-    names = roles.of(*_FOLLOWING)
+    names = roles.names_with(*_FOLLOWING)
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
@@ -105,7 +105,7 @@ def _placed(value: Any, old: Any) -> Any:
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
     roles = roles_in(state)
     treedef = trees.structure(state.params)
-    copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
+    copies = {*roles.names_with(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = warned_in_run()
     has_warned = _WARNED.get(id(roles)) is roles if of_run is None else _OLD_VALUES in of_run

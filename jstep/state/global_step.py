@@ -174,7 +174,7 @@ def _with_step(state: Any, before: Array, later: Array) -> Any:
     if not hasattr(state, "global_step"):
         return later
     # age = global_step − start_step + 1: move start_step by the same amount, so that ages stay the same.
-    counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
+    counts = [name for name in roles_in(state).names_with(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)
     by = later - before

@@ -53,7 +53,7 @@ class _Structure:
         for state in _states_in(self.indices):
             roles = roles_in(state)
             pairs = [(state.slots.get(name), state.slots.get(half)) for name, half in roles.halves.items()]
-            remainders = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+            remainders = (name for name in roles.names_with(Role.REMAINDER) if name not in roles.halves.values())
             for pair in [*pairs, *((state.params, state.slots.get(name)) for name in remainders)]:
                 if all(trees.is_like(state.params, indices) for indices in pair):
                     leaves = zip(*(trees.flatten_like(state.params, indices, SLOTS) for indices in pair), strict=True)

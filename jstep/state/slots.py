@@ -100,7 +100,7 @@ def master_params(state: TrainState) -> trees.Params:
     roles = roles_in(state)
     treedef = trees.structure(state.params)
     leaves = placement.move_to_devices(jax.tree.leaves(state.params))
-    for name in roles.of(Role.MASTER, Role.REMAINDER):
+    for name in roles.names_with(Role.MASTER, Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
             values = treedef.flatten_up_to(placement.move_to_devices(state.slots[name]))
             for i, value in enumerate(values):
@@ -170,7 +170,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
 
 def _named_averages(state: TrainState) -> str:
     """Say which slots hold averages, if the optimizer that made them says so."""
-    averages = sorted(slot for slot in roles_in(state).of(Role.AVERAGE, Role.COPY) if slot in state.slots)
+    averages = sorted(slot for slot in roles_in(state).names_with(Role.AVERAGE, Role.COPY) if slot in state.slots)
     if not averages:
         return ""
     named = repr(averages[0]) if len(averages) == 1 else f"one of {averages}"

@@ -460,7 +460,7 @@ def _fresh(
                 f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
-        for name in roles.of(Role.LAST_WEIGHT):
+        for name in roles.names_with(Role.LAST_WEIGHT):
             slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(_fresh_average, slots[MODEL_STATE])
     return cls(params, slots, copy_of(step), roles=roles)
 

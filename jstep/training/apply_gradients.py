@@ -157,10 +157,10 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     note_update(optimizer, state, grads, roles, increments=increment)
-    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
+    guarding = [name for name in roles.names_with(Role.LAST_FINITE) if name in old_slots]
     # What an update changes if it reaches a guard, or an average.
     marks = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
-    for name in roles.of(Role.LAST_WEIGHT):
+    for name in roles.names_with(Role.LAST_WEIGHT):
         if name in old_slots:
             marks[name] = jnp.zeros_like(old_slots[name])
     inputs = StepInputs(state.params, step, context)
@@ -175,7 +175,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     slots |= {name: guards.last_finite_step(old_slots[name], slots[name]) for name in guarding}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
-        slots |= {name: jax.tree.map(lambda slot: slot - 1, slots[name]) for name in roles.of(*COUNTS)}
+        slots |= {name: jax.tree.map(lambda slot: slot - 1, slots[name]) for name in roles.names_with(*COUNTS)}
         slots |= {name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype)) for name in guarding}
     new = state.replace(slots={**state.slots, **slots}, global_step=later_step(step) if increment else step)
     return UpdateResult(new, updates, slots, roles, skipped_by)
@@ -223,7 +223,7 @@ def skip_metrics(result: UpdateResult, old: TrainState, grads: Updates, optimize
     skips = {_metric_name(name): value for name, value in result.skipped_by.items()}
     if guards.current_loss_scale(result.roles, old.slots) is not None:
         unscalable = ~guards.all_finite(grads, old.params)
-        for name in map(_metric_name, result.roles.of(Role.LOSS_SCALE)):
+        for name in map(_metric_name, result.roles.names_with(Role.LOSS_SCALE)):
             skips[name] = skips[name] | unscalable if name in skips else unscalable
     if not skips:
         return {}

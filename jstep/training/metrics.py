@@ -147,8 +147,8 @@ SKIPPED = "skipped"
 
 def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
     """The current held hyperparameters and loss scales, with their prefixes."""
-    held_values = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
-    return held_values | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
+    held_values = {str(display_name(name)): slots[name] for name in roles.names_with(Role.HELD)}
+    return held_values | {name: slots[name] for name in roles.names_with(Role.LOSS_SCALE)}
 
 
 # The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of gradients and updates.

@@ -104,7 +104,7 @@ class CustomStepMetrics:
     def call(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
         """Return the result of `call(state, *args)`, and the metrics of its optimizers."""
         if self._is_first:
-            names = roles_in(state).of(Role.HELD, Role.LOSS_SCALE)
+            names = roles_in(state).names_with(Role.HELD, Role.LOSS_SCALE)
             self._slot_names = [name for name in names if name in state.slots]
         elif self._fixed is not None:
             return call(state, *args), self._fixed

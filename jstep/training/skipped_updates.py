@@ -33,8 +33,8 @@ class GuardSlots(NamedTuple):
 def mark_guards(state: Tree, *, may_be_donated: bool = False) -> tuple[Any, GuardSlots | None]:
     """Return a state whose guards note what they do, and their slots; None if it has no guards."""
     roles = roles_in(state)
-    last_names = [name for name in roles.of(Role.LAST_FINITE) if is_array(state.slots.get(name))]
-    scale_names = [name for name in roles.of(Role.LOSS_SCALE) if is_array(state.slots.get(name))]
+    last_names = [name for name in roles.names_with(Role.LAST_FINITE) if is_array(state.slots.get(name))]
+    scale_names = [name for name in roles.names_with(Role.LOSS_SCALE) if is_array(state.slots.get(name))]
     if not last_names and not scale_names:
         return state, None
     with internal_transfers():

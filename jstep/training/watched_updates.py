@@ -135,7 +135,7 @@ def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Rol
     labels = init_labels(optimizer, params) or [""] * len(leaves)
     named = list(zip(trees.leaf_paths(params), labels, leaves, strict=True))
     trained = {label for _, label, gradient in named if gradient is not None}
-    aging = _labels_with_age(roles.of(*AGES), labels)
+    aging = _labels_with_age(roles.names_with(*AGES), labels)
     found.per_step |= roles.per_step
     found.increments |= increments
     for path, label, gradient in named:

@@ -129,7 +129,7 @@ def test_rows_in_order():
     assert none.to_dense().tolist() == [[0, 0]] * 4
     traced = jax.jit(indexed_slices.rows_in_order)(values, jnp.zeros(4, bool))
     assert traced.indices.tolist() == [4, 4, 4, 4]  # out of range, so that nothing is named
-    assert indexed_slices.on_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]
+    assert indexed_slices.map_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]
 
 
 def test_slices_of_lists_are_arrays():

@@ -103,7 +103,7 @@ def test_updates_of_one_step_draw_as_steps_of_one_update(name):
 
 def test_each_optimizer_of_the_table_that_draws_counts_its_draws():
     params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
-    drawing = {name for name, entry in TABLE.items() if roles_of(entry.make(0.1), params).of(Role.DRAWN)}
+    drawing = {name for name, entry in TABLE.items() if roles_of(entry.make(0.1), params).names_with(Role.DRAWN)}
     assert {"stochastic_rounding", "add_noise"} <= drawing
     for name in drawing:
         optimizer = TABLE[name].make(0.1)
@@ -111,7 +111,7 @@ def test_each_optimizer_of_the_table_that_draws_counts_its_draws():
         counts = []
         for advances in (False, False, True, False):
             state = jstep.apply_gradients(state, params, optimizer, increment_global_step=advances)
-            names = [slot for slot in state.roles.of(Role.DRAWN) if slot.endswith("drawn/count")]
+            names = [slot for slot in state.roles.names_with(Role.DRAWN) if slot.endswith("drawn/count")]
             counts.append({int(state.slots[slot]) for slot in names})
         assert counts == [{1}, {2}, {3}, {1}], name
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_from_before_draws_were_counted_is_restored(name, tmp_path)
     with jstep.Saver(tmp_path) as saver:
         saver.save(old)
         restored = saver.restore(state)  # whose count is 3
-    names = restored.roles.of(Role.DRAWN)
+    names = restored.roles.names_with(Role.DRAWN)
     assert len(names) == 2
     assert all(int(restored.slots[slot]) == 0 for slot in names)
 

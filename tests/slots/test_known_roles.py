@@ -55,19 +55,19 @@ def test_roles_that_are_changed():
     assert FULL.with_misplaced(Role.ROWS).misplaced == {"last", "v"}
     assert FULL.with_order().in_order == set(FULL)
     assert Roles({"n": Role.AGE}).with_private_age()["n"] is Role.PRIVATE_AGE
-    carried = FULL.for_state()
+    carried = FULL.static_part()
     assert carried["age"] is Role.AGE
     for name in ("halves", "arguments", "computing", "counted", "injected"):
         assert getattr(carried, name) == getattr(FULL, name)
     for name in ("holds", "formats", "misplaced", "in_order", "per_step", "by_step", "frozen"):
         assert not getattr(carried, name)
-    assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
+    assert FULL.names_with(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
 
 
 def test_equal_roles_are_an_equivalence_relation():
     changes = [{field.name: {"x": "y"}} for field in dataclasses.fields(Roles) if field.name != "complete"]
-    values = [FULL, Roles(), NO_ROLES, FULL.for_state(), Roles(complete=False)]
+    values = [FULL, Roles(), NO_ROLES, FULL.static_part(), Roles(complete=False)]
     values += [dataclasses.replace(FULL, **change) for change in changes]
     values += [Roles({"m": role, "age": Role.AGE}) for role in (None, Role.ROWS, Role.COPY, Role.AVERAGE)]
     values += [dataclasses.replace(value) for value in values]

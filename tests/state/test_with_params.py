@@ -47,7 +47,7 @@ def trained(optimizer: Any, state: jstep.TrainState, steps: int = 12) -> jstep.T
 
 
 def names_of_copies(state: jstep.TrainState) -> list[str]:
-    return [name for name in roles_in(state).of(*LIKE_PARAMETERS) if name in state.slots]
+    return [name for name in roles_in(state).names_with(*LIKE_PARAMETERS) if name in state.slots]
 
 
 @pytest.mark.thorough
@@ -61,7 +61,7 @@ def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
     for slot in names_of_copies(loaded):
         for leaf in jax.tree.leaves(slot_values(loaded, slot)):
             np.testing.assert_array_equal(leaf, 100.0)
-    kept = state.slots.keys() - set(names_of_copies(state)) - set(roles_in(state).of(Role.REMAINDER))
+    kept = state.slots.keys() - set(names_of_copies(state)) - set(roles_in(state).names_with(Role.REMAINDER))
     assert all(jax.tree.leaves(loaded.slots[slot]) == jax.tree.leaves(state.slots[slot]) for slot in kept)
     assert loaded.global_step is state.global_step
     after = trained(optimizer, loaded)
