@@ -360,7 +360,7 @@ class KeepBest(MetricReader):
 
     def _has_nan(self, contents: StateContents, step: int, value: float) -> bool:
         """Whether a parameter is NaN, with which a metric may be the best ever."""
-        nan = contents.with_nan()
+        nan = contents.paths_with_nan()
         if nan:
             text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
             logger.warning(text, step, self.metric, value, format_list(nan))

@@ -86,7 +86,7 @@ class NanLossHook(RunHook):
 
     def _check_first(self, *, wait: bool = False) -> None:
         _check_loss(self._run.metrics)
-        nan_leaves = self._run.initial_contents.with_nan()
+        nan_leaves = self._run.initial_contents.paths_with_nan()
         if nan_leaves:
             logger.warning("NanLossHook: %s", describe_initial_nan(nan_leaves, self._began))
 

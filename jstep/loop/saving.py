@@ -222,7 +222,7 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
-        bad = self._context.initial_contents.with_nan()
+        bad = self._context.initial_contents.paths_with_nan()
         if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 

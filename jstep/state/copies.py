@@ -18,12 +18,12 @@ from jstep.slots.matching import describe_difference
 from jstep.slots.roles import LIKE_PARAMETERS, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
-_FOLLOWING = (*LIKE_PARAMETERS, Role.REMAINDER)
+_SET_ROLES = (*LIKE_PARAMETERS, Role.REMAINDER)
 """The roles of slots that `with_params` sets."""
 _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
-def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
+def replace_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     """Return new parameters, placed like the old ones, and the slots, with their copies updated."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
@@ -41,24 +41,26 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
             f"with_params: the optimizer computes the parameters from its slots {sorted(roles.computing)}; make a new "
             "state: TrainState.create(params, optimizer, global_step=state.global_step)"
         )
-    names = roles.names_with(*_FOLLOWING)
+    names = roles.names_with(*_SET_ROLES)
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
-        if leaves[i] is old:
+        if leaves[i] is old:  # its slots stay, too
             continue
         slots = {name: values[i] for name, values in set_slots.items() if values[i] is not None}
         with meshes.internal_transfers():
             leaves[i], new = _set(leaves[i], old, path, slots, roles)
         for name, value in new.items():
             set_slots[name][i] = value
-    return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(values) for n, values in set_slots.items()}
+    new_slots = {name: treedef.unflatten(values) for name, values in set_slots.items()}
+    return treedef.unflatten(leaves), state.slots | new_slots
 
 
 def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
     """Return a new leaf of the parameters, and the new leaves of its slots."""
-    remainders = [n for n in slots if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
-    precise = [slots[n].dtype for n in slots if roles[n] is Role.MASTER]
+    # Those of the parameter itself, not the halves of other slots.
+    remainders = [name for name in slots if roles[name] is Role.REMAINDER and name not in roles.halves.values()]
+    precise = [slots[name].dtype for name in slots if roles[name] is Role.MASTER]
     if remainders:
         precise.append(np.dtype(np.float32))
     whole = _as_old_type(leaf, old, path, precise)
@@ -69,7 +71,9 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
             whole = compact_numbers.join_halves(stored, low)
             new = dict.fromkeys(remainders, low)
-        for name in (n for n in slots if roles[n] is not Role.REMAINDER):
+        for name in slots:
+            if roles[name] is Role.REMAINDER:
+                continue
             value = whole if remainders or roles[name] in _MASTERS else stored
             half = roles.halves.get(name, "")
             if half in slots:
@@ -103,34 +107,54 @@ def _placed(value: Any, old: Any) -> Any:
 
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
+    """Warn once if parameters are replaced, but not the slots that are copies of them."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
     copies = {*roles.names_with(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
-    of_run = warned_in_run()
-    has_warned = _WARNED.get(id(roles)) is roles if of_run is None else _OLD_VALUES in of_run
-    if not names or has_warned or trees.structure(params) != treedef:
+    if not names or _has_warned(roles) or trees.structure(params) != treedef:
         return
-    pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
-    if not all(trees.is_array(leaf) for pair in pairs for leaf in pair):
+    new_leaves = jax.tree.leaves(params)
+    old_leaves = jax.tree.leaves(state.params)
+    if not all(map(trees.is_array, [*new_leaves, *old_leaves])):
         return
-    is_traced = any(map(trees.is_traced, jax.tree.leaves((params, state.params))))
+    is_traced = trees.has_tracers((params, state.params))
     # Elsewhere, such as in an evaluation, other parameters may be meant for this function alone.
-    if is_traced and not IN_STEP.get():
+    if is_traced and not IS_STEPPING.get():
         return
-    changed = [i for i, (new, old) in enumerate(pairs) if new is not old]
-    pairs_of = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
-    left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
-    if left and (is_traced or not all(trees.has_same_bits(*pairs[i]) for i in changed)):
-        if of_run is None:
-            _WARNED[id(roles)] = roles
-        else:
-            of_run.add(_OLD_VALUES)
-        projection = _AFTER_EACH_UPDATE if is_traced else ""
-        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)), projection + otherwise)
+    changed = [i for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True)) if new is not old]
+    unchanged_slots: list[str] = []
+    for name in names:
+        new = treedef.flatten_up_to(slots[name])
+        old = treedef.flatten_up_to(state.slots[name])
+        if any(old[i] is not None and new[i] is old[i] for i in changed):
+            unchanged_slots.append(name)
+    if not unchanged_slots:
+        return
+    # Equal values in other arrays are no change. Those of tracers are not known.
+    if not is_traced and all(trees.has_same_bits(new_leaves[i], old_leaves[i]) for i in changed):
+        return
+    _note_warning(roles)
+    projection = _EACH_UPDATE if is_traced else ""
+    logger.warning(_OLD_VALUES, what, ", ".join(map(repr, unchanged_slots)), projection + otherwise)
 
 
-IN_STEP: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_step", default=False)
+def _has_warned(roles: Roles) -> bool:
+    logged = warned_in_run()
+    if logged is None:
+        return _WARNED.get(id(roles)) is roles
+    return _OLD_VALUES in logged
+
+
+def _note_warning(roles: Roles) -> None:
+    logged = warned_in_run()
+    if logged is None:
+        _WARNED[id(roles)] = roles
+    else:
+        logged.add(_OLD_VALUES)
+
+
+IS_STEPPING: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_stepping", default=False)
 """Whether a train step is being traced or run."""
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
 """The roles of states, by identity, for which it was logged outside of a run."""
@@ -138,4 +162,4 @@ _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too%s"
 )
-_AFTER_EACH_UPDATE = "; a change after each update, such as a clip, belongs in jstep.with_projection(optimizer, fn)"
+_EACH_UPDATE = "; a change after each update, such as a clip, belongs in jstep.with_projection(optimizer, fn)"

@@ -80,16 +80,21 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
         # Leaves in host memory become constants of the traced program.
         sums = [device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves]
         hashes = list(_each(jnp.stack(sums), keys))
-        return dict(zip(paths, hashes, strict=True)) if per_leaf else sum(hashes[1:], hashes[0])
+        if per_leaf:
+            return dict(zip(paths, hashes, strict=True))
+        return sum(hashes[1:], hashes[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
     with meshes.internal_transfers(), jax.core.eval_context():
         groups = start_fingerprints(leaves, keys)
         if not per_leaf:
             return _total([words for _, words in groups])
-        rows = [(numbers, _split(words) if isinstance(words, jax.Array) else words) for numbers, words in groups]
-        pairs = (pair for numbers, hashes in rows for pair in zip(numbers, hashes, strict=True))
-        return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
+        hashes_of_leaves: list[Any] = [None] * len(leaves)
+        for numbers, words in groups:
+            rows = _split(words) if isinstance(words, jax.Array) else words
+            for number, row in zip(numbers, rows, strict=True):
+                hashes_of_leaves[number] = jnp.asarray(row)
+        return dict(zip(paths, hashes_of_leaves, strict=True))
 
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
@@ -103,9 +108,12 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
-    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for leaf in leaves]
-    keys = [leaf_key(path, name, tuple(leaf.shape)) for path, leaf, name in zip(paths, leaves, names, strict=True)]
-    return paths, leaves, np.stack(keys) if keys else np.zeros((0, 4), U)
+    keys = np.zeros((len(leaves), 4), U)
+    for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        # PRNG keys have a dtype of JAX, which has no name.
+        dtype = leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype)
+        keys[number] = leaf_key(path, dtype, tuple(leaf.shape))
+    return paths, leaves, keys
 
 
 def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
@@ -136,24 +144,33 @@ def all_as_hexadecimal(words: np.ndarray[Any, Any]) -> list[str]:
 
 
 def _check(path: str, leaf: Any) -> None:
-    is_supported = isinstance(leaf, jax.Array) or (
-        trees.is_array(leaf)
-        and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
-        and not issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64)  # a number for NumPy
+    if _is_supported(leaf):
+        return
+    check_no_shapes(leaf, "tree")
+    raise TypeError(
+        f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
+        "only arrays in the tree, numbers as jnp.float32(…)"
     )
-    if not is_supported:
-        check_no_shapes(leaf, "tree")
-        raise TypeError(
-            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
-            "only arrays in the tree, numbers as jnp.float32(…)"
-        )
+
+
+def _is_supported(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return True
+    if not trees.is_array(leaf):
+        return False
+    if issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64):  # numbers for NumPy
+        return False
+    return bool(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
 
 
 def _total(words: Sequence[Any]) -> Any:
     if len(words) == 1 and isinstance(words[0], jax.Array):
         return compute_on(meshes.mesh_of(words[0]), _summed, words[0])
     # Sums on different devices are combined on the host.
-    return jnp.asarray(np.sum([np.zeros(2, U), *(_summed(np.asarray(rows)) for rows in words)], axis=0, dtype=U))
+    total = np.zeros(2, U)
+    for rows in words:
+        total += _summed(np.asarray(rows))
+    return jnp.asarray(total)
 
 
 def _summed(words: Any) -> Any:
@@ -166,7 +183,11 @@ class Fingerprints(NamedTuple):
 
 
 class LeafFingerprints:
-    """The fingerprints of the leaves of states; what follows from their structure is computed when that changes."""
+    """The fingerprints of the leaves of states; what follows from their structure is computed when that changes.
+
+    `_paths` and `_groups` fit states of `_structure` whose leaves are of `_kinds`. Without kinds, as before the first
+    state and for NumPy arrays, they are computed for each state.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self._prepare(tree)
@@ -276,15 +297,15 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
-    flat = _in_whole_bytes(flat)
+    flat = _widen_to_bytes(flat)
     size = flat.dtype.itemsize
     if size <= 4:
         return [flat.view(f"u{size}")]
     words = flat.view("u4").reshape(flat.size, -1)
-    return [words[:, at : at + 2] for at in range(0, words.shape[1], 2)]
+    return [words[:, first : first + 2] for first in range(0, words.shape[1], 2)]
 
 
-def _in_whole_bytes(array: Any) -> Any:
+def _widen_to_bytes(array: Any) -> Any:
     """Widen numbers of less than a byte, and bools on a device."""
     name = array.dtype.name
     if name.startswith("float4"):
@@ -299,11 +320,14 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
     total = np.zeros(2, np.uint64)
     base = np.arange(min(_PIECE, len(words)), dtype=U) * U(STRIDE)
     for row in range(0, len(words), split):
-        of_row = row // split * HIGH + half * HALF
+        row_key = row // split * HIGH + half * HALF
         for start in range(row, min(row + split, len(words)), _PIECE):
             piece = words[start : min(start + _PIECE, row + split)]
-            low, high = (piece, None) if piece.ndim == 1 else (piece[:, 0], piece[:, 1])
-            a, b = lanes(low, high, base[: len(piece)] + U(((start - row) * STRIDE + of_row) & MASK))
+            keys = base[: len(piece)] + U(((start - row) * STRIDE + row_key) & MASK)
+            if piece.ndim == 1:
+                a, b = lanes(piece, None, keys)
+            else:
+                a, b = lanes(piece[:, 0], piece[:, 1], keys)
             total += np.array([a.sum(dtype=U), b.sum(dtype=U)], np.uint64)
     return total
 
@@ -336,9 +360,12 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     """Return pairs of 32-bit words; two pairs for 128-bit elements."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
-        return parts if dtype.itemsize == 16 else [(parts[0][0], parts[1][0])]
-    array = _in_whole_bytes(array)
+        (real,) = _words(lax.real(array))
+        (imaginary,) = _words(lax.imag(array))
+        if dtype.itemsize == 16:
+            return [real, imaginary]
+        return [(real[0], imaginary[0])]
+    array = _widen_to_bytes(array)
     size = array.dtype.itemsize
     if size == 8:
         halves = lax.bitcast_convert_type(array, U)
@@ -352,19 +379,21 @@ def _keys(shape: tuple[int, ...]) -> Any:
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
-        of_one = stride * STRIDE if stride < split else stride // split * HIGH
-        along = lax.iota(U, shape[axis]) * U(of_one & MASK)
-        key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
+        step = stride * STRIDE if stride < split else stride // split * HIGH
+        keys_along_axis = lax.iota(U, shape[axis]) * U(step & MASK)
+        others = [other for other in range(len(shape)) if other != axis]
+        key = key + lax.expand_dims(keys_along_axis, others)
         stride *= shape[axis]
     return key
 
 
 _GROUP = 16
+"""The number of leaves of a shape that one call stacks."""
 _SMALL = 2**14
-"""The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
+"""The maximum size of such a leaf, in elements."""
 
 
-def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
+def _write_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
     """Write the sums of leaves of one shape into rows."""
 
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
@@ -399,40 +428,45 @@ class _DeviceGroup(NamedTuple):
     """Leaves on one device or one mesh; one program for each shape and dtype handles several small leaves.
 
     Attributes:
+        has_mesh_of_one: Whether a leaf is on a mesh of one device, which is stripped.
+        rows: Zeros on the devices, in which each call writes the sums of its leaves.
         calls: For each call, its first row and the indices of its leaves.
-        in_flight: The number of calls that may be in flight; None for any.
+        order: The row of each leaf of `numbers`.
+        max_in_flight: The number of calls that may be in flight; None for any.
     """
 
     numbers: list[int]
     mesh: Mesh | None
-    on_mesh_of_one: bool
+    has_mesh_of_one: bool
     rows: Any
     calls: list[tuple[Any, list[int]]]
     keys: Any
     order: Any
-    in_flight: int | None
+    max_in_flight: int | None
 
     def start(self, leaves: Sequence[Any]) -> Any:
         rows = self.rows
-        if self.on_mesh_of_one:
+        if self.has_mesh_of_one:
             leaves = list(map(strip_mesh_of_one, leaves))
         with computing_on(self.mesh) as compiled:
-            with_sums = compiled(_with_sums)
+            write_sums = compiled(_write_sums)
             for count, (first_row, numbers) in enumerate(self.calls, 1):
-                rows = with_sums(rows, first_row, [leaves[i] for i in numbers])
-                if self.in_flight and count % self.in_flight == 0:
+                rows = write_sums(rows, first_row, [leaves[i] for i in numbers])
+                if self.max_in_flight and count % self.max_in_flight == 0:
                     jax.block_until_ready(rows)
             words = compiled(_each)(rows, self.keys, self.order)
-        return jax.block_until_ready(words) if self.in_flight else words
+        return jax.block_until_ready(words) if self.max_in_flight else words
 
 
 def _groups(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[_DeviceGroup | _HostGroup]:
     with meshes.internal_transfers():
-        placements, on_host = group_by_devices(leaves)
-        groups: list[_DeviceGroup | _HostGroup] = [
-            _device_group(leaves, keys, numbers, mesh) for numbers, mesh in placements
-        ]
-        return [*groups, *([_HostGroup(on_host, keys[on_host])] if on_host else [])]
+        placements, host_numbers = group_by_devices(leaves)
+        groups: list[_DeviceGroup | _HostGroup] = []
+        for numbers, mesh in placements:
+            groups.append(_device_group(leaves, keys, numbers, mesh))
+        if host_numbers:
+            groups.append(_HostGroup(host_numbers, keys[host_numbers]))
+        return groups
 
 
 def _device_group(
@@ -454,11 +488,17 @@ def _device_group(
         size = min(_GROUP, len(same)) if math.prod(shape) <= _SMALL else 1
         calls += [(np.int32(first_row + first), chunk) for first, chunk in chunks_of_size(same, size)]
         first_row += len(same)
-    in_rows = list(itertools.chain(*alike.values()))
-    row_of = dict(zip(in_rows, range(len(in_rows)), strict=True))
+    row_of = {number: row for row, number in enumerate(itertools.chain(*alike.values()))}
     order = np.array([row_of[number] for number in numbers], np.int32)
-    on_mesh_of_one = mesh is None and any(strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
+    has_mesh_of_one = mesh is None and any(strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
     is_limited = mesh is not None and not rows.is_fully_addressable and is_on_cpus(rows)
     return _DeviceGroup(
-        numbers, mesh, on_mesh_of_one, rows, calls, keys[numbers], order, PROGRAMS_IN_FLIGHT if is_limited else None
+        numbers=numbers,
+        mesh=mesh,
+        has_mesh_of_one=has_mesh_of_one,
+        rows=rows,
+        calls=calls,
+        keys=keys[numbers],
+        order=order,
+        max_in_flight=PROGRAMS_IN_FLIGHT if is_limited else None,
     )

@@ -70,7 +70,11 @@ def get_global_step(state: Tree) -> Array | None:
 
 def find_step(state: Tree) -> Array | None:
     """Return the global step of a state, of any shape, or None."""
-    step: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
+    step: Any
+    if isinstance(state, Mapping):
+        step = state.get("global_step", state)
+    else:
+        step = getattr(state, "global_step", state)
     if step is None and state is not None:
         return None
     if isinstance(step, int | np.integer) and not isinstance(step, bool):
@@ -163,12 +167,12 @@ def increment_global_step(state: T, amount: Step = 1) -> T:
         5
     """
     steps = _as_count(amount, "amount")
-    before = step_array(state, scalar=True)
-    placement.check_no_shapes(before, "state")
-    return cast(T, _with_step(state, before, later_step(before, steps)))
+    step = step_array(state, scalar=True)
+    placement.check_no_shapes(step, "state")
+    return cast(T, _replace_step(state, step, later_step(step, steps)))
 
 
-def _with_step(state: Any, before: Array, later: Array) -> Any:
+def _replace_step(state: Any, step: Array, later: Array) -> Any:
     if isinstance(state, Mapping):
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
@@ -177,25 +181,27 @@ def _with_step(state: Any, before: Array, later: Array) -> Any:
     counts = [name for name in roles_in(state).names_with(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)
-    by = later - before
-    # A slot that was replaced by hand may be a Python number, or None.
-    advanced = {
-        name: jax.tree.map(lambda slot: slot + by.astype(jnp.result_type(slot)), state.slots[name]) for name in counts
-    }
+    amount = later - step
+
+    def advance(slot: Any) -> Any:
+        # A slot that was replaced by hand may be a Python number, or None.
+        return slot + amount.astype(jnp.result_type(slot))
+
+    advanced = {name: jax.tree.map(advance, state.slots[name]) for name in counts}
     return state.replace(slots={**state.slots, **advanced}, global_step=later)
 
 
-def later_step(step: Any, by: Any = 1) -> Array:
-    """Return step + by; a traced step saturates at the largest value of its dtype."""
+def later_step(step: Any, amount: Any = 1) -> Array:
+    """Return step + amount; a traced step saturates at the largest value of its dtype."""
     if isinstance(step, np.ndarray):
         step = _as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)
-    before = trees.concrete(step)
-    amount = trees.concrete(by)
-    if before is not None and amount is not None and int(before) + int(amount) > last:
-        raise ValueError(f"global_step: {before} + {amount} does not fit {step.dtype}; enable jax_enable_x64")
-    by = jnp.asarray(by).astype(step.dtype)
-    return jnp.minimum(step, jnp.asarray(last, step.dtype) - by) + by
+    known_step = trees.concrete(step)
+    known_amount = trees.concrete(amount)
+    if known_step is not None and known_amount is not None and int(known_step) + int(known_amount) > last:
+        raise ValueError(f"global_step: {known_step} + {known_amount} does not fit {step.dtype}; enable jax_enable_x64")
+    amount = jnp.asarray(amount).astype(step.dtype)
+    return jnp.minimum(step, jnp.asarray(last, step.dtype) - amount) + amount
 
 
 def state_step(state: Tree) -> int:

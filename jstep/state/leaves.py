@@ -33,6 +33,8 @@ def _states_in(tree: trees.Tree) -> list[TrainState]:
 
 
 class _Structure:
+    """What follows from the structure of a tree alone: the index, the keys and the path of each leaf."""
+
     def __init__(self, treedef: Any) -> None:
         self.indices = treedef.unflatten(range(treedef.num_leaves))
         self.keys: list[Keys] = []
@@ -50,14 +52,24 @@ class _Structure:
     @functools.cached_property
     def halves(self) -> dict[int, int]:
         halves: dict[int, int] = {}
+
+        def add(params: Any, first: Any, second: Any) -> None:
+            # A state that was made by hand may lack one, or have another tree.
+            if not (trees.is_like(params, first) and trees.is_like(params, second)):
+                return
+            first_indices = trees.flatten_like(params, first, SLOTS)
+            second_indices = trees.flatten_like(params, second, SLOTS)
+            for i, half in zip(first_indices, second_indices, strict=True):
+                if i is not None and half is not None:
+                    halves[i] = half
+
         for state in _states_in(self.indices):
             roles = roles_in(state)
-            pairs = [(state.slots.get(name), state.slots.get(half)) for name, half in roles.halves.items()]
-            remainders = (name for name in roles.names_with(Role.REMAINDER) if name not in roles.halves.values())
-            for pair in [*pairs, *((state.params, state.slots.get(name)) for name in remainders)]:
-                if all(trees.is_like(state.params, indices) for indices in pair):
-                    leaves = zip(*(trees.flatten_like(state.params, indices, SLOTS) for indices in pair), strict=True)
-                    halves |= {i: half for i, half in leaves if i is not None and half is not None}
+            for name, half in roles.halves.items():
+                add(state.params, state.slots.get(name), state.slots.get(half))
+            for name in roles.names_with(Role.REMAINDER):
+                if name not in roles.halves.values():  # of the parameters
+                    add(state.params, state.params, state.slots.get(name))
         return halves
 
 
@@ -95,9 +107,7 @@ class StateLeaves:
         """Return the indices of the left-out parameters and of their slots."""
         if leave_out is None:
             return set()
-        (params, of_params), (slots, of_slots) = (
-            (field_of(self.tree, name), field_of(self.indices, name)) for name in (PARAMS, SLOTS)
-        )
+        params = field_of(self.tree, PARAMS)
         if params is None:
             raise ValueError(
                 f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
@@ -108,11 +118,17 @@ class StateLeaves:
             chosen = [i in frozen for i in range(len(jax.tree.leaves(params)))]
         else:
             chosen = selection.resolve(params, leave_out, "leave_out")
-        left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
-        for name, tree in slots.items() if isinstance(slots, Mapping) else ():
+        param_indices = jax.tree.leaves(field_of(self.indices, PARAMS))
+        left_out = {i for i, is_chosen in zip(param_indices, chosen, strict=True) if is_chosen}
+        slots = field_of(self.tree, SLOTS)
+        if not isinstance(slots, Mapping):
+            return left_out
+        slot_indices = field_of(self.indices, SLOTS)
+        for name, tree in slots.items():
             parameters = owners(str(name), tree, params, roles_in(self.tree))
-            of_slot = zip(jax.tree.leaves(of_slots[name]), parameters, strict=True)
-            left_out |= {i for i, parameter in of_slot if parameter is not None and chosen[parameter]}
+            for i, parameter in zip(jax.tree.leaves(slot_indices[name]), parameters, strict=True):
+                if parameter is not None and chosen[parameter]:
+                    left_out.add(i)
         return left_out
 
 

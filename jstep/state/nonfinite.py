@@ -55,19 +55,30 @@ class StateContents:
     def are_finite(self) -> bool:
         return not any(self.contents().values())
 
-    def with_nan(self) -> list[str]:
+    def paths_with_nan(self) -> list[str]:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
-    def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        earlier = {} if before is None else before.contents()
-        worse = {path: kind for path, kind in self.contents().items() if kind > earlier.get(path, FINITE)}
-        infinite_slots = [path for path, kind in worse.items() if kind == INFINITE and path.startswith(f"{SLOTS}/")]
-        return {path: kind for path, kind in worse.items() if path not in infinite_slots}, infinite_slots
+    def worse_since(self, earlier: "StateContents | None") -> tuple[dict[str, int], list[str]]:
+        """Return what has become worse: the contents of parameters and slots, and the slots that became infinite."""
+        old = {} if earlier is None else earlier.contents()
+        worse: dict[str, int] = {}
+        infinite_slots: list[str] = []
+        for path, kind in self.contents().items():
+            if kind <= old.get(path, FINITE):
+                continue
+            if kind == INFINITE and path.startswith(f"{SLOTS}/"):
+                infinite_slots.append(path)
+            else:
+                worse[path] = kind
+        return worse, infinite_slots
 
 
 def describe_contents(worse: Mapping[str, int]) -> str:
+    if not worse:
+        return ""
+    verb = "contains" if len(worse) == 1 else "contain"
     what = "NaN" if NAN in worse.values() else "infinity"
-    return f"{format_list([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
+    return f"{format_list([*worse])} {verb} {what}"
 
 
 def _may_be_nonfinite(leaf: Any) -> bool:
@@ -83,26 +94,27 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
     kinds: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
         kinds.setdefault(_kind_of(leaf, read_cpus), []).append(number)
+    # Mesh → indices of leaves, and their contents on each device of it.
     parts: dict[Mesh | None, list[tuple[list[int], Any]]] = {}
     running = placement.ProgramsInFlight()
     for (mesh, kind), numbers in kinds.items():
-        of_mesh = parts.setdefault(mesh, [])
+        mesh_parts = parts.setdefault(mesh, [])
         if kind is None:
             row = np.array([_read_contents(leaves[number]) for number in numbers], np.int8)
-            of_mesh.append((numbers, _on_each(mesh, row)))
+            mesh_parts.append((numbers, _repeat_on_devices(mesh, row)))
             continue
         size = min(max(_TOGETHER, len(numbers) // 16), len(numbers))
         for _, chunk in placement.chunks_of_size(numbers, size):
             result = _check_locally(mesh, [leaves[number] for number in chunk])
-            of_mesh.append((chunk, result))
+            mesh_parts.append((chunk, result))
             running.add(result)
     found = []
-    for mesh, of_mesh in parts.items():
+    for mesh, mesh_parts in parts.items():
         if mesh is None:
-            found += of_mesh
+            found += mesh_parts
             continue
-        worst = _worst_of_devices(mesh, [rows for _, rows in of_mesh])
-        found.append((list(itertools.chain(*[numbers for numbers, _ in of_mesh])), worst))
+        worst = _worst_of_devices(mesh, [rows for _, rows in mesh_parts])
+        found.append((list(itertools.chain(*[numbers for numbers, _ in mesh_parts])), worst))
     return found
 
 
@@ -132,27 +144,34 @@ def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
         return max(_contents_on_host(array.real), _contents_on_host(array.imag))
     size = array.dtype.itemsize
     if size == 1:  # some types of one byte have no infinity
-        return NAN if np.isnan(array).any() else INFINITE if np.isinf(array).any() else FINITE
+        if np.isnan(array).any():
+            return NAN
+        return INFINITE if np.isinf(array).any() else FINITE
     flat = np.ascontiguousarray(array).reshape(-1)
     step = _BLOCK // size
     largest = 0
     signed, unsigned, sign, infinity = _integers(array.dtype)
-    for at in range(0, flat.size, step):
-        block = flat[at : at + step]
+    for start in range(0, flat.size, step):
+        block = flat[start : start + step]
+        # As signed integers, negative numbers are below all positive ones; as unsigned ones, above them.
         positive = np.maximum.reduce(block.view(signed))
         negative = np.maximum.reduce(block.view(unsigned))
         largest = max(largest, int(positive), int(negative) - sign)
-    return FINITE if largest < infinity else INFINITE if largest == infinity else NAN
+    if largest < infinity:
+        return FINITE
+    return INFINITE if largest == infinity else NAN
 
 
 @functools.cache
 def _integers(dtype: Any) -> tuple[Any, Any, int, int]:
     """Return the integers of the size of a floating type, its sign bit, and the bits of infinity."""
-    signed, unsigned = (np.dtype(f"{kind}{dtype.itemsize}") for kind in "iu")
-    return signed, unsigned, 1 << (8 * dtype.itemsize - 1), int(np.array(np.inf, dtype).view(unsigned))
+    signed = np.dtype(f"i{dtype.itemsize}")
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return signed, unsigned, sign, int(np.array(np.inf, dtype).view(unsigned))
 
 
-def _on_each(mesh: Mesh | None, row: np.ndarray[Any, Any]) -> Any:
+def _repeat_on_devices(mesh: Mesh | None, row: np.ndarray[Any, Any]) -> Any:
     """Return a row of this process for each of its devices in a mesh, or the row itself without a mesh."""
     if mesh is None:
         return row

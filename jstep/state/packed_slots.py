@@ -103,9 +103,9 @@ def _nested(params: Params, indices: tuple[int, ...]) -> Any:
     for kind in (dict, collections.OrderedDict):
         root: Any = kind()
         for index in indices:
-            *above, last = map(_key, paths[index])
+            *parents, last = map(_key, paths[index])
             node = root
-            for key in above:
+            for key in parents:
                 node = node.setdefault(key, kind())
             if not isinstance(node, kind) or last in node:
                 return None  # a user's class that gives two children one key

@@ -48,7 +48,9 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
         dim = meshes.largest_divisible(shape, size) if math.prod(shape) >= min_size else None
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
+        if dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * dim, axis)
 
     return jax.tree.map(spec, params)
 
@@ -73,7 +75,8 @@ def tree_shardings(mesh: AnyMesh, tree: Tree, specs: Specs, argument: str) -> An
     """Return the shardings of the leaves of a tree, as such a tree; `argument` is what the specs were passed for."""
     shardings: list[NamedSharding] = []
     for spec, (path, leaf) in zip(_leaf_specs(tree, specs, argument), trees.leaves_with_paths(tree), strict=True):
-        shardings.append(_check_sharding(mesh, spec, np.shape(leaf), f"{argument}: {spec} at {trees.quote_path(path)}"))
+        subject = f"{argument}: {spec} at {trees.quote_path(path)}"
+        shardings.append(_check_sharding(mesh, spec, np.shape(leaf), subject))
     return trees.structure(tree).unflatten(shardings)
 
 
@@ -82,7 +85,7 @@ def _leaf_specs(tree: Tree, specs: Specs, argument: str) -> list[PartitionSpec]:
     if isinstance(specs, _IS_SPEC):
         return [specs or PartitionSpec()] * len(named)
     if isinstance(specs, list | tuple) and all(map(_is_rule, specs)):
-        return _by_rules(tree, specs, argument)
+        return _apply_rules(tree, specs, argument)
     if trees.is_function(specs):
         return [_as_spec(specs(path, leaf), path, argument) for path, leaf in named]
     try:
@@ -106,7 +109,7 @@ def _is_rule(rule: object) -> bool:
     return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
 
 
-def _by_rules(tree: Tree, rules: Sequence[tuple[str, Any]], argument: str) -> list[PartitionSpec]:
+def _apply_rules(tree: Tree, rules: Sequence[tuple[str, Any]], argument: str) -> list[PartitionSpec]:
     paths = [path for path, _ in trees.leaves_with_paths(tree)]
     names = selection.leaf_names(tree)
     for glob, _ in rules:
@@ -115,6 +118,7 @@ def _by_rules(tree: Tree, rules: Sequence[tuple[str, Any]], argument: str) -> li
             raise ValueError(f"{argument}: the rule {glob!r} matches no {_LEAVES[argument]}{hint}")
     specs: list[PartitionSpec] = []
     for aliases, path in zip(names, paths, strict=True):
+        # The first rule that matches applies.
         matching = (spec for glob, spec in rules if selection.is_named(aliases, glob))
         specs.append(_as_spec(next(matching, None), path, argument))
     return specs
@@ -151,44 +155,44 @@ def model_state_shardings(slots: Slots, mesh: AnyMesh, specs: Specs) -> Slots:
     if model_state is None:
         return {}
     treedef = trees.structure(model_state)
-    model_state_sharding = tree_shardings(mesh, model_state, specs, MODEL_STATE_SPECS)
-    placed = jax.tree.leaves(model_state_sharding)
-
-    def averages(tree: Tree) -> Any:
-        leaves = treedef.flatten_up_to(tree)  # None for what is not averaged, such as an integer
-        return treedef.unflatten(
-            None if leaf is None else sharding for leaf, sharding in zip(leaves, placed, strict=True)
-        )
-
-    averaged = {name: averages(tree) for name, tree in slots.items() if is_model_state(name) and name != MODEL_STATE}
-    return {MODEL_STATE: model_state_sharding, **averaged}
+    result: Slots = {MODEL_STATE: tree_shardings(mesh, model_state, specs, MODEL_STATE_SPECS)}
+    shardings = jax.tree.leaves(result[MODEL_STATE])
+    for name, averages in slots.items():
+        if name == MODEL_STATE or not is_model_state(name):
+            continue
+        leaves = treedef.flatten_up_to(averages)  # None for what is not averaged, such as an integer
+        pairs = zip(leaves, shardings, strict=True)
+        result[name] = treedef.unflatten([None if leaf is None else sharding for leaf, sharding in pairs])
+    return result
 
 
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: Specs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
     """Return the shardings of the parameters and of their slots; the model state is replicated."""
-    named = trees.leaves_with_paths(params)
-    treedef = trees.structure(params)
-    placed = jax.tree.leaves(tree_shardings(mesh, params, param_specs, PARAM_SPECS))
+    leaves, treedef = trees.flatten(params)
+    param_shardings = jax.tree.leaves(tree_shardings(mesh, params, param_specs, PARAM_SPECS))
     if slot_axis is not None:
         meshes.axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 
-    def slot(name: str, tree: Tree) -> Any:
+    def shard(name: str, tree: Tree) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
-        of_all = is_model_state(name) or (name in roles and roles.has_one_value(name))
-        if of_all or not trees.is_like(params, tree):
+        has_one_value = is_model_state(name) or (name in roles and roles.has_one_value(name))
+        if has_one_value or not trees.is_like(params, tree):
             return jax.tree.map(lambda _: everywhere(mesh), tree)
-        role = roles.get(name)
-        return treedef.unflatten(
-            None if leaf is None else slot_sharding(sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
-            for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)
-        )
+        shardings: list[NamedSharding | None] = []
+        for value, sharding, parameter in zip(treedef.flatten_up_to(tree), param_shardings, leaves, strict=True):
+            if value is None:
+                shardings.append(None)
+                continue
+            sizes = (np.shape(parameter), np.shape(value))
+            shardings.append(slot_sharding(sharding, *sizes, slot_axis, roles.get(name)))
+        return treedef.unflatten(shardings)
 
-    return treedef.unflatten(placed), {name: slot(name, tree) for name, tree in slots.items()}
+    return treedef.unflatten(param_shardings), {name: shard(name, tree) for name, tree in slots.items()}
 
 
-def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
+def change_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
     """Change the memory kind of slots with one dimension or more; model_state is unchanged."""
     if kind is None:
         return shardings
@@ -196,10 +200,11 @@ def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
     def moved(sharding: NamedSharding, leaf: Any) -> NamedSharding:
         return sharding.with_memory_kind(kind) if np.ndim(leaf) else sharding
 
-    return {
-        name: tree if is_model_state(name) else jax.tree.map(moved, tree, slots[name])
-        for name, tree in shardings.items()
-    }
+    changed = dict(shardings)
+    for name, tree in shardings.items():
+        if not is_model_state(name):
+            changed[name] = jax.tree.map(moved, tree, slots[name])
+    return changed
 
 
 def everywhere(mesh: AnyMesh) -> NamedSharding:
@@ -211,7 +216,9 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
     if axis is None or any(dim is not None for dim in sharding.spec):
         return sharding
     dim = meshes.largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
-    return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
+    if dim is None:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
 
 
 def slot_sharding(
@@ -225,9 +232,7 @@ def slot_sharding(
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
         # Sharded like their codes, except along an axis whose blocks would be split.
-        dims = zip(sharding.spec, slot_shape, strict=False)
-        fitting = (None if size % meshes.parts_along(mesh, axis) else axis for axis, size in dims)
-        return NamedSharding(mesh, PartitionSpec(*fitting))
+        return NamedSharding(mesh, meshes.fitting_spec(mesh, sharding.spec, slot_shape))
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
@@ -303,20 +308,22 @@ def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: o
     """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards."""
     shapes = jax.eval_shape(make, *args)
     shardings = shardings_of(shapes)
-    return jax.tree.map(put_leaf, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)
+    if abstract:
+        return jax.tree.map(put_leaf, shapes, shardings)
+    return jax.jit(make, out_shardings=shardings)(*args)
 
 
 def describe_devices(state: Tree) -> dict[str, Any]:
     """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
-    of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
-    first = min(of_state or jax.devices(), key=lambda device: device.id)
+    state_devices = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
+    first = min(state_devices or jax.devices(), key=lambda device: device.id)
     mesh = meshes.mesh_of(state)
     return {
         "platform": first.platform,
         "kind": first.device_kind,
         "count": jax.device_count(first.platform),
-        "of_state": max(len(of_state), 1),
+        "of_state": max(len(state_devices), 1),
         "processes": jax.process_count(),
         "mesh": None if mesh is None else meshes.mesh_text(mesh),
     }

@@ -71,13 +71,13 @@ def get_slot_names(state: TrainState) -> list[str]:
         ['m', 'v']
     """
     roles = roles_in(as_state(state))
-    return sorted(
-        name
-        for name, tree in state.slots.items()
-        if not is_model_state(name)
-        and not has_one_value(name, tree, state.params, roles)
-        and roles.get(name) not in HALVES
-    )
+    names: list[str] = []
+    for name, tree in state.slots.items():
+        if is_model_state(name) or roles.get(name) in HALVES:
+            continue
+        if not has_one_value(name, tree, state.params, roles):
+            names.append(name)
+    return sorted(names)
 
 
 def slot_values(state: TrainState, name: str) -> Any:
@@ -86,13 +86,14 @@ def slot_values(state: TrainState, name: str) -> Any:
     if half is None:
         return state.slots[name]
 
-    def values(tree: trees.Tree, half: object) -> Any:
-        pairs = zip(*(trees.flatten_like(state.params, slot, name) for slot in (tree, half)), strict=True)
-        return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
+    def decode(tree: trees.Tree, half: object) -> Any:
+        stored = trees.flatten_like(state.params, tree, name)
+        halves = trees.flatten_like(state.params, half, name)
+        return trees.structure(state.params).unflatten(list(map(_value, stored, halves)))
 
     with meshes.internal_transfers():
-        whole = placement.move_to_devices((state.slots[name], half))
-        return meshes.call_on_auto_axes(values, *whole, specs_of=meshes.shard_like(state.slots[name]))
+        both = placement.move_to_devices((state.slots[name], half))
+        return meshes.call_on_auto_axes(decode, *both, specs_of=meshes.shard_like(state.slots[name]))
 
 
 def master_params(state: TrainState) -> trees.Params:
@@ -101,16 +102,20 @@ def master_params(state: TrainState) -> trees.Params:
     treedef = trees.structure(state.params)
     leaves = placement.move_to_devices(jax.tree.leaves(state.params))
     for name in roles.names_with(Role.MASTER, Role.REMAINDER):
-        if name not in roles.halves.values() and name in state.slots:
-            values = treedef.flatten_up_to(placement.move_to_devices(state.slots[name]))
-            for i, value in enumerate(values):
-                if value is not None:
-                    leaves[i] = value if roles[name] is Role.MASTER else _value(leaves[i], value)
+        # Not the remainders of other slots.
+        if name in roles.halves.values() or name not in state.slots:
+            continue
+        values = treedef.flatten_up_to(placement.move_to_devices(state.slots[name]))
+        for i, value in enumerate(values):
+            if value is not None:
+                leaves[i] = value if roles[name] is Role.MASTER else _value(leaves[i], value)
     return treedef.unflatten(leaves)
 
 
 def _value(stored: object, half: object) -> Any:
-    return jax.eval_shape(decode_leaf, stored, half) if placement.is_shape(stored) else decode_leaf(stored, half)
+    if placement.is_shape(stored):
+        return jax.eval_shape(decode_leaf, stored, half)
+    return decode_leaf(stored, half)
 
 
 def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
@@ -138,7 +143,10 @@ def owners(name: str, tree: trees.Tree, params: trees.Params, roles: Roles) -> l
         subtrees: list[Any] = trees.structure(params).flatten_up_to(tree)
     except (ValueError, TypeError):
         return unowned
-    return [index for index, subtree in enumerate(subtrees) for _ in jax.tree.leaves(subtree)]
+    parameters: list[int | None] = []
+    for index, subtree in enumerate(subtrees):
+        parameters += [index] * len(jax.tree.leaves(subtree))
+    return parameters
 
 
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:
@@ -155,17 +163,19 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
 
 def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
     """Return the leaves of slots in the dtypes of the parameters; parameters where these have None."""
-    slots = find_slots(state, name, hint)
-    leaves_of = {slot: trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}") for slot in slots}
+    values_of: dict[str, list[Any]] = {}
+    for slot in find_slots(state, name, hint):
+        values_of[slot] = trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
-    new: list[Any] = []
     for i, p in enumerate(leaves):
-        having = [slot for slot, values in leaves_of.items() if values[i] is not None]
-        if len(having) > 1:
+        slots = [slot for slot, values in values_of.items() if values[i] is not None]
+        if len(slots) > 1:
             path = trees.quote_path(trees.leaf_paths(state.params)[i])
-            raise ValueError(f"name={name!r}: the slots {having} all have the leaf {path}; give one of them")
-        new.append(placement.move_to_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
-    return treedef.unflatten(new)
+            raise ValueError(f"name={name!r}: the slots {slots} all have the leaf {path}; give one of them")
+        if slots:
+            value = placement.move_to_devices(values_of[slots[0]][i])
+            leaves[i] = value.astype(jnp.result_type(p))
+    return treedef.unflatten(leaves)
 
 
 def _named_averages(state: TrainState) -> str:

@@ -45,23 +45,25 @@ def make_on(
     """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes."""
     abstract = is_abstract(mesh, params, model_state)
 
-    def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
-        def prepared(keys: Any, leaf: object) -> Any:
+    def place(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
+        def as_leaf(keys: Any, leaf: object) -> Any:
             return leaf if is_shape(leaf) else device_values.host_leaf(leaf, trees.path_str(keys), argument)
 
-        tree = jax.tree_util.tree_map_with_path(prepared, tree)
+        tree = jax.tree_util.tree_map_with_path(as_leaf, tree)
         return jax.tree.map(layout.put_leaf, tree, shardings(tree))
+
+    def param_shardings(tree: Tree) -> Any:
+        no_step: Any = None
+        return shardings(TrainState(tree, {}, no_step)).params
+
+    def model_state_shardings(tree: Tree) -> Any:
+        return layout.tree_shardings(mesh, tree, model_state_specs, layout.MODEL_STATE_SPECS)
 
     with meshes.internal_transfers():
         placed_params = None
         if not trees.is_function(params):
-            no_step: Any = None
-            placed_params = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, no_step)).params)
-        others = placed(
-            model_state,
-            MODEL_STATE,
-            lambda tree: layout.tree_shardings(mesh, tree, model_state_specs, layout.MODEL_STATE_SPECS),
-        )
+            placed_params = place(params, "params", param_shardings)
+        others = place(model_state, MODEL_STATE, model_state_shardings)
 
     def split(placed_params: object, others: object) -> Any:
         def specs(state: Tree) -> Any:
@@ -228,13 +230,13 @@ class TrainState(Generic[P]):
             )
         optimizer = _NO_OPTIMIZER if optimizer is None else as_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
-        of_mesh = {
+        mesh_arguments = {
             "param_specs": param_specs,
             "slot_axis": slot_axis,
             "slots_memory": slots_memory,
             "model_state_specs": model_state_specs,
         }
-        given = [name for name, value in of_mesh.items() if value is not None]
+        given = [name for name, value in mesh_arguments.items() if value is not None]
         if mesh is None and given:
             raise ValueError(
                 f"{', '.join(given)}: must be None without a mesh, over which it shards; give mesh as well"
@@ -310,7 +312,8 @@ class TrainState(Generic[P]):
             variables = changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
-        return dataclasses.replace(self, **{name: trees.copy_numpy(value, name) for name, value in changes.items()})
+        copied = {name: trees.copy_numpy(value, name) for name, value in changes.items()}
+        return dataclasses.replace(self, **copied)
 
     @shortens_tracebacks
     def with_params(self, params: P) -> Self:
@@ -336,7 +339,7 @@ class TrainState(Generic[P]):
             >>> print(state.params["w"], jstep.averaged_params(state)["w"])
             5.0 5.0
         """
-        params, slots = copies.with_params(self, params)
+        params, slots = copies.replace_params(self, params)
         return dataclasses.replace(self, params=params, slots=slots)
 
     def __eq__(self, other: object) -> bool:
@@ -443,8 +446,9 @@ def keep_roles(old: object, new: object) -> Any:
     """Return the new state, with the old roles if a step created it by hand."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
-    same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()
-    return TrainState(new.params, new.slots, new.global_step, roles=roles_in(old)) if same else new
+    if not isinstance(new.slots, dict) or new.slots.keys() != old.slots.keys():
+        return new
+    return TrainState(new.params, new.slots, new.global_step, roles=roles_in(old))
 
 
 def _fresh(
@@ -477,13 +481,13 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
 
     def specs_of(slots: Slots) -> Any:
-        return jax.tree.map(
-            lambda sharding: sharding.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1]
-        )
+        _, shardings = layout.state_shardings(params, slots, mesh, specs, None, roles)
+        return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    return meshes.call_on_auto_axes(
-        lambda params, step: dict(optimizer.init(params, step)), params, step, specs_of=specs_of
-    )
+    def init(params: Params, step: Array) -> Slots:
+        return dict(optimizer.init(params, step))
+
+    return meshes.call_on_auto_axes(init, params, step, specs_of=specs_of)
 
 
 def _is_equal(a: object, b: object) -> bool:
@@ -511,9 +515,10 @@ def _unshared(params: Params, slots: Slots) -> Slots:
 
 
 def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: device_values.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
-    )
+    def convert(keys: Any, leaf: object) -> Any:
+        return device_values.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument)
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 def _is_count(step: Any) -> bool:
@@ -622,7 +627,7 @@ def _shardings_of(
 ) -> TrainState:
     roles = roles_in(state)
     params, slots = layout.state_shardings(state.params, state.slots, mesh, param_specs, slot_axis, roles)
-    slots = layout.in_memory(slots, state.slots, memory)
+    slots = layout.change_memory(slots, state.slots, memory)
     slots |= layout.model_state_shardings(state.slots, mesh, model_state_specs)
     step: Any = None if state.global_step is None else layout.everywhere(mesh)
     return state.replace(params=params, slots=slots, global_step=step)

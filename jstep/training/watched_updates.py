@@ -20,7 +20,7 @@ from jstep.core.trees import Optimizer, Params, Tree, Updates
 from jstep.differentiate.loss_gradients import UNUSED
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.roles import AGES, Labels, Roles, init_labels
-from jstep.state.copies import IN_STEP
+from jstep.state.copies import IS_STEPPING
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
     with (
         setting(_UPDATES, StepUpdates(step=step)) as found,
         setting(UNUSED, found.unused),
-        setting(IN_STEP, True),
+        setting(IS_STEPPING, True),
     ):
         yield found
     _warn(found)

@@ -26,7 +26,7 @@ def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
     nan, inf = np.nan, np.inf
     before = StateContents(state_of(a={"w": jnp.float32([1, inf])}, b=jnp.float32(nan)), read_cpus=read_cpus)
     assert before.contents() == {"params/w": FINITE, "params/x": FINITE, "slots/a/w": INFINITE, "slots/b": NAN}
-    assert before.with_nan() == ["slots/b"]
+    assert before.paths_with_nan() == ["slots/b"]
     assert not before.are_finite()
     assert before.worse_since(None) == ({"slots/b": NAN}, ["slots/a/w"])
     state = state_of(a={"w": jnp.float32([-inf, nan])}, b=jnp.float32(nan), c=np.float32([inf]))
@@ -71,7 +71,7 @@ def test_any_number_of_leaves_takes_few_programs_and_one_reduction(count, monkey
     values = [np.full(8, np.nan if i == 7 else 1.0, np.float32) for i in range(count)]
     params = {f"{i}": jax.device_put(value, [split, whole][i % 2]) for i, value in enumerate(values)}
     found = StateContents({"params": params}, read_cpus=False)
-    assert found.with_nan() == ["params/7"]
+    assert found.paths_with_nan() == ["params/7"]
     assert max(most) <= 16
     assert len(reductions) == 1
     assert reductions[0] <= 2 * 17
