@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jstep.core.placement import (
     as_memory,
-    back,
+    place_like_old,
     check_no_shapes,
     check_not_compile_only,
     group_by_devices,
@@ -65,13 +65,13 @@ def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
     split, there = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
     made = jnp.arange(8.0)
     for sharding in (split, there):
-        found = back(made, jax.device_put(jnp.zeros(8), sharding))
+        found = place_like_old(made, jax.device_put(jnp.zeros(8), sharding))
         assert found.sharding == sharding
         np.testing.assert_array_equal(found, made)
-        assert back(found, found) is found
+        assert place_like_old(found, found) is found
     for before in (jnp.zeros(8), np.zeros(8), None):
-        assert back(made, before) is made
-    assert back(number := np.float32(1), jax.device_put(jnp.zeros(8), split)) is number
+        assert place_like_old(made, before) is made
+    assert place_like_old(number := np.float32(1), jax.device_put(jnp.zeros(8), split)) is number
 
 
 def test_an_array_in_host_memory_is_moved_to_its_devices_with_or_without_a_program():
