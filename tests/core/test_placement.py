@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jstep.core.placement import (
     as_memory,
-    place_like_old,
     check_no_shapes,
     check_not_compile_only,
     group_by_devices,
@@ -20,6 +19,7 @@ from jstep.core.placement import (
     local_parts,
     move_to_devices,
     place,
+    place_like_old,
     slices,
 )
 
