@@ -26,7 +26,7 @@ class Clock:
 
     def clocks(self):
         return stopwatch.Clocks(
-            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, seconds_seconds_before=lambda: self.before
+            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, seconds_before=lambda: self.before
         )
 
     def advancing(self, seconds, result=None):
