@@ -16,18 +16,37 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
+    """Return the lines of a table; one that is wider than `max_width` becomes a text for each row, with its heads.
+
+    Args:
+        rows: The rows, first the heads.
+        left: The number of columns that are aligned to the left.
+        max_width: The maximum number of characters in a line; None for any.
+    """
     rows = [[printable(cell) for cell in cells] for cells in rows]
+    if max_width is not None and breadth(rows) > max_width:
+        return _named_cells(rows, max_width)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if max_width is None or breadth(rows) <= max_width:
-        sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
-        padded = [[put(cell, width) for put, cell, width in zip(sides, cells, widths, strict=True)] for cells in rows]
-        return ["  ".join(cells).rstrip() for cells in padded]
+    lines: list[str] = []
+    for cells in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells[:left], widths[:left], strict=True)]
+        padded += [cell.rjust(width) for cell, width in zip(cells[left:], widths[left:], strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _named_cells(rows: Sequence[Sequence[str]], max_width: int) -> list[str]:
+    # The first cell names its row, and needs no head.
     heads = ["", *rows[0][1:]]
-    named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
-    return [line for text in named for line in fold(text.strip(), max_width, 2)]
+    lines: list[str] = []
+    for cells in rows[1:]:
+        named = [f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)]
+        lines += fold("  ".join(named).strip(), max_width, 2)
+    return lines
 
 
 def breadth(rows: Sequence[Sequence[str]]) -> int:
+    """Return the number of characters in a line of a table."""
     return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
 
 
