@@ -148,14 +148,17 @@ def differences_of_leaves_left_out():
 
 def differences_of_cards():
     many = [f"line {i}" for i in range(42)]
-    return "\n".join(str(changes_text(found)) for found in (None, [], many[:2], many[:40], many[:41]))
+    cases = {"no record": None, "none": [], "2": many[:2], "40": many[:40], "41": many[:41]}
+    return "\n".join(f"of {name}:\n" + "\n".join(changes_text(found)) for name, found in cases.items())
 
 
 def printed(*arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(list(arguments))
-    return f"exit code {code}\n{out.getvalue()}"
+    # JSON is one line, which nobody could review: here, each object of a list begins a line.
+    text = out.getvalue().replace("}, {", "},\n{")
+    return f"exit code {code}\n{text}"
 
 
 def commands():
