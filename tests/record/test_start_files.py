@@ -65,7 +65,7 @@ def test_numbers_are_exclusive_and_prefixes_apart(tmp_path):
     assert {name: len(found) for name, found in read_starts(str(tmp_path)).items()} == {"model": 5, "model.000002": 1}
 
 
-def test_a_large_config_is_beside_the_card(tmp_path):
+def test_a_large_config_is_beside_the_setup(tmp_path):
     config = {f"option {i}": "x" * 100 for i in range(100)}
     file = start_file(tmp_path, config=config)
     assert os.path.getsize(tmp_path / "starts/model.000001.json") < 6000
