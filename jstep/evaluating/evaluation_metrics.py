@@ -103,8 +103,9 @@ class MetricTotals:
         objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
         earlier = {name: self._totals[name] for name in objects if name in self._totals}
         for metric in metrics:
-            total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else [])
-            if isinstance(total, list) == (metric.kind == OBJECT):
+            is_object = metric.kind == OBJECT
+            total = self._totals.setdefault(metric.name, metric.value if is_object else [])
+            if is_object == isinstance(total, list):
                 raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
         if earlier:
             self._totals |= self._merge(earlier, {name: objects[name] for name in earlier})

@@ -437,7 +437,9 @@ class KeepBest(MetricReader):
     def _next_run_save(self) -> int:
         """The number of the next save of the run, which holds all that this evaluation changes."""
         run = self._run
-        return 0 if run is None or run.saver is None else engine_of(run.saver).saves_begun + 1
+        if run is None or run.saver is None:
+            return 0
+        return engine_of(run.saver).saves_begun + 1
 
     def _supersede(self, step: int) -> None:
         """Take a checkpoint out of those that count, and delete it if no restart needs it.

@@ -225,7 +225,8 @@ class History(ReportingHook):
                     end = -(-row_step // every) * every
                     intervals.setdefault(end, {})[row_step] = row
             for end, interval_rows in intervals.items():
-                rows |= interval_rows if end >= step else self._merge_interval(interval_rows)
+                is_over = end < step
+                rows |= self._merge_interval(interval_rows) if is_over else interval_rows
             self._rows = rows
 
     def _merge_interval(self, rows: Rows) -> Rows:

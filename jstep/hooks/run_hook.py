@@ -172,8 +172,10 @@ class RunInfo(abc.ABC):
     @property
     def examples(self) -> tuple[int, int]:
         """The number of examples, and of the steps whose batch size is not known."""
-        sizes = list(self.steps_by_rows.items())
-        return sum(steps * (rows or 0) for rows, steps in sizes), self.steps_by_rows[None]
+        examples = 0
+        for rows, steps in list(self.steps_by_rows.items()):  # a copy: the loop may add a size meanwhile
+            examples += steps * (rows or 0)
+        return examples, self.steps_by_rows[None]
 
     @property
     @abc.abstractmethod

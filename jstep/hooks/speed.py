@@ -194,7 +194,9 @@ class StepCounterHook(RunHook):
         self.steps_per_sec = rate
         counted = last.examples[0] - first.examples[0]
         unknown = last.examples[1] - first.examples[1]
-        self.examples_per_sec = counted / seconds if counted and not unknown else None
+        # Of an interval with a batch of unknown size, the rate is not known.
+        is_known = counted > 0 and unknown == 0
+        self.examples_per_sec = counted / seconds if is_known else None
         values = {TAG: rate}
         self._utilization = None
         if first.dispatched is not None and last.dispatched is not None:

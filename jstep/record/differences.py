@@ -287,7 +287,8 @@ def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: 
         return f" ({clauses[0]})"  # the lines of the programs would only repeat them
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
     if all(texts):
-        implementations = {str(((start.get("setup") or {}).get("settings") or {}).get(_PRNG)) for start in starts}
+        settings = [(start.get("setup") or {}).get("settings") or {} for start in starts]
+        implementations = {str(values.get(_PRNG)) for values in settings}
         clauses += differing_lines(*texts, any_keys=len(implementations) > 1)
     return f" ({'; '.join(clauses)})" if clauses else ""
 
@@ -325,8 +326,11 @@ def _value_text(value: object) -> str:
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    programs = (start.get("setup") or {}).get("programs") or ()
-    return next((program for program in programs if str(program.get("stage") or 0) == stage), {})
+    for program in (start.get("setup") or {}).get("programs") or ():
+        if str(program.get("stage") or 0) == stage:
+            found: Mapping[str, Any] = program
+            return found
+    return {}
 
 
 def _stem(name: str) -> str:

@@ -156,7 +156,7 @@ def format_ranges(numbers: Iterable[int]) -> list[str]:
             ends[-1][1] = number
         else:
             ends.append([number, number])
-    return [f"{first}–{last}" if first < last else f"{first}" for first, last in ends]
+    return [f"{first}" if first == last else f"{first}–{last}" for first, last in ends]
 
 
 def silent(stalls: Sequence[Fields], count: int) -> list[int]:

@@ -186,10 +186,13 @@ class StallWatch(Observer):
 
     def _answer_others(self, wait: Wait) -> None:
         """Write what this process does if others wait for it, though it does not stall."""
+        files = self._files
         is_old = self._is_shared and wait.age > self._warn
-        is_waited_for = is_old and (self._files.is_told or any(other["stall"] for other in self._files.others))
-        fields = (lambda: self._fields(wait, stall=False)) if is_waited_for else None
-        self._files.exchange(fields, read=is_old)
+        do_others_stall = files.is_told or any(other["stall"] for other in files.others)
+        if is_old and do_others_stall:
+            files.exchange(lambda: self._fields(wait, stall=False), read=True)
+        else:
+            files.exchange(None, read=is_old)
 
     def _report(self, wait: Wait) -> None:
         due = wait.due or wait.age
@@ -405,13 +408,11 @@ class StallWatch(Observer):
         threads.done_in_time(lambda: faulthandler.dump_traceback(2, all_threads=True), 5.0, name="jstep-stall")
         threads.done_in_time(lambda: self._record(wait), 5.0, name="jstep-stall")
         self._files.finish(lambda: {**self._fields(wait), "exit_code": STALL_EXIT_CODE})
+        # A restart may resume from a state between two iterations only, and a save needs all processes.
+        may_save = wait.kind == _BATCH and self._count == 1
         usual = self._usual(Wait("save", "", SAVING))
-        exit_after_stall(
-            self.run,
-            may_save=wait.kind == _BATCH and self._count == 1,
-            save_secs=10 * self._warn if usual is None else max(self._warn, 3 * usual),
-            grace_secs=self._grace_secs(),
-        )
+        save_secs = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
+        exit_after_stall(self.run, may_save=may_save, save_secs=save_secs, grace_secs=self._grace_secs())
 
     def _grace_secs(self) -> float:
         """Return how long to wait for the other processes, so that each writes what it waited for."""

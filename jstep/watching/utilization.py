@@ -64,7 +64,8 @@ def format_rate(device_kind: str, product: Product) -> float | None:
         name = "bf16"
         passes = _PASSES[product.precision]
     elif not is_tpu and product.dtype == "float32":
-        name = "tf32" if "tf32" in rates and product.precision != "HIGHEST" else "f32"
+        has_tf32 = "tf32" in rates and product.precision != "HIGHEST"
+        name = "tf32" if has_tf32 else "f32"
     return rates[name] / passes if name in rates else None
 
 

@@ -165,7 +165,8 @@ def test_silent_processes_are_shown_in_ranges(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["\x1b[31mred", "\u202eevil\u2066", "line\rbreak\n"])
 def test_control_characters_reach_no_terminal(text, tmp_path, capsys):
     fields = {"values": {f"{text}/loss": 1.0}, "end": ["failed", f"E: {text}"], "devices": text, "argv": [text]}
-    write_run(tmp_path / f"a{text.strip()}", setup_fields={"stages": {"0": text}}, config={text: 1, "b": text}, **fields)
+    fields |= {"setup_fields": {"stages": {"0": text}}, "config": {text: 1, "b": text}}
+    write_run(tmp_path / f"a{text.strip()}", **fields)
     write_run(tmp_path / "b", config={text: 2, "b": 5})
     write_run(tmp_path / "bad", parameters=text)
     (tmp_path / "b" / "stalls").mkdir()
