@@ -39,7 +39,7 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
 
 def dispatch_of(*, unfinished: float = 0) -> Any:
     record = types.SimpleNamespace(unfinished=unfinished)
-    return types.SimpleNamespace(compiler=types.SimpleNamespace(record=record))
+    return types.SimpleNamespace(compiler=types.SimpleNamespace(counts=record))
 
 
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
