@@ -111,8 +111,9 @@ class Compiler:
         table = self.table
         boundaries = CallBoundaries(table.train_steps, source.next_change)
         steps = list(boundaries.start_steps(first, last_step))
-        if len(steps) == 1:  # the first program is compiled in any case
+        if len(steps) == 1:
             return
+        # The program of the first step is compiled in any case, so that here only its shapes are noted.
         seen: set[Any] = set()
         for step in steps:
             stage = table.stage_of(step)
@@ -132,6 +133,7 @@ class Compiler:
                 seen.add(key)
                 if not is_first:
                     _check(stage, table.state_shapes, args, step)
+            # Without shapes of its own, a new stage is compiled for those of the latest chunk.
             if not is_first and (begins_stage or args is not None):
                 self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
 

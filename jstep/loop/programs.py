@@ -165,9 +165,13 @@ class Program:
         """Trace and lower the program for arrays or shapes."""
         with using_mesh(mesh_of((state, args))):
             if self.is_looped:
-                count = jax.ShapeDtypeStruct((), np.int32)
-                args = count, shapes_of(sums.zeros(self._columns, state.global_step)), *args
-            step = jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step
+                num_steps = jax.ShapeDtypeStruct((), np.int32)
+                device_sums = shapes_of(sums.zeros(self._columns, state.global_step))
+                args = (num_steps, device_sums, *args)
+            # A step that jstep did not make, and that is compiled, has the methods of a function of `jax.jit`.
+            step = self.step
+            if isinstance(step, TrainStep):
+                step = jitted_program(step, state, args)
             with self.stage.watching():
                 traced = step.trace(state, *args)
             with internal_transfers():

@@ -158,7 +158,8 @@ class LoopedStep(TrainStep):
         if self.max_steps is None:
             stacked = jax.tree.map(_pad_row, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
-        # The step was traced for the first state of a run; a later state may be on a mesh although that one was not.
+        # `prepare` has traced the step for the first state of a run, to know its metrics. A later state may be on a
+        # mesh although that one was not: then the step is traced here, within the trace of the program.
         traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
         accumulator = self.accumulate(traced)
         jaxpr = traced.jaxpr
@@ -180,7 +181,7 @@ class LoopedStep(TrainStep):
         return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, num_steps)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
-        """Trace one step within the trace of the program."""
+        """Trace one step for a state that `prepare` has not seen."""
         specs = None if batch_specs is None else batch_specs[2:]
         if self.max_steps is not None:
             specs = jax.tree.map(drop_step_axis, specs)
