@@ -109,7 +109,7 @@ def test_checkpoints_that_are_elsewhere_are_found(tmp_path):
         jstep.latest_checkpoint,
         lambda d: jstep.train(step_of(), new_state(), ones, 1, checkpoint_dir=d),
     ):
-        with pytest.raises(ValueError, match=r"this is a checkpoint; its directory is .*run'"):
+        with pytest.raises(ValueError, match=r"got a checkpoint; pass .*run', and"):
             call(path)
 
 
