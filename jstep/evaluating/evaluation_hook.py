@@ -177,12 +177,12 @@ class EvaluationHook(RunHook):
     def _evaluate_first(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, is_scheduled=False) if self._evaluates_first else None
 
-    def _evaluate_owed(self, step: int, state: TrainState) -> Any:
+    def _repeat_interrupted(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
-        if not self._owes(step):
+        if not self._was_interrupted(step):
             return None
         result = self._evaluate_at(step, state, is_scheduled=True)
-        return True if self._owes(step) else result  # interrupted again
+        return True if self._was_interrupted(step) else result  # interrupted again
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, is_scheduled=True)
@@ -210,15 +210,15 @@ class EvaluationHook(RunHook):
 
     def _is_scheduled(self, step: int) -> bool:
         is_due = self._cadence is not None and self._cadence.has_multiple(step)
-        return is_due or self._owes(step)
+        return is_due or self._was_interrupted(step)
 
-    def _owes(self, step: int) -> bool:
+    def _was_interrupted(self, step: int) -> bool:
         return self._interrupted_step == step
 
     def _evaluate_at(self, step: int, state: TrainState, is_scheduled: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
-        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_evaluate_owed`. Not one
-        # that is not scheduled: that of the end is made again with the whole end, and that before the first step is
+        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_repeat_interrupted`. Not
+        # one that is not scheduled: that of the end is made again with the whole end, and that before the first step is
         # made by a fresh run only.
         self._interrupted_step = step if is_scheduled else None
         try:
@@ -305,9 +305,9 @@ def evaluate_first(hook: EvaluationHook, step: int, state: TrainState) -> Any:
     return hook._evaluate_first(step, state)
 
 
-def evaluate_owed(hook: EvaluationHook, step: int, state: TrainState) -> Any:
+def repeat_interrupted(hook: EvaluationHook, step: int, state: TrainState) -> Any:
     """Repeat the evaluation of this step that a signal interrupted, if one did."""
-    return hook._evaluate_owed(step, state)
+    return hook._repeat_interrupted(step, state)
 
 
 def stopped_by(hook: EvaluationHook) -> str | None:

@@ -94,7 +94,7 @@ class HookRunner:
         return is_done
 
     def evaluate(self, evaluate: Callable[..., Any]) -> bool:
-        """Call `evaluate_first` or `evaluate_owed` for each evaluation; return whether one of them ends the run."""
+        """Call `evaluate_first` or `repeat_interrupted` for each evaluation; return whether one ends the run."""
         course = self._course
         is_done = False
         for hook in self._run.evaluations:

@@ -33,7 +33,7 @@ from jstep.data.batch_sources import BatchSource
 from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
-from jstep.evaluating.evaluation_hook import evaluate_first, evaluate_owed
+from jstep.evaluating.evaluation_hook import evaluate_first, repeat_interrupted
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook_states import check_stateful, get_states
 from jstep.hooks.reporting import LoggingHook
@@ -138,7 +138,7 @@ def _resume_hooks(run: RunContext) -> bool:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
     # A signal interrupted it before the save. Evaluated even if a hook keeps the run stopped: its result is owed.
-    is_done = run.components.runner.evaluate(evaluate_owed)
+    is_done = run.components.runner.evaluate(repeat_interrupted)
     return is_stopped or is_done
 
 

@@ -183,7 +183,7 @@ class StallFiles:
 
     Attributes:
         others: What the other processes wait for, if this one has read their files.
-        is_told: Whether this process reports no others, because one with a lower index does so.
+        is_reported_elsewhere: Whether this process reports no others, because one with a lower index does so.
         shown: The time since which the file of this process exists; None if it does not.
     """
 
@@ -201,7 +201,7 @@ class StallFiles:
         self._may_exist = True  # whether there may be a file of this process: an earlier start may have left one
         self._problems = set[str]()  # that were logged
         self.others: list[Fields] = []
-        self.is_told = False
+        self.is_reported_elsewhere = False
         self.shown: float | None = None
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, immediately: bool = False) -> None:
@@ -252,7 +252,7 @@ class StallFiles:
                 self._read()
         except OSError as error:
             self.others = []
-            self.is_told = True  # what is not known is not reported as missing
+            self.is_reported_elsewhere = True  # what is not known is not reported as missing
             self._warn("the stalls of the other processes cannot be read", error)
 
     @property
@@ -278,8 +278,8 @@ class StallFiles:
         # Only the first process that has a file reads and reports all files: if each did, the reads would be n². The
         # others list the names, in one request.
         matches = (re.fullmatch(rf"{re.escape(self._prefix)}\.([0-9]+)\.json", name) for name in _names(self._folder))
-        self.is_told = any(int(match[1]) < self._process for match in matches if match is not None)
-        stalls = [] if self.is_told else read_stalls(self._where, self._prefix)[0]
+        self.is_reported_elsewhere = any(int(match[1]) < self._process for match in matches if match is not None)
+        stalls = [] if self.is_reported_elsewhere else read_stalls(self._where, self._prefix)[0]
         self.others = [stall for stall in stalls if stall["process"] != self._process]
 
     def _warn(self, problem: str, error: OSError) -> None:

@@ -188,7 +188,7 @@ class StallWatch(Observer):
         """Write what this process does if others wait for it, though it does not stall."""
         files = self._files
         is_old = self._is_shared and wait.age > self._warn
-        do_others_stall = files.is_told or any(other["stall"] for other in files.others)
+        do_others_stall = files.is_reported_elsewhere or any(other["stall"] for other in files.others)
         if is_old and do_others_stall:
             files.exchange(lambda: self._fields(wait, stall=False), read=True)
         else:
@@ -339,7 +339,7 @@ class StallWatch(Observer):
     def _elsewhere(self) -> Iterator[str]:
         """Describe the other processes: count those that wait for the same, and name the rest."""
         files = self._files
-        if files.is_told:  # the process before this one names them
+        if files.is_reported_elsewhere:  # the process before this one names them
             return
         counts = Counter(other["what"] for other in files.others)
         for what, count in counts.items():

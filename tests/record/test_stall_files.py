@@ -79,7 +79,7 @@ def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypat
             )
             futures.wait([files._job])
         assert len(reads) <= len(everyone) * rounds
-    assert [files.is_told for files in everyone] == [False] + [True] * 31
+    assert [files.is_reported_elsewhere for files in everyone] == [False] + [True] * 31
     assert sorted(one["process"] for one in everyone[0].others) == list(range(3, 34))
     assert not any(files.others for files in everyone[1:])
 
@@ -96,7 +96,7 @@ def test_files_of_the_others_that_cannot_be_listed(tmp_path, monkeypatch, caplog
         files.exchange(fields_of, read=True, immediately=True)
         futures.wait([files._job])
         assert [stall["process"] for stall in files.others] == expected
-        assert files.is_told == (not expected)
+        assert files.is_reported_elsewhere == (not expected)
         monkeypatch.setattr(module, "names_in", refuse)
     (warning,) = caplog.messages
     assert warning.endswith(f"the other processes cannot be read: {tmp_path}/stalls cannot be listed")

@@ -45,7 +45,9 @@ def dispatch_of(*, unfinished: float = 0) -> Any:
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
     watch = object.__new__(StallWatch)
-    files = types.SimpleNamespace(others=[], is_told=False, shown=None, period=1.0, finish=lambda fields: None)
+    files = types.SimpleNamespace(
+        others=[], is_reported_elsewhere=False, shown=None, period=1.0, finish=lambda fields: None
+    )
     fields = {
         "run": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
         "_name": "process 0 of 3", "_ident": 1,
@@ -140,9 +142,9 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(watch._elsewhere()) == [
         *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7")
     ]
-    files.is_told = True  # by the process before this one
+    files.is_reported_elsewhere = True  # by the process before this one
     assert list(watch._elsewhere()) == []
-    files.is_told = False
+    files.is_reported_elsewhere = False
     files.others = [in_calls[0], agreeing[0]]  # one of each is named
     assert list(watch._elsewhere()) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
     files.others = [other(i, f"waiting for batch {i}") for i in range(1, 11)]  # eight at most
