@@ -372,13 +372,13 @@ def slow_processes(start: Start, records: Sequence[ProcessRecord]) -> list[SlowP
     if len(processes) < 2:
         return []
     slow: list[SlowProcess] = []
-    for process, (host, own) in processes.items():
-        least = max(_MIN_MILLISECONDS, _MIN_SHARE * sum(own.values()))
+    for process, (host, phase_times) in processes.items():
+        least = max(_MIN_MILLISECONDS, _MIN_SHARE * sum(phase_times.values()))
         others = [other.milliseconds for index, other in processes.items() if index != process]
         for part in (WAITING, SAVING, EVALUATING, HOOKS):
             median = statistics.median(other[part] for other in others)
-            if own[part] >= 2 * median and own[part] >= least:
-                slow.append(SlowProcess(process, host, part, own[part], median))
+            if phase_times[part] >= 2 * median and phase_times[part] >= least:
+                slow.append(SlowProcess(process, host, part, phase_times[part], median))
     return sorted(slow, key=lambda item: item.others - item.milliseconds)
 
 

@@ -287,8 +287,8 @@ class AUC:
 
     def merge(self, other: "AUC") -> "AUC":
         pairs = zip(self.thresholds, other.thresholds, strict=True)
-        bins = Thresholds(*(jnp.concatenate(as_one_dtype(own, others)) for own, others in pairs))
-        return AUC(_merge_bins(bins, self.thresholds.low.size), self.curve)
+        merged = Thresholds(*(jnp.concatenate(as_one_dtype(bins, others)) for bins, others in pairs))
+        return AUC(_merge_bins(merged, self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
         """Return the area; NaN if it is undefined or a score is NaN."""

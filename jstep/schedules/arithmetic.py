@@ -238,12 +238,12 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
     u = jax.lax.div(step, divisor)
     v = jax.lax.rem(step, divisor)
     carry = jax.lax.div(v * d, divisor)
-    rest = jax.lax.rem(v * d, divisor)
+    remainder = jax.lax.rem(v * d, divisor)
     float_n = jnp.asarray(n, dtype)
     return Periods(
         whole=u.astype(dtype) * d + carry.astype(dtype),
-        fraction=rest.astype(dtype) / float_n,
-        remaining=(n - rest).astype(dtype) / float_n,
+        fraction=remainder.astype(dtype) / float_n,
+        remaining=(n - remainder).astype(dtype) / float_n,
     )
 
 

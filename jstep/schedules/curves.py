@@ -48,7 +48,7 @@ def exponential_decay(
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), decay.steps)
-        return decay.start * arithmetic.power(decay.rate, periods, staircase=decay.staircase)
+        return decay.initial * arithmetic.power(decay.rate, periods, staircase=decay.staircase)
 
     return schedule
 
@@ -80,7 +80,7 @@ def natural_exp_decay(
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), decay.steps)
-        return decay.start * jnp.exp(-decay.rate * periods.passed(staircase=decay.staircase))
+        return decay.initial * jnp.exp(-decay.rate * periods.passed(staircase=decay.staircase))
 
     return schedule
 
@@ -112,7 +112,7 @@ def inverse_time_decay(
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), decay.steps)
-        return decay.start / (1 + decay.rate * periods.passed(staircase=decay.staircase))
+        return decay.initial / (1 + decay.rate * periods.passed(staircase=decay.staircase))
 
     return schedule
 
@@ -120,7 +120,7 @@ def inverse_time_decay(
 class _Decay(NamedTuple):
     """The checked arguments of a decay: its value at step 0, its unit of time, its rate per unit."""
 
-    start: Any
+    initial: Any
     steps: Fraction
     rate: Any
     staircase: bool
@@ -130,7 +130,7 @@ def _as_decay(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> _Decay:
     decay = _Decay(
-        start=arithmetic.as_tf_number("learning_rate", learning_rate),
+        initial=arithmetic.as_tf_number("learning_rate", learning_rate),
         steps=arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP),
         rate=arithmetic.as_tf_number("decay_rate", decay_rate, **bounds),
         staircase=arithmetic.flag("staircase", staircase),
