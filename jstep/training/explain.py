@@ -153,6 +153,7 @@ def check_will_not_crash(state: Tree, args: Any, *, is_known: bool, donates: boo
     check_alive(state)
     if not donates:
         return
+    # A comprehension for its speed: this runs at each step.
     batch_arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
     arrays = [*jax.tree.leaves(state), *batch_arrays]
     is_passed_twice = len(set(map(id, arrays))) < len(arrays)
