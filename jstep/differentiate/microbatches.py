@@ -36,7 +36,7 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
 
 
 def number_of_microbatches(
-    args: tuple[Any, ...], specs: list[PartitionSpec | None], minimum: int, max_rows: int | None
+    args: tuple[Any, ...], specs: Sequence[PartitionSpec | None], minimum: int, max_rows: int | None
 ) -> int:
     """Return the smallest number of microbatches, at least the minimum, with which a device has at most `max_rows`."""
     if max_rows is None:
@@ -125,7 +125,7 @@ def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
     return size // n
 
 
-def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
+def _devices_of_batch(leaves: list[Any], specs: Sequence[PartitionSpec | None]) -> int:
     """Return the number of devices that the rows are sharded over; 1 if unknown."""
     count = 1
     for leaf, spec in zip(leaves, specs, strict=True):
