@@ -209,7 +209,7 @@ class SaverEngine:
                 manifest=manifest,
                 left_out=start_leaf_fingerprints(saved.left_out),
                 flushes=tuple(self._flushes),
-                temporary_secs=extra.temporary_secs,
+                permanent_every_secs=extra.permanent_every_secs,
                 listener=self._listener,
                 number=self.saves_begun,
             )

@@ -18,10 +18,18 @@ from jstep.state.leaves import StateLeaves
 
 COUNT_DTYPES = {"int32", "int64"}
 """The dtypes of counts."""
+_CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
+"""A type that tensorstore lacks → the one that it is stored as: of the same values (integers) or bits (floats)."""
 
 
 class SavedState(NamedTuple):
-    """Records of a state's leaves, arrays to store by their names, and leaves left out, with their values."""
+    """What is saved of a state.
+
+    Attributes:
+        leaves: The records of its leaves.
+        arrays: Name → array to store.
+        left_out: The records of the leaves that are left out, with their values.
+    """
 
     leaves: list[Leaf]
     arrays: dict[str, Any]
@@ -68,9 +76,6 @@ class SavedState(NamedTuple):
 
 
 # Records of leaves, and their conversion to and from stored arrays.
-
-# Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
-_CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 
 _Record = TypeVar("_Record", Leaf, LeftOutLeaf)
 

@@ -73,15 +73,15 @@ class CheckpointExtra(NamedTuple):
         files: Name → `ExternalBytes`: the files that this process writes. Names differ between processes.
         finite: Whether the checkpoint records its parameters as finite, if the caller has checked them. In a run, those
             that were not finite when it began count as finite.
-        temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is temporary:
-            the next save replaces it, and no limit counts it. None if it is permanent.
+        permanent_every_secs: Seconds from one permanent checkpoint to the next. One that is saved earlier is temporary:
+            the next save replaces it, and no limit counts it. None if each is permanent.
         best: The evaluation for which a `KeepBest` saves it.
     """
 
     values: Any
     files: Mapping[str, Any]
     finite: bool | None = None
-    temporary_secs: float | None = None
+    permanent_every_secs: float | None = None
     best: BestRecord | None = None
 
     def is_same(self, other: "CheckpointExtra") -> bool:

@@ -17,8 +17,8 @@ from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Store
 
-ALWAYS = math.inf
-"""The `temporary_secs` of a checkpoint that is temporary whatever precedes it."""
+NEVER = math.inf
+"""The `permanent_every_secs` of a checkpoint that is temporary whatever precedes it."""
 _MAX_CONCURRENT = 16
 """Manifests to read at once."""
 
@@ -92,7 +92,7 @@ class EndOfSave:
         manifest: The manifest, which lacks what is known only at the end.
         left_out: Returns the records of leaves that are left out; may wait for devices.
         flushes: Called before the checkpoint exists.
-        temporary_secs: As in `CheckpointExtra`.
+        permanent_every_secs: As in `CheckpointExtra`.
         listener: Receives a permanent checkpoint, and is waited for before one is deleted.
         number: The number of the save, among those of the Saver.
         began: The monotonic time at which the save began.
@@ -101,7 +101,7 @@ class EndOfSave:
     manifest: Manifest
     left_out: Callable[[], tuple[LeftOutLeaf, ...]]
     flushes: Sequence[Callable[[], None]]
-    temporary_secs: float | None
+    permanent_every_secs: float | None
     listener: Listener | None
     number: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)
@@ -177,7 +177,7 @@ class Retention:
         for flush in end.flushes:
             flush()
         manifest = end.manifest
-        decision = self._decide(manifest, end.temporary_secs)
+        decision = self._decide(manifest, end.permanent_every_secs)
         sealed = dataclasses.replace(
             manifest,
             extra=known_values(manifest.extra),
@@ -200,7 +200,7 @@ class Retention:
             self._store.evict(path)
         self._published_secs = seconds
 
-    def _decide(self, new: Manifest, temporary_secs: float | None) -> _Decision:
+    def _decide(self, new: Manifest, permanent_every_secs: float | None) -> _Decision:
         """Decide what a new checkpoint is, and what it supersedes.
 
         It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
@@ -209,11 +209,11 @@ class Retention:
         paths = self._store.own_paths()
         self._absent.clear()
         retained = self._load_retained(paths)
-        if self._max_to_keep is None and temporary_secs is None and not retained.temporary:
+        if self._max_to_keep is None and permanent_every_secs is None and not retained.temporary:
             return _Decision([], retained, is_temporary=False)
         self._heads = {step: head for step, head in self._heads.items() if step in paths}
         others = sorted(paths.keys() - {new.step}, reverse=True)
-        is_temporary = self._is_temporary(new, temporary_secs, paths, others)
+        is_temporary = self._is_temporary(new, permanent_every_secs, paths, others)
         finite = self._newest_finite(others, new)
         # A marked step may have been saved again, as a permanent one, since the manifest that marks it was written.
         marked = [step for step in others if step in retained.temporary]
@@ -233,20 +233,20 @@ class Retention:
         return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
 
     def _is_temporary(
-        self, new: Manifest, temporary_secs: float | None, paths: Mapping[int, str], others: Sequence[int]
+        self, new: Manifest, permanent_every_secs: float | None, paths: Mapping[int, str], others: Sequence[int]
     ) -> bool:
-        if temporary_secs is None:
+        if permanent_every_secs is None:
             return False
         if new.step in paths and self._is_permanent(new.step):
             # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
             # this step by itself.
             return False
-        if temporary_secs == ALWAYS:
+        if permanent_every_secs == NEVER:
             return True
         newest = self._find_step(others, lambda head: not head.temporary)
         if newest is None:
             return False
-        return 0 <= new.saved_at - self._heads[newest].saved_at < temporary_secs
+        return 0 <= new.saved_at - self._heads[newest].saved_at < permanent_every_secs
 
     def _newest_finite(self, others: Sequence[int], new: Manifest) -> int | None:
         """Return the highest step whose parameters are finite."""

@@ -71,7 +71,9 @@ class CheckpointSaverHook(SaverHook):
             self._is_closed = True
             self.saver.close()
 
-    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
+    def save(
+        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+    ) -> bool:
         if self._saved is None or not self._saved.holds(step, state):
             if not may_save(self._run, step, state, self._checks):
                 return False
@@ -80,7 +82,8 @@ class CheckpointSaverHook(SaverHook):
                 self._is_closed = False
             is_finite = self._run.require_finite(step, self.saver)
             extra = as_checkpoint_extra(self._extra() if self._extra else None)
-            write(self._run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
+            extra = extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs)
+            write(self._run, self.saver, state, extra)
             self._saved = LatestSave(step, weakref.ref(state))
         if wait and not self._is_closed:
             try:

@@ -25,10 +25,12 @@ class SaverHook(RunHook):
     _instead = "call save(state) of a jstep.Saver"
     saver: Saver
 
-    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
+    def save(
+        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+    ) -> bool:
         """Save, unless this is saved already; return False if a hook prevented it.
 
-        With `wait`, the checkpoint is on disk on return. `temporary_secs` is that of `CheckpointExtra`.
+        With `wait`, the checkpoint is on disk on return. `permanent_every_secs` is that of `CheckpointExtra`.
         """
         raise NotImplementedError
 

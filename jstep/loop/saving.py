@@ -14,7 +14,7 @@ import jax
 
 from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.names import checkpoint_name, open_store
-from jstep.checkpoint.retention import ALWAYS
+from jstep.checkpoint.retention import NEVER
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import processes
 from jstep.core.logs import logger
@@ -116,7 +116,9 @@ class RunSaverHook(SaverHook):
         # the memories of hooks, and nobody can set them back. None at all other times.
         self._boundary: Contents | None = None
 
-    def save(self, step: int, state: TrainState, *, wait: bool = False, temporary_secs: float | None = None) -> bool:
+    def save(
+        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+    ) -> bool:
         """Save, unless the latest checkpoint holds the same; return False if a hook prevented it."""
         run = self._context
         # The device is waited for here, so that this is not counted as saving. Saving explains an error better.
@@ -131,19 +133,19 @@ class RunSaverHook(SaverHook):
             if not self._is_saved(step, state):
                 if not may_save(run, step, state):
                     return False
-                self._write(step, state, temporary_secs)
+                self._write(step, state, permanent_every_secs)
             if wait:
                 self._wait()
         return True
 
-    def _write(self, step: int, state: TrainState, temporary_secs: float | None) -> None:
+    def _write(self, step: int, state: TrainState, permanent_every_secs: float | None) -> None:
         run = self._context
         is_finite = run.require_finite(step, self.saver)
         contents = self._contents.take() if self._boundary is None else self._boundary
-        extra = self._contents.as_extra(contents, is_before_end=temporary_secs == ALWAYS)
-        write(run, self.saver, state, extra._replace(finite=is_finite, temporary_secs=temporary_secs))
+        extra = self._contents.as_extra(contents, is_before_end=permanent_every_secs == NEVER)
+        write(run, self.saver, state, extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs))
         self._mark_saved(step, state, contents)
-        self._is_temporary = temporary_secs is not None
+        self._is_temporary = permanent_every_secs is not None
 
     def _is_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint taken now would be the latest one again."""
@@ -180,13 +182,13 @@ class RunSaverHook(SaverHook):
             return
         (is_too_early,) = processes.broadcast_ints(interval.is_too_early())
         if not is_too_early:
-            self.save(step, state, temporary_secs=MAX_SECS)
+            self.save(step, state, permanent_every_secs=MAX_SECS)
 
     # The end, in the order of `ending.py`.
 
     def save_boundary(self, step: int, state: TrainState) -> None:
         """Begin to save the boundary before the `end`s; from here on, every save is one of this boundary."""
-        if self.save(step, state, temporary_secs=ALWAYS):
+        if self.save(step, state, permanent_every_secs=NEVER):
             self._boundary = self._saved_contents
 
     def save_end(self, step: int, state: TrainState) -> None:
