@@ -1,18 +1,11 @@
-"""Trajectories of torch, schedulefree and pytorch_optimizer, which are stored, so that the quick tests need no library.
+"""Trajectories of torch, schedulefree and pytorch_optimizer, which are imported when one is computed."""
 
-python tests/optimizers/library_references.py      # with all three installed: writes library_references.json
-"""
-
-import json
-import pathlib
 import warnings
 
-import numpy as np
 from golden import DECAY, RATE, SHAPES, STEPS, gradients, initial_params, run_torch
 
-PATH = pathlib.Path(__file__).with_suffix(".json")
-KEPT = (0, 1, 2, 5, STEPS - 1)
-"""The steps after which the parameters are stored."""
+COMPARED = (0, 1, 2, 5, STEPS - 1)
+"""The steps after which the parameters are compared."""
 MATRICES = {"a": (4, 6), "b": (6, 4)}
 SQUARE, WIDE = {"a": (5,), "b": (4, 4), "c": ()}, {"a": (5,), "b": (4, 5), "c": ()}
 CHANGING = {"lr": RATE, "weight_decay": DECAY}
@@ -112,31 +105,8 @@ for _kind, _name in (("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree"))
 
 
 def computed(name):
-    """Return the parameters of a reference after the steps KEPT, and what follows."""
+    """Return the parameters of a reference after the steps COMPARED, and what follows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trajectory = REFERENCES[name]()
-    return [trajectory[n] for n in KEPT] + trajectory[STEPS:]
-
-
-def stored(name):
-    """Return the same from the file."""
-    found = json.loads(PATH.read_text(encoding="utf-8"))[name]
-    return [{leaf: np.float32(values) for leaf, values in params.items()} for params in found]
-
-
-def main():
-    """Write the file, one line for each reference."""
-
-    def rounded(values):
-        return json.loads(json.dumps(np.float64(values).tolist()), parse_float=lambda text: float(f"{float(text):.8g}"))
-
-    lines = []
-    for name in REFERENCES:
-        params = [{leaf: rounded(values) for leaf, values in one.items()} for one in computed(name)]
-        lines.append(f"{json.dumps(name)}: {json.dumps(params, separators=(',', ':'))}")
-    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return [trajectory[n] for n in COMPARED] + trajectory[STEPS:]

@@ -1,4 +1,8 @@
-"""Trajectories compared with Optax, and with those of torch, schedulefree and pytorch_optimizer that are stored."""
+"""Trajectories compared with those of other libraries: Optax, and in `dev/peers.sh` torch and those built on it.
+
+No figures are stored: a reviewer can check an equation (test_golden_equations.py) or the call of a library, but not a
+table of numbers that one of them once gave.
+"""
 
 import functools
 
@@ -39,7 +43,7 @@ BY_OPTAX = {
 }
 
 
-@pytest.mark.thorough(except_for=["radam-early", "adopt"])
+@pytest.mark.thorough(except_for=["radam-early", "adopt", "prodigy-safeguard"])
 @pytest.mark.parametrize("name", BY_OPTAX)
 def test_matches_optax(name):
     optimizer, reference = BY_OPTAX[name]
@@ -48,7 +52,7 @@ def test_matches_optax(name):
 
 
 FREE = {"weight_lr_power": 2.0, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
-STORED = {
+BY_LIBRARY = {
     # name in library_references.py: optimizer, tolerances besides those below
     "sgd": (lambda: jstep.sgd(LR, **DECAYING), {}),
     "sgd-momentum": (lambda: jstep.sgd(LR, 0.9, 0.3, **DECAYING), {}),
@@ -77,7 +81,7 @@ STORED = {
 }
 for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
     _rate, _free = jstep.linear_warmup(0.1, _warmup), FREE | {"weight_lr_power": _power}
-    STORED |= {
+    BY_LIBRARY |= {
         f"free-adamw-{_warmup}-{_power}": (
             functools.partial(jstep.schedule_free_adamw, _rate, 0.9, 0.99, **_free),
             {},
@@ -86,26 +90,20 @@ for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
     }
 
 
-@pytest.mark.thorough(except_for=["sgd-momentum", "prodigy-guard", "free-adamw-4-1.0"])
-@pytest.mark.parametrize("name", STORED)
-def test_matches_the_stored_trajectory(name):
-    make, tolerances = STORED[name]
-    want = references.stored(name)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", BY_LIBRARY)
+def test_matches_the_library(name):
+    for library in ("torch", "schedulefree", "pytorch_optimizer"):
+        pytest.importorskip(library)
+    make, tolerances = BY_LIBRARY[name]
+    want = references.computed(name)
     shapes = {leaf: values.shape for leaf, values in want[0].items()}
     trajectory, state = run_jstep(make(), shapes)
-    found = [trajectory[n] for n in references.KEPT]
+    found = [trajectory[n] for n in references.COMPARED]
     if name.startswith("free-"):
         found.append(jstep.schedule_free_params(state))
     assert_close(found, want, **{"rtol": 1e-4, "atol": 1e-5, **tolerances})
 
 
 def test_each_reference_is_compared():
-    assert STORED.keys() == references.REFERENCES.keys()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", STORED)
-def test_the_library_computes_the_stored_trajectory(name):
-    for library in ("torch", "schedulefree", "pytorch_optimizer"):
-        pytest.importorskip(library)
-    assert_close(references.computed(name), references.stored(name), rtol=1e-5, atol=1e-6)
+    assert BY_LIBRARY.keys() == references.REFERENCES.keys()
