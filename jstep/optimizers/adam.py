@@ -693,7 +693,7 @@ def adafactor(
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     optimizer = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    return rules.with_init(optimizer, finished=True)  # also without a learning_rate
+    return rules.replace_init(optimizer, finished=True)  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from jstep.core.tracebacks import explains_arguments, shortens_tracebacks
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, P, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
-from jstep.optimizers.host_slots import on_leaves
+from jstep.optimizers.host_slots import update_leaves
 from jstep.optimizers.hyperparameters import as_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
@@ -123,7 +123,9 @@ class ExponentialMovingAverage:
             if not trees.is_trainable(p):
                 return None
             dtype = trees.compute_dtype(jnp.result_type(p))
-            return full_like(p, 0.0, dtype) if self._starts_at_zeros else copy_as(p, dtype)
+            if self._starts_at_zeros:
+                return full_like(p, 0.0, dtype)
+            return copy_as(p, dtype)
 
         return jax.tree.map(leaf, params)
 
@@ -143,9 +145,10 @@ class ExponentialMovingAverage:
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
         weight = self._weight(num_updates, age)
-        old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
-        new = [avg if avg is None else move_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
+        new: list[Any] = []
+        for average, p in zip(trees.flatten_like(params, averages, "averages"), leaves, strict=True):
+            new.append(None if average is None else move_average(average, p, weight))
         return treedef.unflatten(new)
 
     @property
@@ -162,13 +165,15 @@ class ExponentialMovingAverage:
             raise TypeError(
                 f"{argument}=held({speed.name!r}, …): its value is in the state; use jstep.with_moving_average"
             )
-        for name, value in (("num_updates", num_updates), ("age", age)):
-            if value is not None:
-                _count(name, value)
+        if num_updates is not None:
+            _count("num_updates", num_updates)
+        if age is not None:
+            _count("age", age)
         if age is None and self.zero_debias:  # if there was one update for each number from 1 to n
             age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
         weight = self._weight_when_due(num_updates, age)
         if self._waits:
+            # 1 up to start_step, where the averages are the parameters, and then 0 except at the steps that are due.
             later = jnp.where(self._is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
             weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, later)
         return weight
@@ -182,8 +187,8 @@ class ExponentialMovingAverage:
         return self.start_step > 0 or self.every > 1
 
     def _is_due(self, num_updates: Step | None) -> Array:
-        since = jnp.asarray(num_updates) - self.start_step
-        return (since > 0) & (since % self.every == 0)
+        updates = jnp.asarray(num_updates) - self.start_step
+        return (updates > 0) & (updates % self.every == 0)
 
     def _weight_when_due(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
@@ -291,13 +296,16 @@ def with_moving_average(
             leaves = _initial(initial, params, chosen)
         return ema.init(treedef.unflatten([p if flag else None for p, flag in zip(leaves, chosen, strict=True)]))
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
-        updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        gradients = trees.flatten_like(inputs.params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = nested.call_update(optimizer, updates, inner, inputs, exact=True)
         if ema.per_step and not nested.INCREMENTS.get():
             return updates, inner, outer
-        averaging = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
-        averages, weight = update_averages(averaging, outer[ema.name], updates, gradients, at)
+        current_ema = ema
+        if hyper:
+            speed_now = inputs.h[f"{ema.name}/{argument}"]
+            current_ema = dataclasses.replace(ema, **{argument: speed_now})
+        averages, weight = update_averages(current_ema, outer[ema.name], updates, gradients, inputs)
         weights = dict.fromkeys(weight_slots, jnp.asarray(weight, jnp.float32))
         return updates, inner, {ema.name: averages, **weights}
 
@@ -335,43 +343,50 @@ def _zero_weight(params: Params, step: Any) -> Array:
 
 
 class _Weights(NamedTuple):
-    """The weights of new values in the averages of one age; None: the average stays."""
+    """The weights of new values in the averages of one age; None: the average stays.
 
-    with_gradient: Any
-    without_gradient: Any
+    Attributes:
+        updated: The weight of the new value of a parameter that has a gradient.
+        unchanged: That of the value of a parameter without one.
+    """
+
+    updated: Any
+    unchanged: Any
 
 
 def update_averages(
-    ema: ExponentialMovingAverage, averages: Params, updates: Updates, gradients: Sequence[Any], at: StepInputs
+    ema: ExponentialMovingAverage, averages: Params, updates: Updates, gradients: Sequence[Any], inputs: StepInputs
 ) -> tuple[Params, Any]:
     """Move the averages to the parameters after these updates; return them and the weight of the new values.
 
     `gradients` are the leaves that the optimizer got: one without a gradient has no new value.
     """
-    params = at.params
-    after = jnp.asarray(at.step) + 1
+    params = inputs.params
+    next_step = jnp.asarray(inputs.step) + 1
     leaves = trees.flatten_like(params, averages, "averages")
     new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     weights: dict[int, _Weights] = {}  # by the age of the leaves, which those of a label share
 
-    def weights_at(start: Any) -> _Weights:
+    def weights_of(start: Any) -> _Weights:
         if id(start) not in weights:
-            age = None if start is None else slot_age(at.step, start)
-            # An average that starts at zeros becomes the first value, even without a gradient.
-            first = jnp.where((age == 1) & ema._is_due(after), 1.0, 0.0) if ema._starts_at_zeros else None
-            weights[id(start)] = _Weights(ema._weight(after, age), first)
+            age = None if start is None else slot_age(inputs.step, start)
+            unchanged = None
+            if ema._starts_at_zeros:
+                # An average that starts at zeros becomes the first value, even without a gradient.
+                unchanged = jnp.where((age == 1) & ema._is_due(next_step), 1.0, 0.0)
+            weights[id(start)] = _Weights(ema._weight(next_step, age), unchanged)
         return weights[id(start)]
 
     def call(average: object, p: object, u: object, g: object, start: object) -> Any:
         if average is None:
             return None
-        has_value = g is not None or ema.per_step
-        weight = weights_at(start).with_gradient if has_value else weights_at(start).without_gradient
+        leaf_weights = weights_of(start)
+        weight = leaf_weights.unchanged if g is None and not ema.per_step else leaf_weights.updated
         return None if weight is None else (_move_leaf, p, u, weight)
 
-    calls = list(map(call, leaves, jax.tree.leaves(params), new_updates, gradients, at.starts))
-    on_leaves(params, {AVERAGE_SLOT: leaves}, calls)
-    weight = next((weight.with_gradient for weight in weights.values()), 0.0)
+    calls = list(map(call, leaves, jax.tree.leaves(params), new_updates, gradients, inputs.starts))
+    update_leaves(params, {AVERAGE_SLOT: leaves}, calls)
+    weight = next((leaf_weights.updated for leaf_weights in weights.values()), 0.0)
     return trees.structure(params).unflatten(leaves), weight
 
 
@@ -506,20 +521,22 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     optimizer = as_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params = at.params
-        updates, inner = nested.call_update(optimizer, updates, inner, at)
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params = inputs.params
+        updates, inner = nested.call_update(optimizer, updates, inner, inputs)
         treedef = trees.structure(params)
         new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, outer[SLOW], f"slot {SLOW!r}")
-        rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
+        rate = jnp.asarray(inputs.h["slow_step_size"], trees.default_float())
 
         def call(u: Any, p: Any, start: Any) -> Any:
             if u is None or start is None:
                 return None
-            return _synchronize, u, p, rate, slot_age(at.step, start) % period == 0
+            is_due = slot_age(inputs.step, start) % period == 0
+            return _synchronize, u, p, rate, is_due
 
-        synchronized = on_leaves(params, {SLOW: slows}, map(call, new_updates, jax.tree.leaves(params), at.starts))
+        calls = map(call, new_updates, jax.tree.leaves(params), inputs.starts)
+        synchronized = update_leaves(params, {SLOW: slows}, calls)
         # A leaf without an age is not synchronized, but an element of a chain may move it.
         new_updates = [u if new is None else new for u, new in zip(new_updates, synchronized, strict=True)]
         return treedef.unflatten(new_updates), inner, {SLOW: treedef.unflatten(slows)}
@@ -532,15 +549,17 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.with_order)
 
 
-def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
-    u = u.to_dense() if is_slices(u) else u
+def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, is_due: Array) -> tuple[Array, Slots]:
+    """If it is due, return (1 − rate)·(slow − p) + rate·u, which moves p to the new slow weights; otherwise u."""
+    if is_slices(u):
+        u = u.to_dense()
     slow = slots[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
-    back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
-    update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
+    share_of_slow = jnp.where(is_due, 1 - rate, 0.0).astype(dtype)
+    update = share_of_slow * (slow - p.astype(dtype)) + jnp.where(is_due, rate, 1.0).astype(dtype) * u.astype(dtype)
     new_slow = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
-    return update, {SLOW: jnp.where(due, new_slow, slow)}
+    return update, {SLOW: jnp.where(is_due, new_slow, slow)}
 
 
 def slow_params(state: TrainState[P], name: str = SLOW) -> P:

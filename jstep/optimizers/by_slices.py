@@ -55,9 +55,12 @@ def find_ending(
     operations = []
     for operation in reversed(program.operations):
         outputs = operation.eqn.outvars
-        if not needs.keys().isdisjoint(outputs) and is_part(operation):
-            operations.append(operation)
-            needs = {var: None for var in needs if var not in outputs} | dict.fromkeys(variables(operation.eqn.invars))
+        if needs.keys().isdisjoint(outputs) or not is_part(operation):
+            continue
+        operations.append(operation)
+        for var in outputs:
+            needs.pop(var, None)
+        needs |= dict.fromkeys(variables(operation.eqn.invars))
     return Subprogram(subprogram(program.jaxpr, [*needs], results, []), (), tuple(operations[::-1]))
 
 
@@ -71,7 +74,7 @@ def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
-    def by(operation: Operation, values: list[Any]) -> list[Any]:
+    def apply_narrow(operation: Operation, values: list[Any]) -> list[Any]:
         if operation.kind == "cond":
             return _narrow(operation, values, widened)
         eqn = operation.eqn
@@ -82,13 +85,15 @@ def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[
         return apply(operation, values)
 
     ending = find_ending(program, wanted)
-    return evaluate(ending, [env[var] for var in ending.jaxpr.invars], by)
+    return evaluate(ending, [env[var] for var in ending.jaxpr.invars], apply_narrow)
 
 
 def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, Any]) -> list[Any]:
-    """Apply a conditional to its operands before they were widened."""
+    """Apply a conditional to its operands before they were widened, which it then does itself."""
     atoms = operation.eqn.invars[1:]
-    inputs = [x if isinstance(a, Literal) else widened.get(a, x) for a, x in zip(atoms, values[1:], strict=True)]
+    inputs: list[Any] = []
+    for atom, value in zip(atoms, values[1:], strict=True):
+        inputs.append(value if isinstance(atom, Literal) else widened.get(atom, value))
 
     def branch(number: int, *inputs: Any) -> list[Any]:
         operands = [x.astype(atom.aval.dtype) for atom, x in zip(atoms, inputs, strict=True)]
@@ -102,40 +107,44 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 """`body(position, carried, read) -> carried`, for the slices at a position."""
 
 
-def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read: object) -> Any:
+def update_slices(body: Body, shape: Shape, slice_shape: Shape, carried: object, read: object) -> Any:
     """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
-    if of_slice == shape:
+    if slice_shape == shape:
         return body((0,) * len(shape), carried, read)
-    counts = [whole // size for whole, size in zip(shape, of_slice, strict=True)]
+    counts = [whole // size for whole, size in zip(shape, slice_shape, strict=True)]
     cut_axes = [axis for axis, count in enumerate(counts) if count > 1]
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
         """A view with separate axes for the position of a slice, which XLA slices without changing the layout."""
-        sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
-        return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
+        sizes: list[int] = []  # a scalar has none
+        for size, count in zip(x.shape, counts, strict=False):
+            sizes += [count, size // count] if count > 1 else [size]
+        return x.reshape(sizes)
 
-    def one_slice(i: Array, carried: object) -> Any:
+    def update_slice(i: Array, carried: object) -> Any:
         indices = {}
         for axis in reversed(cut_axes):
             indices[axis] = i % counts[axis]
             i = i // counts[axis]
-        position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(of_slice))
-        starts_of_axes = ([indices[axis], 0] if axis in indices else [0] for axis in range(len(shape)))
-        starts: list[Any] = [start for axis_starts in starts_of_axes for start in axis_starts]
+        position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(slice_shape))
+        starts: list[Any] = []
+        for axis in range(len(shape)):
+            starts += [indices[axis], 0] if axis in indices else [0]
 
         def cut(x: Array) -> Array:
             sizes = [1 if axis in slice_axes else size for axis, size in enumerate(x.shape)]
-            kept = [size for axis, size in enumerate(x.shape) if axis not in slice_axes]
-            return jax.lax.dynamic_slice(x, starts[: x.ndim], sizes).reshape(kept)
+            sizes_of_slice = [size for axis, size in enumerate(x.shape) if axis not in slice_axes]
+            return jax.lax.dynamic_slice(x, starts[: x.ndim], sizes).reshape(sizes_of_slice)
 
         def put(x: Array, y: Array) -> Array:
             return jax.lax.dynamic_update_slice(x, jnp.expand_dims(y, slice_axes), starts)
 
         # Behind the barrier each slice is read from slow memory once.
-        new = body(position, *jax.lax.optimization_barrier(jax.tree.map(cut, (carried, views[1]))))
+        slices = jax.lax.optimization_barrier(jax.tree.map(cut, (carried, read_views)))
+        new = body(position, *slices)
         return jax.tree.map(put, carried, new)
 
-    views = jax.tree.map(split, (carried, read))
-    new_views = jax.lax.fori_loop(0, math.prod(counts), one_slice, views[0])
+    carried_views, read_views = jax.tree.map(split, (carried, read))
+    new_views = jax.lax.fori_loop(0, math.prod(counts), update_slice, carried_views)
     return jax.tree.map(lambda x, y: x.reshape(y.shape), new_views, carried)

@@ -20,7 +20,7 @@ from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Ste
 from jstep.optimizers import draws, hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, held_slots, values_at
-from jstep.optimizers.nested import StepInputs, with_inputs
+from jstep.optimizers.nested import StepInputs, unpack_inputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, NoGradientsError, as_slots
@@ -44,28 +44,29 @@ class _PartOptimizer:
     def own(self, tree: Updates) -> Updates:
         return self._restricted(self._treedef.flatten_up_to(tree))
 
-    def call(self, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = True) -> tuple[Updates, Slots]:
+    def call(self, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = True) -> tuple[Updates, Slots]:
         def whole(params: Params) -> Params:
             rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_own, strict=True)
             return self._treedef.unflatten([new if is_own else leaf for new, leaf, is_own in rows])
 
         if not all(self._is_own):
-            context = nested.inner_context(at.context, whole, self.own)
+            context = nested.inner_context(inputs.context, whole, self.own)
             updates = self.own(updates)
-            at = at._replace(params=self.params, context=context)
-        return nested.call_update(self.optimizer, updates, slots, at, exact=exact)
+            inputs = inputs._replace(params=self.params, context=context)
+        return nested.call_update(self.optimizer, updates, slots, inputs, exact=exact)
 
-    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+    def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
         if not jax.tree.leaves(self.own(updates), is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
-        return self.call(updates, slots, at)
+        return self.call(updates, slots, inputs)
 
-    def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
+    def slots_per_step(self, slots: Slots, inputs: StepInputs, roles: Roles) -> Slots:
         if not (roles.per_step and nested.INCREMENTS.get()):
             return {}
         with setting(IS_IDLE, True):
-            _, new = self.call(self._treedef.unflatten([None] * len(self._leaves)), slots, at)
-        return {name: new[name] for name in {*roles.per_step, *map(roles.halves.get, roles.per_step)} if name in new}
+            _, new = self.call(self._treedef.unflatten([None] * len(self._leaves)), slots, inputs)
+        names = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
+        return {name: new[name] for name in names if name in new}
 
 
 @makes_optimizer()
@@ -126,7 +127,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         needs_all=any(map(needs_all_params, elements)),
     )
     takes_context = any(optimizer.takes_context for optimizer in elements)
-    return Optimizer(init, with_inputs(functions.update), nested.merge_hyperparameters(named), takes_context)
+    return Optimizer(init, unpack_inputs(functions.update), nested.merge_hyperparameters(named), takes_context)
 
 
 class _Chain:
@@ -174,16 +175,16 @@ class _Chain:
         """The slots in which several elements count draws."""
         return draws.shared_names(roles_of(part.optimizer, part.params) for part in self.parts(params))
 
-    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+    def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
-        with leaf_values.partial_params(at.params):
-            parts = self.parts(at.params)
+        with leaf_values.partial_params(inputs.params):
+            parts = self.parts(inputs.params)
             for part in parts:
                 old = nested.slots_of(part.optimizer, slots, part.params)
-                updates, new = part.call(updates, old, at, exact=part is parts[-1])
+                updates, new = part.call(updates, old, inputs, exact=part is parts[-1])
                 twins = all_slots.keys() & new.keys()
                 if twins:
-                    twins &= self._shared(at.params)
+                    twins &= self._shared(inputs.params)
                     new |= draws.join_draws(twins, slots, all_slots, new)
                 all_slots |= new
         return updates, all_slots
@@ -225,9 +226,9 @@ def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
     optimizer = as_first_optimizer("scope(optimizer, name)", optimizer, name)
     check_prefix("name", as_string(name, "name"))
 
-    def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        old = nested.slots_of(optimizer, slots, at.params, f"{name}/")
-        updates, new = nested.call_update(optimizer, updates, old, at, exact=True)
+    def update(updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
+        old = nested.slots_of(optimizer, slots, inputs.params, f"{name}/")
+        updates, new = nested.call_update(optimizer, updates, old, inputs, exact=True)
         return updates, nested.add_prefix(name, new)
 
     def labels(params: Params) -> Labels | None:
@@ -246,7 +247,7 @@ def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
         return nested.add_prefix(name, optimizer.hyperparameters(step))
 
     outer_init = nested.wrap_init(optimizer, init, roles, labels=labels)
-    return optimizer._replace(init=outer_init, update=with_inputs(update), hyperparameters=hyper)
+    return optimizer._replace(init=outer_init, update=unpack_inputs(update), hyperparameters=hyper)
 
 
 @makes_optimizer(1)
@@ -298,7 +299,7 @@ def drawing_element(
         kept = as_slots(roles, slots)
         number = draws.number_in_step(slots, step)
         new = fn(wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots), number)
-        return new, kept | draws.after_draw(slots, step)
+        return new, kept | draws.next_draws(slots, step)
 
     init = Init(lambda params, step: held_slots(hyper) | draws.fresh_draws(), lambda params: roles)
     return Optimizer(init, update, hyperparameters.report(hyper))
@@ -361,7 +362,9 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         labels=functions.inner_labels,
     )
     takes_context = any(optimizer.takes_context for optimizer in scoped.values())
-    return Optimizer(init, with_inputs(functions.update), nested.merge_hyperparameters(functions.named), takes_context)
+    return Optimizer(
+        init, unpack_inputs(functions.update), nested.merge_hyperparameters(functions.named), takes_context
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -377,13 +380,13 @@ class _Partition:
         return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
-    def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
+    def parts(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
+        """Yield the label of each leaf, and the optimizer of each label with its leaves."""
         with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
-            parts = {
-                label: _PartOptimizer(params, [name == label for name in labels], optimizer)
-                for label, optimizer in self.optimizers.items()
-            }
+            parts: dict[str, _PartOptimizer] = {}
+            for label, optimizer in self.optimizers.items():
+                parts[label] = _PartOptimizer(params, [other == label for other in labels], optimizer)
             yield labels, parts
 
     def _labels_of(self, params: Params) -> Labels:
@@ -392,7 +395,7 @@ class _Partition:
         if is_function:
             names = [self.labels(path, leaf) for path, leaf in named]
         else:
-            names = leaf_values.on_whole(params, functools.partial(_labels_of_leaves, self.labels))
+            names = leaf_values.call_on_whole(params, functools.partial(_labels_of_leaves, self.labels))
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.optimizers)):
                 subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
@@ -403,42 +406,45 @@ class _Partition:
 
     def inner_labels(self, params: Params) -> Labels:
         """The labels of the leaves; for a part that is a partition itself, its labels."""
-        with self.by_label(params) as (names, by_label):
-            inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
-        iterators = {label: iter(labels) for label, labels in inner.items() if labels is not None}
-        return [next(iterators[label]) if label in iterators else label for label in names]
+        with self.parts(params) as (labels, parts):
+            inner = {label: init_labels(part.optimizer, part.params) for label, part in parts.items()}
+        iterators = {
+            label: iter(labels_of_part) for label, labels_of_part in inner.items() if labels_of_part is not None
+        }
+        return [next(iterators[label]) if label in iterators else label for label in labels]
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
-        with self.by_label(params) as (_, by_label):
-            slots = [labeled.optimizer.init(labeled.params, global_step) for labeled in by_label.values()]
+        with self.parts(params) as (_, parts):
+            slots = [part.optimizer.init(part.params, global_step) for part in parts.values()]
         return nested.merge(zip(self.named, slots, strict=True), "slot")
 
     def roles(self, params: Params) -> Roles:
-        with self.by_label(params) as (_, by_label):
-            roles = [roles_of(labeled.optimizer, labeled.params) for labeled in by_label.values()]
+        with self.parts(params) as (_, parts):
+            roles = [roles_of(part.optimizer, part.params) for part in parts.values()]
         return functools.reduce(Roles.merge, roles).with_misplaced()
 
-    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        params = at.params
+    def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
+        params = inputs.params
         trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)  # raises for another structure
         new_updates: list[Any] = [None] * len(jax.tree.leaves(params))
         all_slots: Slots = {}
         idle = 0
-        with self.by_label(params) as (_, by_label):
-            roles = {label: roles_of(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
-            for label, labeled in by_label.items():
+        with self.parts(params) as (_, parts):
+            roles = {label: roles_of(part.optimizer, part.params) for label, part in parts.items()}
+            for label, part in parts.items():
                 old = _slots_of(label, roles, slots)
                 try:
-                    partial, new = labeled.update(updates, old, at)
+                    partial, new = part.update(updates, old, inputs)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].names_with(*AGES)
                     later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
-                    all_slots |= old | later | labeled.slots_per_step(old, at, roles[label])
+                    all_slots |= old | later | part.slots_per_step(old, inputs, roles[label])
                     continue
                 all_slots |= new
                 for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
-                    new_updates[i] = u if u is not None else new_updates[i]
+                    if u is not None:
+                        new_updates[i] = u
         if idle == len(self.optimizers) and not IS_IDLE.get():
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
         return trees.structure(params).unflatten(new_updates), all_slots
@@ -464,23 +470,30 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
 def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> Slots:
     if roles_by_label[label].complete:
         return {name: slots[name] for name in roles_by_label[label] if name in slots}
-    others = {name for other, roles in roles_by_label.items() if other != label for name in roles}
+    # Of an optimizer that does not know its slots: those with its label that no other one has.
+    others: set[str] = set()
+    for other, roles in roles_by_label.items():
+        if other != label:
+            others.update(roles)
     return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}
 
 
 def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
     labels = init_labels(optimizer, params)
-    return [False] * len(jax.tree.leaves(params)) if labels is None else [label is None for label in labels]
+    if labels is None:
+        return [False] * len(jax.tree.leaves(params))
+    return [label is None for label in labels]
 
 
-def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
+def drop_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
     """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients
     leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
-    return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, leaves, strict=True)])
+    pairs = zip(leaves, frozen, strict=True)
+    return trees.structure(params).unflatten([None if is_frozen else leaf for leaf, is_frozen in pairs])
 
 
 def trained_params(optimizer: Optimizer, params: Params) -> Params:
-    return without_frozen(optimizer, params, params)
+    return drop_frozen(optimizer, params, params)

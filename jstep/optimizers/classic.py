@@ -149,7 +149,7 @@ def sgd(
         "dampening": dampening,
         "weight_decay": weight_decay,
     }
-    hyper = rules.in_bounds(numbers)
+    hyper = rules.as_hyperparameters(numbers)
     keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
@@ -170,17 +170,17 @@ def share_of_gradient(h: Values) -> dict[str, Any]:
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     if "momentum" not in s:
-        return -h.learning_rate * rules.with_decay(g, p, h), {}
-    g = rules.with_decay(g, p, h)
+        return -h.learning_rate * rules.add_decay(g, p, h), {}
+    g = rules.add_decay(g, p, h)
     a = h.momentum * s.momentum + (h.share * g if "share" in h else g)
     return -h.learning_rate * a, {"momentum": a}
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    a = h.momentum * s.momentum + rules.with_decay(g, p, h)
+    a = h.momentum * s.momentum + rules.add_decay(g, p, h)
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
-    return -h.learning_rate * (rules.with_decay(g, p, h) + h.momentum * a), {"momentum": a}
+    return -h.learning_rate * (rules.add_decay(g, p, h) + h.momentum * a), {"momentum": a}
 
 
 # Optimizers that divide by a root of squared gradients: Adagrad, RMSProp, Adadelta.

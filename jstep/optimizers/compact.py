@@ -90,27 +90,35 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     """
     optimizer = as_optimizer("optimizer", optimizer)
     nested.check_formats("compact", optimizer, **_REFUSED)
-    least = as_int(min_size, "min_size", at_least=0)
-    near = as_int(block, "block", at_least=SMALLEST_BLOCK)
-    if near > LARGEST_BLOCK or near & (near - 1):
+    smallest = as_int(min_size, "min_size", at_least=0)
+    block_size = as_int(block, "block", at_least=SMALLEST_BLOCK)
+    if block_size > LARGEST_BLOCK or block_size & (block_size - 1):
         raise ValueError(
             f"block={format_value(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
         )
     kept = None if keep is None else leaf_values.mask("keep", keep)
 
-    def blocks_in(params: Params) -> list[Blocks | None]:
+    def blocks_of(params: Params) -> list[Blocks | None]:
+        """Return the blocks of each parameter's slots; None for slots that stay as they are."""
         leaves = jax.tree.leaves(params)
-        stay = kept(params) if kept and leaves else [False] * len(leaves)
-        return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
+        are_kept = kept(params) if kept and leaves else [False] * len(leaves)
+        blocks: list[Blocks | None] = []
+        for leaf, is_kept in zip(leaves, are_kept, strict=True):
+            blocks.append(None if is_kept else _blocks(leaf, smallest, block_size))
+        return blocks
 
     def roles(params: Params) -> Roles:
         inner = slot_roles.roles_of(optimizer, params)
         added: dict[str, Role | None] = {}
         halves: dict[str, str] = {}
-        if any(blocks_in(params)):
+        if any(blocks_of(params)):
             for name, kind in inner.holds.items():
-                halves[name] = f"{name}/{REMAINDER if kind == 'weight' else SCALE}"
-                added[halves[name]] = Role.REMAINDER if kind == "weight" else Role.SCALES
+                if kind == "weight":
+                    halves[name] = f"{name}/{REMAINDER}"
+                    added[halves[name]] = Role.REMAINDER
+                else:
+                    halves[name] = f"{name}/{SCALE}"
+                    added[halves[name]] = Role.SCALES
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
             added[REMAINDER] = Role.REMAINDER
         if added:
@@ -124,30 +132,40 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
                 raise ValueError(
                     f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
                 )
-        lows = [None if p is None or p.dtype != jnp.bfloat16 else full_like(p, 0, jnp.int8) for p in trained]
+        remainders = [None if p is None or p.dtype != jnp.bfloat16 else full_like(p, 0, jnp.int8) for p in trained]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
-            fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
+            fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, remainders)), global_step)
         all_roles = roles(params)
-        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in all_roles else {}
-        fresh |= draws.fresh_draws() if all_roles.names_with(*HALVES) else {}
-        return fresh | _first_slots(fresh, params, all_roles, blocks_in(params))
+        if REMAINDER in all_roles:
+            fresh |= {REMAINDER: treedef.unflatten(remainders)}
+        if all_roles.names_with(*HALVES):
+            fresh |= draws.fresh_draws()
+        return fresh | _first_slots(fresh, params, all_roles, blocks_of(params))
 
-    def update(updates: Updates, slots: Slots, at: nested.StepInputs) -> tuple[Updates, Slots]:
-        params = at.params
+    def update(updates: Updates, slots: Slots, inputs: nested.StepInputs) -> tuple[Updates, Slots]:
+        params = inputs.params
         all_roles = roles(params)
         halves = all_roles.names_with(*HALVES)
         as_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
-        inside = nested.slots_of(optimizer, others, params)
-        number = draws.number_in_step(slots, at.step) if halves else None
-        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), at.step, number)
-        inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
+        stored = StoredState(
+            params=params,
+            slots=slots,
+            halves=all_roles.halves,
+            inner_slots=nested.slots_of(optimizer, others, params),
+            blocks=blocks_of(params),
+            step=inputs.step,
+            number=draws.number_in_step(slots, inputs.step) if halves else None,
+        )
+        inner = functools.partial(nested.update_masters, optimizer, inputs=inputs, rounded=_rounded)
         updates, new = store_updates(stored, inner, updates)
-        return updates, new | (draws.after_draw(slots, at.step) if halves else {})
+        if halves:
+            new |= draws.next_draws(slots, inputs.step)
+        return updates, new
 
     outer_init = nested.wrap_init(optimizer, init, roles)
-    return optimizer._replace(init=outer_init, update=nested.with_inputs(update, loads=False))
+    return optimizer._replace(init=outer_init, update=nested.unpack_inputs(update, loads=False))
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
@@ -155,19 +173,25 @@ def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
     return [p if p is not None and trees.is_trainable(p) else None for p in leaves]
 
 
-def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
+def _blocks(leaf: Any, min_size: int, block_size: int) -> Blocks | None:
     shape = np.shape(leaf)
-    small = not shape or np.size(leaf) < max(least, 1)
-    if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
+    if not shape or np.size(leaf) < max(min_size, 1):
         return None
-    return compact_numbers.choose_blocks(shape, near)
+    # The inner optimizer computes with wider slots of float64 parameters.
+    if not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
+        return None
+    return compact_numbers.choose_blocks(shape, block_size)
 
 
 def _rounded(p: Any, master: Any) -> Any:
-    return master if p.dtype == master.dtype else compact_numbers.split_halves(master)[0]
+    if p.dtype == master.dtype:
+        return master
+    high, _ = compact_numbers.split_halves(master)
+    return high
 
 
 def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Blocks | None]) -> Slots:
+    """Return the slots with a second half, as they are stored, and these halves."""
     slots: Slots = {}
     treedef = trees.structure(params)
     leaves = jax.tree.leaves(params)
@@ -195,8 +219,11 @@ Row: TypeAlias = dict[str, Any]
 class StoredState(NamedTuple):
     """The state before an update, as it is stored.
 
+    Its methods work on rows: a row has the slots of one parameter, by name.
+
     Attributes:
         halves: As in `Roles`.
+        inner_slots: The stored slots of the inner optimizer, without their halves.
         blocks: The blocks of each parameter's slots; None for others.
         number: The number of the update within its step; None if nothing is stored compactly.
     """
@@ -204,7 +231,7 @@ class StoredState(NamedTuple):
     params: Params
     slots: Slots
     halves: Mapping[str, str]
-    inside: Slots
+    inner_slots: Slots
     blocks: Sequence[Blocks | None]
     step: Step
     number: Array | None
@@ -212,41 +239,58 @@ class StoredState(NamedTuple):
     def rows(self, slots: Slots) -> list[Row]:
         rows: list[Row] = [{} for _ in self.blocks]
         for name, tree in slots.items():
-            if trees.is_like(self.params, tree):
-                for row, leaf in zip(rows, trees.flatten_like(self.params, tree, name), strict=True):
-                    row |= {} if leaf is None else {name: leaf}
+            if not trees.is_like(self.params, tree):
+                continue
+            for row, leaf in zip(rows, trees.flatten_like(self.params, tree, name), strict=True):
+                if leaf is not None:
+                    row[name] = leaf
         return rows
 
     def trees(self, rows: Sequence[Row], slots: Slots) -> Slots:
+        """Return slots with the values of the rows; those that are not like the parameters stay."""
         treedef = trees.structure(self.params)
-        like = [name for name, tree in slots.items() if trees.is_like(self.params, tree)]
-        return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
+        new = dict(slots)
+        for name, tree in slots.items():
+            if trees.is_like(self.params, tree):
+                new[name] = treedef.unflatten([row.get(name) for row in rows])
+        return new
 
     def turns(self) -> list[dict[str, Turn]]:
+        """Return what the rounding of each array depends on: the step, and a salt of its own."""
         names = (REMAINDER, *self.halves)
         step = jnp.asarray(self.step).astype(jnp.uint32)
         # The updates of one step have sequences of their own.
-        offset = np.uint32(0) if self.number is None else self.number.astype(jnp.uint32) * np.uint32(_SALT_OF_UPDATE)
+        offset: Any = np.uint32(0)
+        if self.number is not None:
+            offset = self.number.astype(jnp.uint32) * np.uint32(_SALT_OF_UPDATE)
         turns: list[dict[str, Turn]] = []
         for number in leaf_values.leaf_numbers(self.params):
             first = len(names) * number
             turns.append({name: Turn(step, np.uint32(first + i) + offset) for i, name in enumerate(names)})
         return turns
 
-    def large(self) -> list[bool]:
-        rows = zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True)
-        return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
+    def are_large(self) -> list[bool]:
+        """Return for each parameter whether it is large, and stored compactly or with slots that are."""
+        flags: list[bool] = []
+        for p, blocks, row in zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True):
+            is_compact = blocks is not None or REMAINDER in row
+            flags.append(np.size(p) >= by_slices.LARGE and is_compact)
+        return flags
 
     def values(self) -> tuple[Slots, Params]:
+        """Return what the inner optimizer sees: its slots and the masters, in float32."""
         rows = self.rows(self.slots)
         leaves, treedef = trees.flatten(self.params)
         masters = [stored_value(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
-        return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
+        slots = self.trees([_values(row, self.halves) for row in rows], self.inner_slots)
+        return slots, treedef.unflatten(masters)
 
 
 def stored_value(stored: object, half: object, flat: bool = False) -> Any:
     """The values of a leaf from its two halves, or from the only one."""
-    return stored if half is None else _decode(stored, half, flat)
+    if half is None:
+        return stored
+    return _decode(stored, half, flat)
 
 
 _decode = jax.jit(compact_numbers.decode_leaf, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
@@ -257,8 +301,13 @@ def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
 
 
 def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    possible = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
-    platforms = [platform for platform, is_possible in possible.items() if is_possible and any(stored.large())]
+    """Decode the state, update it with `inner`, and encode it: large leaves separately on accelerators."""
+    platforms: list[str] = []
+    if any(stored.are_large()):
+        if may_run_on("tpu"):
+            platforms.append(TPU)
+        if may_run_on("gpu", "cuda"):
+            platforms.append(GPU)
     if not platforms:
         return _update_together(stored, inner, updates)
     conditions = Conditions()
@@ -284,28 +333,40 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: obje
 
 
 def _update_together(stored: StoredState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    before, masters = stored.values()
-    return _encode(stored, before, masters, *inner(updates, dict(before), masters), {})
+    old_slots, masters = stored.values()
+    updates, new_slots = inner(updates, dict(old_slots), masters)
+    return _encode(stored, old_slots, masters, updates, new_slots, {})
 
 
 def _encode(
-    stored: StoredState, before: Slots, masters: Params, updates: Updates, after: Slots, separate: Mapping[int, Any]
+    stored: StoredState,
+    old_slots: Slots,
+    masters: Params,
+    updates: Updates,
+    new_slots: Slots,
+    separate: Mapping[int, tuple[Array, Row]],
 ) -> tuple[Updates, Slots]:
+    """Return the updates and slots to store; `separate` has the new parameters and rows of leaves that are encoded."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
-    old = stored.rows(before)
-    new = stored.rows(after)
+    old_rows = stored.rows(old_slots)
+    new_rows = stored.rows(new_slots)
     turns = stored.turns()
-    large = stored.large()
-    whole = jax.tree.leaves(masters)
+    are_large = stored.are_large()
+    master_leaves = jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
-        other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
-        u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
-        args = rows[i], other, whole[i], u, turns[i], blocks, tuple(stored.halves.items())
-        value, row = separate[i] if i in separate else _encode_leaf(*args)
-        new_updates[i] = new_updates[i] if value is None else Replacement(value)
+        if i in separate:
+            value, row = separate[i]
+        else:
+            # What the optimizer returned as it was stays as it is stored.
+            changed = {name: x for name, x in new_rows[i].items() if x is not old_rows[i].get(name)}
+            u = new_updates[i] if are_large[i] or REMAINDER in rows[i] else None
+            halves = tuple(stored.halves.items())
+            value, row = _encode_leaf(rows[i], changed, master_leaves[i], u, turns[i], blocks, halves)
+        if value is not None:
+            new_updates[i] = Replacement(value)
         rows[i] = rows[i] | row
-    return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)
+    return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | new_slots)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -313,14 +374,23 @@ def _encode_leaf(
     row: Row, new: Row, master: Any, u: object, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
-    at = functools.partial(compact_numbers.fractions_at, np.shape(master))
     value = None if trees.is_none(u) else add(master, u)
-    return _encode_slots(row, new, value, scales, lambda name: at(turns[name]), blocks, dict(halves))
+
+    def fractions(name: str) -> Array:
+        return compact_numbers.fractions_at(np.shape(master), turns[name])
+
+    return _encode_slots(row, new, value, scales, fractions, blocks, dict(halves))
 
 
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
-    coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
-    return {} if blocks is None else {name: compact_numbers.block_scales(new[name], blocks) for name in coded}
+    """Return the scales of the new slots that are stored as codes."""
+    scales: dict[str, Any] = {}
+    if blocks is None:
+        return scales
+    for name, values in new.items():
+        if halves.get(name) in row and row[name].dtype != jnp.bfloat16:
+            scales[name] = compact_numbers.block_scales(values, blocks)
+    return scales
 
 
 def _encode_slots(
@@ -340,9 +410,14 @@ def _encode_slots(
             stored[half] = scales[name]
             codes = compact_numbers.quantize(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # A block without a changed value keeps its scale, too: nothing is rounded again.
-            arrays = [compact_numbers.decode(row[name], scales[name], flat), x, row[name], codes]
-            before, x, old, codes = arrays if flat else [compact_numbers.split_blocks(a, blocks) for a in arrays]
-            stored[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
+            old_codes = row[name]
+            old_values = compact_numbers.decode(old_codes, scales[name], flat)
+            if not flat:
+                old_values = compact_numbers.split_blocks(old_values, blocks)
+                x = compact_numbers.split_blocks(x, blocks)
+                old_codes = compact_numbers.split_blocks(old_codes, blocks)
+                codes = compact_numbers.split_blocks(codes, blocks)
+            stored[name] = jnp.where(old_values == x, old_codes, codes).reshape(row[name].shape)
         elif half in row:
             # Unchanged values have no bits to drop.
             stored[name], stored[half] = compact_numbers.split_halves(x, fractions(name))
@@ -357,6 +432,7 @@ class _LeafProgram(NamedTuple):
     """The program of a leaf that is updated separately.
 
     Attributes:
+        master: The variable of its master.
         slots: Name of a slot of its shape → its variable before the update.
         outputs: The indices, among all results, of its update and of its new slots.
         ending: The operations that compute these.
@@ -373,88 +449,130 @@ class _LeafProgram(NamedTuple):
 
 
 def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
+    """Update large leaves one after the other, so that no float32 array of theirs is in memory.
+
+    The update of all leaves is traced. The ending of its program that computes a large leaf elementwise is cut off, and
+    computed together with the decoding and encoding of this leaf.
+    """
     values = stored.values()
-    named = trees.leaves_with_paths(stored.params)
     inputs, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
-    traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
-    program, shapes = trace_inlined(traced, platform, *inputs)
+    update = _collecting(conditions, lambda *inputs: inner(*treedef.unflatten(inputs)))
+    program, shapes = trace_inlined(update, platform, *inputs)
+    results_treedef = trees.structure(shapes)
+    leaves = _leaf_programs(stored, program, treedef, results_treedef, platform)
+
+    # All other results, and what the endings read.
     results = program.jaxpr.outvars
-    structure = trees.structure(shapes)
-    _, slots, masters = treedef.unflatten(program.jaxpr.invars)
-    (update_numbers, after), _ = structure.unflatten(range(len(results)))
-    nodes = trees.flatten_like(stored.params, update_numbers, "updates", is_leaf=is_update)
-    lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
-    large = stored.large()
-    after_rows = stored.rows(after)
-    leaves: dict[int, _LeafProgram] = {}
-    for i, (row, turns, blocks, master, before) in enumerate(zip(*lists, strict=True)):
-        path = named[i][0]
-        shape = np.shape(named[i][1])
-        if large[i] and nodes[i] is not None and not is_slices(nodes[i]):
-            of_slice = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
-            old = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
-            replaced = {n: after_rows[i][n] for n, var in old.items() if results[after_rows[i][n]] is not var}
-            outputs = nodes[i], replaced
-            wanted = [results[number] for number in jax.tree.leaves(outputs)]
-            ending = by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
-            leaves[i] = _LeafProgram(row, turns, blocks, of_slice, master, old, outputs, ending)
-    separate = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.outputs)}
-    needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
+    separate: set[int] = set()
+    needed: list[Any] = []
+    for leaf in leaves.values():
+        separate.update(jax.tree.leaves(leaf.outputs))
+        needed += leaf.ending.jaxpr.invars
     others = [var for number, var in enumerate(results) if number not in separate]
     computed = iter(by_slices.compute_values(program, inputs, [*others, *needed]))
-    outputs_of_others = [None if n in separate else next(computed) for n in range(len(results))]
-    (updates, new), reached = structure.unflatten(outputs_of_others)
+    other_results = [None if number in separate else next(computed) for number in range(len(results))]
+    (updates, new_slots), reached = results_treedef.unflatten(other_results)
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
+
     env = dict(zip(needed, computed, strict=True))
-    encoded = {i: _update_leaf(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
-    return _encode(stored, *values, updates, new, encoded)
+    params = jax.tree.leaves(stored.params)
+    encoded = {i: _update_leaf(params[i], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
+    return _encode(stored, *values, updates, new_slots, encoded)
+
+
+def _leaf_programs(
+    stored: StoredState, program: Subprogram, treedef: Any, results_treedef: Any, platform: str
+) -> dict[int, _LeafProgram]:
+    """Return the programs of the large leaves that are updated separately, from the program of all leaves."""
+    results = program.jaxpr.outvars
+    _, slots, masters = treedef.unflatten(program.jaxpr.invars)
+    (update_numbers, new_slot_numbers), _ = results_treedef.unflatten(range(len(results)))
+    updates = trees.flatten_like(stored.params, update_numbers, "updates", is_leaf=is_update)
+    rows = stored.rows(stored.slots)
+    turns = stored.turns()
+    are_large = stored.are_large()
+    master_vars = jax.tree.leaves(masters)
+    slot_rows = stored.rows(slots)
+    number_rows = stored.rows(new_slot_numbers)
+    leaves: dict[int, _LeafProgram] = {}
+    for i, (path, p) in enumerate(trees.leaves_with_paths(stored.params)):
+        # Rows of a table are not elementwise.
+        if not are_large[i] or updates[i] is None or is_slices(updates[i]):
+            continue
+        shape = np.shape(p)
+        numbers = number_rows[i]
+        old = {name: var for name, var in slot_rows[i].items() if results[numbers[name]].aval.shape == shape}
+        replaced = {name: numbers[name] for name, var in old.items() if results[numbers[name]] is not var}
+        outputs = (updates[i], replaced)
+        wanted = [results[number] for number in jax.tree.leaves(outputs)]
+        leaves[i] = _LeafProgram(
+            row=rows[i],
+            turns=turns[i],
+            blocks=stored.blocks[i],
+            slice_shape=by_slices.slice_shape(path, shape, stored.blocks[i]) if platform == TPU else shape,
+            master=master_vars[i],
+            slots=old,
+            outputs=outputs,
+            ending=by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape)),
+        )
+    return leaves
 
 
 def _update_leaf(
     p: Array, leaf: _LeafProgram, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
-    written = {*leaf.outputs[1], *(halves.get(name) for name in leaf.outputs[1]), REMAINDER}
-    only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - written
+    """Decode, update and encode a leaf; return the new parameter, and its row of stored slots."""
+    _, new_numbers = leaf.outputs
+    written_names = {*new_numbers, *(halves.get(name) for name in new_numbers), REMAINDER}
+    read_names = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - written_names
     others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
     def values(carried: Any, read: Any) -> tuple[Array, Any, Row]:
+        """Return the master of a slice, its update, and its new slots."""
         p, row = carried
-        inputs, kept = read
-        old = _values(row | kept, halves, platform == GPU)
+        inputs, read_row = read
+        old = _values(row | read_row, halves, platform == GPU)
         master = stored_value(p, row.get(REMAINDER))
-        env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
+        env_values = dict(zip(others, inputs, strict=True))
+        env_values |= {var: old[name] for name, var in leaf.slots.items()}
         env_values[leaf.master] = master
-        outputs = evaluate_on_slices(
-            leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape
-        )
-        # On TPUs the new slots are not computed again for their codes.
-        outputs = jax.lax.optimization_barrier(outputs) if platform == TPU else outputs
+        arguments = [env_values[var] for var in leaf.ending.jaxpr.invars]
+        outputs = evaluate_on_slices(leaf.ending, arguments, leaf.slice_shape)
+        if platform == TPU:
+            # The new slots are not computed again for their codes.
+            outputs = jax.lax.optimization_barrier(outputs)
         return master, *trees.structure(leaf.outputs).unflatten(outputs)
 
     def body(position: tuple[Any, ...], carried: Any, read: object) -> Any:
         master, u, new = values(carried, read)
-        scales = _scales(carried[1], new, leaf.blocks, halves)
+        _, row = carried
+        scales = _scales(row, new, leaf.blocks, halves)
         if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
             carried, read, scales = jax.lax.optimization_barrier((carried, read, scales))
             master, u, new = values(carried, read)
+            _, row = carried
 
         def fractions(name: str) -> Array:
             return compact_numbers.fractions_at(leaf.slice_shape, leaf.turns[name], position)
 
-        return _encode_slots(carried[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
+        return _encode_slots(row, new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
 
-    row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (written, only_read))
-    read = [env[var] for var in others], kept
-    result: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.slice_shape, (p, row), read)
+    written_row = {name: x for name, x in leaf.row.items() if name in written_names}
+    read_row = {name: x for name, x in leaf.row.items() if name in read_names}
+    carried = (p, written_row)
+    read = ([env[var] for var in others], read_row)
+    result: tuple[Array, Row] = by_slices.update_slices(body, p.shape, leaf.slice_shape, carried, read)
     return result
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
-    return compact_numbers.split_halves(x) if dtype is None else compact_numbers.encode(x, blocks, dtype)
+    if dtype is None:
+        return compact_numbers.split_halves(x)
+    return compact_numbers.encode(x, blocks, dtype)
 
 
 # States between formats: float32 slots, `compact` and `master_weights`.
@@ -497,11 +615,13 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
     others = [tree for name, tree in state.slots.items() if not is_model_state(name)]
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]
 
-    def spec(*leaves: Any) -> PartitionSpec:
+    def spec(p: Any, *slots_of_leaf: Any) -> PartitionSpec:
         """The parameter's spec, or one from slots of its shape if only slots are split."""
-        placed = [meshes.sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
-        split = (sharding.spec for sharding in placed if sharding is not None and any(dims_of(sharding.spec)))
-        return next(split, PartitionSpec())
+        for leaf in (p, *slots_of_leaf):
+            sharding = meshes.sharding_on_mesh(leaf) if np.shape(leaf) == np.shape(p) else None
+            if sharding is not None and any(dims_of(sharding.spec)):
+                return sharding.spec
+        return PartitionSpec()
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
@@ -522,7 +642,9 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     roles = slot_roles.roles_of(new_optimizer, state.params)
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}
-    for name in (n for n in wanted if n not in roles.halves.values()):
+    for name in wanted:
+        if name in roles.halves.values():  # made with the slot that it completes
+            continue
         if roles[name] is Role.DRAWN and name not in old_slots:
             slots[name] = jnp.zeros(wanted[name].shape, wanted[name].dtype)
             continue
@@ -537,11 +659,15 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
             elif like is not None:
                 new_leaves[i] = copy_as(masters[i], like.dtype)
         slots[name] = treedef.unflatten(new_leaves)
-    plain = {name for name in old_slots if old.get(name) not in (*HALVES, Role.MASTER)}
-    plain -= {name for name in plain if old.get(name) is Role.DRAWN and name not in wanted}
-    _check("new_optimizer", slots | {name: old_slots[name] for name in plain - slots.keys()}, wanted)
-    of_state = slot_roles.state_roles(new_optimizer, state.params)
-    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=of_state)
+    # Of the old slots the new optimizer may lack those that a format adds, and no other.
+    remaining: Slots = {}
+    for name in old_slots.keys() - slots.keys():
+        is_of_format = old.get(name) in (*HALVES, Role.MASTER, Role.DRAWN)
+        if not is_of_format or (old.get(name) is Role.DRAWN and name in wanted):
+            remaining[name] = old_slots[name]
+    _check("new_optimizer", slots | remaining, wanted)
+    new_roles = slot_roles.state_roles(new_optimizer, state.params)
+    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=new_roles)
 
 
 def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:
@@ -549,8 +675,9 @@ def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:
 
 
 def _check(argument: str, have: Slots, wanted: Slots) -> None:
-    kinds = [{p: (np.shape(x), str(x.dtype)) for p, x in trees.leaves_with_paths(tree)} for tree in (have, wanted)]
-    differing = sorted(path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path))
+    types = _types(have)
+    wanted_types = _types(wanted)
+    differing = sorted(path for path in types | wanted_types if types.get(path) != wanted_types.get(path))
     if differing:
         raise ValueError(
             f"{argument}: must be the optimizer of the state, with or without jstep.compact or jstep.master_weights; "
@@ -558,11 +685,19 @@ def _check(argument: str, have: Slots, wanted: Slots) -> None:
         )
 
 
+def _types(slots: Slots) -> dict[str, tuple[Any, str]]:
+    return {path: (np.shape(x), str(x.dtype)) for path, x in trees.leaves_with_paths(slots)}
+
+
 def _stored(name: str, tree: Tree, wanted: Slots, half: str | None, params: Tree) -> Slots:
-    fits = tree is not None and trees.structure(tree) == trees.structure(wanted[name])
-    if not fits or half is None:
-        return {name: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, wanted[name])} if fits else {}
-    tops, codes, halves = (trees.flatten_like(params, slot, name) for slot in (tree, wanted[name], wanted[half]))
+    """Return a slot as the new optimizer stores it, with its half; {} if it does not fit."""
+    if tree is None or trees.structure(tree) != trees.structure(wanted[name]):
+        return {}
+    if half is None:
+        return {name: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, wanted[name])}
+    tops = trees.flatten_like(params, tree, name)
+    codes = trees.flatten_like(params, wanted[name], name)
+    halves = trees.flatten_like(params, wanted[half], name)
     for i, like in enumerate(halves):
         if like is not None:
             blocks = compact_numbers.blocks_between(codes[i].shape, like.shape)

@@ -32,7 +32,7 @@ def number_in_step(slots: Slots, step: Step) -> Array:
     return jnp.where(is_same_step, drawn[DRAWN_COUNT], 0)
 
 
-def after_draw(slots: Slots, step: Step) -> Slots:
+def next_draws(slots: Slots, step: Step) -> Slots:
     old = slots[DRAWN_STEP]
     return {DRAWN_STEP: jnp.asarray(step).astype(old.dtype), DRAWN_COUNT: number_in_step(slots, step) + 1}
 

@@ -7,7 +7,7 @@ from jstep.core.checks import as_function, as_string, format_value
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import Held, Optimizer, Step
 from jstep.optimizers import hyperparameters as hyper
-from jstep.optimizers.rules import with_init
+from jstep.optimizers.rules import replace_init
 from jstep.slots import optax_transformations
 
 
@@ -57,7 +57,7 @@ def from_optax(
         raise TypeError(f"transformation={format_value(transformation)}: must have init and update, like optax.adam()")
     hyper.check_prefix("name", as_string(name, "name"))
     is_finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
-    optimizer = with_init(optax_transformations.from_optax(transformation, name), finished=is_finished)
+    optimizer = replace_init(optax_transformations.from_optax(transformation, name), finished=is_finished)
     return optimizer._replace(hyperparameters=_reported(hyperparameters))
 
 

@@ -22,7 +22,7 @@ from jstep.optimizers.chains import drawing_element, element
 from jstep.optimizers.draws import numbered_key
 from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
+from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, replace_init
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, map_table, trim_slices
 
@@ -65,14 +65,14 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
         step_key = jax.random.fold_in(key, step)
 
-        def with_noise(g: Any, leaf_number: int) -> Array:
+        def noisy_leaf(g: Any, leaf_number: int) -> Array:
             g = g.to_dense() if is_slices(g) else jnp.asarray(g)
             dtype = trees.compute_dtype(g.dtype)
             leaf_key = numbered_key(jax.random.fold_in(step_key, leaf_number), number)
             noise = jax.random.normal(leaf_key, g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
 
-        return map_updates(with_noise, params, updates, leaf_values.leaf_numbers(params))
+        return map_updates(noisy_leaf, params, updates, leaf_values.leaf_numbers(params))
 
     hyper = {"noise_eta": as_hyperparameter("eta", eta, low=0)}
     hyper |= {"noise_gamma": as_hyperparameter("gamma", gamma, low=0)}
@@ -158,8 +158,10 @@ def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> A
         values = _normalized(rows.values, norm, scale)
         return trim_slices(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
-    by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
-    return g.astype(dtype) * by.astype(dtype)
+    if norm is None:  # its own
+        norm = clipping.global_norm(g)
+    factor = scale / (norm.astype(dtype) + EPSILON)
+    return g.astype(dtype) * factor.astype(dtype)
 
 
 @makes_optimizer()
@@ -225,10 +227,10 @@ def clip_gradients(
             norm_of = clipping.average_norm if how == "by_average_norm" else lambda x, _: clipping.compute_norm([x])
             return clipping.clip_norms(updates, h[f"clip_{how}"], f"clip_{how}", norm_of, norm)
 
-        def by_unit(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
+        def clip_units(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
             return map_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
-        return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
+        return map_updates(clip_units, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 
     return element(clip, hyper)
 
@@ -236,7 +238,9 @@ def clip_gradients(
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
         high = as_hyperparameter("by_value", limit, low=0, above=True)
-        return {"clip_by_value_max": high} | ({} if isinstance(high, Held) else {"clip_by_value_min": _negative(high)})
+        if isinstance(high, Held):  # one slot, of which the minimum is the negative
+            return {"clip_by_value_max": high}
+        return {"clip_by_value_max": high, "clip_by_value_min": _negative(high)}
     if len(limit) != 2:
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
     low = as_hyperparameter("by_value[0]", limit[0])
@@ -256,15 +260,15 @@ def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
 
 
-def _clipped_units(g: Array, p: Array, ratio: object, over: tuple[int, ...]) -> Array:
+def _clipped_units(g: Array, p: Array, ratio: object, axes: tuple[int, ...]) -> Array:
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where this reduces ‖g‖."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
-    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(clipping.compute_norm([p], over), MIN_PARAMETER_NORM)
-    norm = clipping.compute_norm([wide], over)
+    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(clipping.compute_norm([p], axes), MIN_PARAMETER_NORM)
+    norm = clipping.compute_norm([wide], axes)
     # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
-    by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, MIN_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
-    return jnp.where(norm <= limit, wide, wide * by)
+    factor = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, MIN_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
+    return jnp.where(norm <= limit, wide, wide * factor)
 
 
 MIN_PARAMETER_NORM = 1e-3
@@ -295,7 +299,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     """
     optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
     is_negative = isinstance(factor, int | float | np.number) and factor < 0
-    return with_init(optimizer, negates=is_negative)
+    return replace_init(optimizer, negates=is_negative)
 
 
 @makes_optimizer()
@@ -344,18 +348,22 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     Source: layer-wise rates as in Bao et al., "BEiT" (2021); groups of parameters in other frameworks.
     """
     if callable(factors) and not isinstance(factors, Mapping | Held):
-        of_leaf = factors
+        factor_fn = factors
         hyper: dict[str, Any] = {}
-        factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", of_leaf(path, leaf), low=0))
+
+        def leaf_factor(path: str, leaf: Any) -> float:
+            return constant(f"factors({path!r}, …)", factor_fn(path, leaf), low=0)
+
+        factor = leaf_values.leaf_flag(leaf_factor)
     elif isinstance(factors, Mapping):
         factor = leaf_values.first_match("factors", factors)
-        hyper = _by_glob(PREFIX, "factors", factors)
+        hyper = _glob_hyperparameters(PREFIX, "factors", factors)
     else:
         raise TypeError(f"factors={format_value(factors)}: must be a mapping or function, got {describe_type(factors)}")
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 
 
-def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _glob_hyperparameters(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
     checked = {glob: as_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
     return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
@@ -363,7 +371,9 @@ def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str
 def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     if h.factor is None:
         return u, {}
-    return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
+    # The glob of a hyperparameter, or the number that a function returned.
+    factor = h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor
+    return factor * u, {}
 
 
 # Weight decay: with the learning rate, or independent of it.
@@ -411,10 +421,10 @@ def add_weight_decay(
     hyper, flags = decay_arguments("weight_decay", weight_decay, **_given_mask(weight_decay_mask, mask))
     # Rows without a gradient decay, too.
     by_rows = all(map(is_zero, hyper.values()))
-    return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=by_rows)
+    return from_update("add_weight_decay", add_decay_update, {}, hyper, flags=flags, by_rows=by_rows)
 
 
-def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
+def add_decay_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     decay = leaf_decay(h)
     return (u if decay is None else u + decay * p), {}
 
@@ -485,7 +495,7 @@ def decay_arguments(
     """
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
-        hyper = _by_glob(name, "weight_decay", weight_decay)
+        hyper = _glob_hyperparameters(name, "weight_decay", weight_decay)
     else:
         which = None
         hyper = {name: as_hyperparameter("weight_decay", weight_decay, low=0)}
@@ -521,7 +531,9 @@ def leaf_decay(h: Values) -> Any:
     if h.decay is None:
         return None
     name, factor = h.decay
-    return None if is_zero(h[name]) else h[name] if factor == 1 else factor * h[name]
+    if is_zero(h[name]):
+        return None
+    return h[name] if factor == 1 else factor * h[name]
 
 
 def _factors(mask: VarList, argument: str) -> dict[str, float] | None:

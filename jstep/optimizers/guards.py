@@ -18,7 +18,7 @@ from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers import nested
 from jstep.optimizers.chains import trained_params
-from jstep.optimizers.host_slots import on_leaves, only_if
+from jstep.optimizers.host_slots import only_if, update_leaves
 from jstep.optimizers.nested import CONDITIONS, Conditions, StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Replacement, apply_updates, map_updates, wide_updates
@@ -69,12 +69,12 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
     """
     optimizer = as_optimizer("optimizer", optimizer)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        finite = all_finite(updates, at.params)
-        updates, inner = conditional_update(finite, optimizer, updates, inner, at, is_guard=True)
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        finite = all_finite(updates, inputs.params)
+        updates, inner = conditional_update(finite, optimizer, updates, inner, inputs, is_guard=True)
         last = outer[LAST_FINITE_STEP]
-        after = jnp.asarray(at.step).astype(last.dtype) + 1
-        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _mark_skipped(last))}
+        next_step = jnp.asarray(inputs.step).astype(last.dtype) + 1
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, next_step, _mark_skipped(last))}
 
     outer = WrapperSlots({LAST_FINITE_STEP: _fresh_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
 
@@ -92,14 +92,14 @@ def _mark_skipped(last: Array) -> Array:
     return jnp.where(last == NOT_REACHED, jnp.asarray(SKIPPED_MARK, last.dtype), last)
 
 
-def last_finite_step(before: Array, after: Array) -> Array:
+def last_finite_step(old: Array, new: Array) -> Array:
     """Return the slot after an update; it keeps its value if it was not reached, or the update was skipped.
 
     If a step that jstep did not make is to note its skipped updates, the value before is a mark itself, of which only a
     skipped update makes the other one.
     """
-    is_skipped_by_noting_step = (after == SKIPPED_MARK) & (before < 0)
-    return jnp.where((after < 0) & ~is_skipped_by_noting_step, before, after)
+    is_skipped_by_noting_step = (new == SKIPPED_MARK) & (old < 0)
+    return jnp.where((new < 0) & ~is_skipped_by_noting_step, old, new)
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
@@ -111,20 +111,26 @@ def all_finite(gradients: Updates, params: Params) -> Array:
 
 
 def conditional_update(
-    condition: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, is_guard: bool = False
+    condition: Array,
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    inputs: StepInputs,
+    *,
+    is_guard: bool = False,
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
-    roles = roles_of(optimizer, at.params)
-    nested.report_condition(nested.Condition(at.params, condition))
+    roles = roles_of(optimizer, inputs.params)
+    nested.report_condition(nested.Condition(inputs.params, condition))
     with only_if(condition):
-        updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
+        updates, new_slots = call_update(optimizer, updates, slots, inputs, exact=True)
 
     def conditional(update: object, leaf: object) -> Any:
         if isinstance(update, Replacement):
             return Replacement(_select(condition, move_to_devices(leaf), update.value))
         return jax.tree.map(functools.partial(_zero_unless, condition), update)
 
-    updates = map_updates(conditional, at.params, updates, jax.tree.leaves(at.params), what="updates")
+    updates = map_updates(conditional, inputs.params, updates, jax.tree.leaves(inputs.params), what="updates")
 
     def slot(name: str, new: Any) -> Any:
         role = roles.get(name)
@@ -134,19 +140,25 @@ def conditional_update(
         if is_guard and role is Role.LAST_FINITE:
             return jnp.where(condition, new, _mark_skipped(old))
         if role in AGES:
-            return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
-        return jax.tree.map(lambda x, new_x: new_x if is_on_host(new_x) else _select(condition, x, new_x), old, new)
+            return jax.tree.map(lambda old_age, new_age: jnp.where(condition, new_age, old_age + 1), old, new)
+        return jax.tree.map(select_leaf, old, new)
+
+    def select_leaf(old_leaf: Any, new_leaf: Any) -> Any:
+        # `call_with_loaded` has chosen between the values of slots in host memory.
+        return new_leaf if is_on_host(new_leaf) else _select(condition, old_leaf, new_leaf)
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 
 
-def _select(condition: Array, before: Array, after: Array) -> Array:
-    return jax.lax.select_n(condition, before, after)  # takes less time to trace than `jnp.where`
+def _select(condition: Array, old: Array, new: Array) -> Array:
+    return jax.lax.select_n(condition, old, new)  # takes less time to trace than `jnp.where`
 
 
 def _zero_unless(condition: Array, update: Array) -> Array:
     # The indices of `IndexedSlices` are not trainable, and stay.
-    return _select(condition, jnp.zeros_like(update), update) if trees.is_trainable(update) else update
+    if not trees.is_trainable(update):
+        return update
+    return _select(condition, jnp.zeros_like(update), update)
 
 
 # Dynamic loss scaling, for float16.
@@ -195,23 +207,23 @@ def dynamic_loss_scale(
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.2; `torch.amp.GradScaler`.
     """
     optimizer = as_optimizer("optimizer", optimizer)
-    first = as_number(initial, "initial", low=0, above=True, high=LARGEST)
+    initial_scale = as_number(initial, "initial", low=0, above=True, high=LARGEST)
     length = as_int(period, "period", at_least=1)
-    by = as_number(factor, "factor", low=1, above=True)
+    growth = as_number(factor, "factor", low=1, above=True)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
         scale = outer[LOSS_SCALE]
-        since = outer[SCALE_SINCE]
-        finite = all_finite(updates, at.params)
-        updates, inner = conditional_update(finite, optimizer, unscale(updates, scale), inner, at, is_guard=True)
-        after = jnp.asarray(at.step).astype(since.dtype) + 1
-        grows = finite & (after - since >= length)
-        larger = scale * by
-        smaller = jnp.maximum(scale / by, SMALLEST)
+        changed_at = outer[SCALE_SINCE]
+        finite = all_finite(updates, inputs.params)
+        updates, inner = conditional_update(finite, optimizer, unscale(updates, scale), inner, inputs, is_guard=True)
+        next_step = jnp.asarray(inputs.step).astype(changed_at.dtype) + 1
+        grows = finite & (next_step - changed_at >= length)
+        larger = scale * growth
+        smaller = jnp.maximum(scale / growth, SMALLEST)
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
-        return updates, inner, {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
+        return updates, inner, {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, changed_at, next_step)}
 
-    fresh = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _fresh_step}
+    fresh = {LOSS_SCALE: lambda params, step: jnp.array(initial_scale, dtype=jnp.float32), SCALE_SINCE: _fresh_step}
     outer = WrapperSlots(fresh, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=_inner_roles)
 
@@ -257,7 +269,8 @@ def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
 def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
     """The slots of a wrapper that must be outermost; raise if it is inside others."""
     names = roles.names_with(*wanted)
-    if misplaced := [name for name in names if name in roles.misplaced]:
+    misplaced = [name for name in names if name in roles.misplaced]
+    if misplaced:
         raise ValueError(f"{wrapper_name}: must be outermost, got {misplaced} inside; use {wrapper_name}(chain(...))")
     return names
 
@@ -322,9 +335,9 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
     optimizer = as_optimizer("optimizer", optimizer)
     share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, at, exact=True)
-        measured = at.context.noise
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, inputs, exact=True)
+        measured = inputs.context.noise
         if measured is None:
             return updates, inner, outer
         is_measured = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
@@ -333,7 +346,8 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
             return jnp.where(is_measured, old + share * (value.astype(old.dtype) - old), old)
 
         values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
-        return updates, inner, {name: averaged(outer[name], x) for name, x in zip(NOISE_SLOTS, values, strict=True)}
+        new = {name: averaged(outer[name], value) for name, value in zip(NOISE_SLOTS, values, strict=True)}
+        return updates, inner, new
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_misplaced(Role.LOSS_SCALE)
@@ -353,8 +367,10 @@ def check_noise_slots(roles: Roles) -> None:
 
 
 def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
-    noise, square, weight = (slots[name] for name in noise_slots(roles))
-    noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0
+    noise_slot, square_slot, weight_slot = noise_slots(roles)
+    # NaN before the first measurement, when the weight is 0.
+    noise = slots[noise_slot] / slots[weight_slot]
+    square = slots[square_slot] / slots[weight_slot]
     scale = jnp.where(square > 0, noise / square, jnp.nan)
     return {"noise_scale": scale, "gradient_noise": noise, "gradient_square": square}
 
@@ -410,19 +426,22 @@ def update_every(optimizer: OptimizerLike, k: int, *, phase: int = 0, accumulate
     as_bool(accumulate, "accumulate")
     sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        step = jnp.asarray(at.step)
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        step = jnp.asarray(inputs.step)
         due = jax.lax.rem(step, jnp.full_like(step, every)) == (offset - 1) % every
         if not accumulate:
-            return *conditional_update(due, optimizer, updates, inner, at), outer
-        trained = trained_params(optimizer, at.params)
+            updates, inner = conditional_update(due, optimizer, updates, inner, inputs)
+            return updates, inner, outer
+        trained = trained_params(optimizer, inputs.params)
         gradients = match_gradients(updates, trained)
         treedef = trees.structure(trained)
         leaves = {name: slot_leaves(outer, name, trained, spec.shape) for name, spec in sums.items()}
-        rules = [_mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense for g in gradients]
-        calls = [None if g is None else (rule, g, due) for rule, g in zip(rules, gradients, strict=True)]
-        means = on_leaves(trained, leaves, calls)
-        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
+        calls: list[Any] = []
+        for g in gradients:
+            rule = _mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense
+            calls.append(None if g is None else (rule, g, due))
+        means = update_leaves(trained, leaves, calls)
+        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, inputs)
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
     def fresh(name: str, spec: Slot, params: Params, step: Step) -> Any:
@@ -449,8 +468,9 @@ def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots
     if isinstance(gradient, IndexedSlices):
         named = ~(jnp.signbit(total) & (total == 0))  # any gradient in the sum names it
         mean = rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
-    new = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
-    return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), new, strict=True))
+    new_sum = jnp.where(due, jnp.full_like(total, NOTHING), total)
+    new_count = jnp.where(due, jnp.zeros_like(count), count)
+    return mean, {GRADIENT_SUM: new_sum, GRADIENT_COUNT: new_count}
 
 
 _mean_and_sums_of_dense = jax.jit(_mean_and_sums)  # one trace for all leaves of a shape, as in leafwise
@@ -499,22 +519,22 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     optimizer = as_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params = at.params
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params = inputs.params
         conditions = Conditions()
         with setting(CONDITIONS, (*CONDITIONS.get(), conditions)):
-            updates, inner = call_update(optimizer, updates, inner, at, exact=True)
+            updates, inner = call_update(optimizer, updates, inner, inputs, exact=True)
         moved = apply_updates(params, updates)
         new = _projected_leaves(moved, fn(moved))
 
-        def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Replacement:
+        def projected(_: object, new: Any, old_leaf: Any, moved_leaf: Any, condition: Any) -> Replacement:
             if condition is None:
                 return Replacement(new)
-            before = move_to_devices(before)
+            old_leaf = move_to_devices(old_leaf)
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
-            return Replacement(jnp.where(condition | jnp.any(after != before), new, before))
+            return Replacement(jnp.where(condition | jnp.any(moved_leaf != old_leaf), new, old_leaf))
 
-        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), nested.update_conditions(params, conditions)
+        leaves = (jax.tree.leaves(params), jax.tree.leaves(moved), nested.update_conditions(params, conditions))
         return map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)
@@ -527,7 +547,8 @@ def _projected_leaves(params: Params, projected: object) -> list[Any]:
             continue
         if not trees.is_array_or_number(new):
             raise TypeError(f"fn: must return an array at {trees.quote_path(path)}, got {describe_type(new)}")
-        old_type, new_type = (array_type(np.shape(x), jnp.result_type(x)) for x in (leaf, new))
+        old_type = array_type(np.shape(leaf), jnp.result_type(leaf))
+        new_type = array_type(np.shape(new), jnp.result_type(new))
         if old_type != new_type:
             raise ValueError(f"fn: must return {old_type} at {trees.quote_path(path)}, as in params, got {new_type}")
         leaves[i] = jnp.asarray(new)
@@ -560,15 +581,15 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
     def masked(u: object, g: Any) -> Any:
         g = g.to_dense() if is_slices(g) else jnp.asarray(g)
 
-        def of_table(u: Array) -> Array:
+        def masked_table(u: Array) -> Array:
             agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
             return u * (agrees / jnp.maximum(jnp.mean(agrees), MIN_SHARE))
 
-        return map_table(of_table, u)
+        return map_table(masked_table, u)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
-        updates, inner = call_update(optimizer, updates, inner, at)
-        return map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        gradients = trees.flatten_like(inputs.params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = call_update(optimizer, updates, inner, inputs)
+        return map_updates(masked, inputs.params, updates, gradients, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)

@@ -6,7 +6,6 @@ slice by slice if their rule is elementwise. Only updates marked with `loads_slo
 
 import contextvars
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -64,8 +63,10 @@ def is_worth_loops(state: Tree) -> bool:
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
         return False
     shardings = traced_shardings(state)
-    platform = jax.default_backend() if shardings is None else next(iter(shardings[0].device_set)).platform
-    return bool(platform == "tpu")
+    if shardings is None:
+        return jax.default_backend() == "tpu"
+    device = next(iter(shardings[0].device_set))
+    return bool(device.platform == "tpu")
 
 
 def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
@@ -76,26 +77,36 @@ def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
         return move_to_devices(slots), None
     treedef = trees.structure(params)
     leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    # For each parameter, the bytes of its slots.
     sizes = [sum(map(_host_bytes, slots_of_leaf)) for slots_of_leaf in zip(*leaves.values(), strict=True)]
     limit = sum(sizes) // PARTS
-    order = sorted(range(len(sizes)), key=sizes.__getitem__)
-    totals = itertools.accumulate(sizes[i] for i in order)
-    small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
+    # As many of the smallest as fit together.
+    small: set[int] = set()
+    total = 0
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+        total += sizes[i]
+        if total > limit:
+            break
+        small.add(i)
 
-    def loaded(name: str, tree: Tree) -> Any:
+    def load(name: str, tree: Tree) -> Any:
         if name not in leaves:
             return move_to_devices(tree)
-        return treedef.unflatten([move_to_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
+        loaded = list(leaves[name])
+        for i in sorted(small):
+            loaded[i] = move_to_devices(loaded[i])
+        return treedef.unflatten(loaded)
 
-    return {name: loaded(name, tree) for name, tree in slots.items()}, limit
+    return {name: load(name, tree) for name, tree in slots.items()}, limit
 
 
 def loads_slots(update: _Update) -> _Update:
+    """Decorator: mark an update that reads slots in host memory itself."""
     update.loads_slots = True  # type: ignore[attr-defined]
     return update
 
 
-def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
+def call_with_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
     """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
@@ -103,36 +114,40 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
     result, new = update(loaded, move_to_devices(params))
     transfers = TRANSFERS.get()
 
-    def back(before: object, old: Any, after: Any) -> Any:
-        if not is_on_host(before):
-            return after
-        return move_to_host(
-            after if transfers is None or transfers.is_certain else jnp.where(transfers.turns > 0, after, old)
-        )
+    def send_back(stored: object, old: Any, updated: Any) -> Any:
+        """Return a new value in the memory of the one that is stored, which was loaded as `old`."""
+        if not is_on_host(stored):
+            return updated
+        if transfers is not None and not transfers.is_certain:
+            updated = jnp.where(transfers.turns > 0, updated, old)
+        return move_to_host(updated)
 
-    def of_slot(name: str, tree: Tree) -> Any:
-        fits = name in slots and trees.structure(tree) == trees.structure(slots[name])
-        return jax.tree.map(back, slots[name], loaded[name], tree) if fits else tree
+    new_slots = dict(new)
+    for name, tree in new.items():
+        if name in slots and trees.structure(tree) == trees.structure(slots[name]):
+            new_slots[name] = jax.tree.map(send_back, slots[name], loaded[name], tree)
+    return result, new_slots
 
-    return result, {name: of_slot(name, tree) for name, tree in new.items()}
 
-
-def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
+def update_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
     In a skipped update, the slots keep their values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
-        return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
+        return call_with_loaded(lambda slots, args: rule(slots, *args), slots, args)
     closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(move_to_devices, (slots, *args)))
     body = body_of(closed)
     inputs = jax.tree.leaves((slots, *args))
+    # The loop carries the outputs, each in place of the input that it replaces.
     replaced = _replaced(shapes, slots, args)
-    pairs = zip(closed.out_avals, replaced, strict=True)
-    start = [jnp.zeros(x.shape, x.dtype) if i is None else inputs[i] for x, i in pairs]
-    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, inputs)) // max(transfers.limit, 1)))
-    rows = start[0].shape[0] // count if count > 1 else 0
+    start: list[Any] = []
+    for output, i in zip(closed.out_avals, replaced, strict=True):
+        start.append(jnp.zeros(output.shape, output.dtype) if i is None else inputs[i])
+    fewest = -(-sum(map(_host_bytes, inputs)) // max(transfers.limit, 1))
+    count = _number_of_slices(body, path, fewest)
+    rows = start[0].shape[0] // count if count > 1 else 0  # of a slice; 0 if the leaf is updated as a whole
 
     def turn(i: Array, carry: list[Any]) -> list[Any]:
         # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
@@ -146,47 +161,59 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
             parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
             new = evaluate_on_slices(body, move_to_devices(parts), (rows, *start[0].shape[1:]))
         else:
-            new = evaluate(body, move_to_devices(jax.lax.optimization_barrier((values, i))[0]))
+            values, _ = jax.lax.optimization_barrier((values, i))
+            new = evaluate(body, move_to_devices(values))
         new = [move_to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
         if rows:
             pairs = zip(carry, new, strict=True)
             new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]
         return new
 
-    turns = transfers.turns if not rows else count if transfers.is_certain else count * transfers.turns
+    if not rows:
+        turns: Any = transfers.turns
+    elif transfers.is_certain:
+        turns = count
+    else:
+        turns = count * transfers.turns
     values = jax.lax.fori_loop(0, turns, turn, start)
     outputs: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(shapes), values)
     return outputs
 
 
-def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
-    """Call `per_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
+def update_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
+    """Call `update_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
-        if call is not None:
-            rule, *args = call
-            results[i], new = per_leaf(rule, path, {name: leaves[i] for name, leaves in slots.items()}, *args)
-            for name, leaf in new.items():
-                slots[name][i] = leaf
+        if call is None:
+            continue
+        rule, *args = call
+        slots_of_leaf = {name: leaves[i] for name, leaves in slots.items()}
+        results[i], new = update_leaf(rule, path, slots_of_leaf, *args)
+        for name, leaf in new.items():
+            slots[name][i] = leaf
     return results
 
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
     """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
     leaves, treedef = trees.flatten((slots, args))
-    of_slots, of_args = treedef.unflatten(range(len(leaves)))
-    free = dict(zip(jax.tree.leaves(of_args), jax.tree.leaves(args), strict=True))
+    slot_indices, arg_indices = treedef.unflatten(range(len(leaves)))
+    free = dict(zip(jax.tree.leaves(arg_indices), jax.tree.leaves(args), strict=True))
+    results, new_slots = shapes
     replaced: list[int | None] = []
-    # A result replaces an argument, such as the gradient, whose memory the loop reuses; a slot replaces the old one.
-    for result in jax.tree.leaves(shapes[0]):
-        alike = [i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == (result.shape, result.dtype)]
-        replaced.append(alike[0] if alike else None)
-        free.pop(replaced[-1], None)
-    return [*replaced, *jax.tree.leaves({name: of_slots[name] for name, leaf in shapes[1].items() if leaf is not None})]
+    # A result replaces an argument, such as the gradient, whose memory the loop reuses.
+    for result in jax.tree.leaves(results):
+        kind = (result.shape, result.dtype)
+        index = next((i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == kind), None)
+        replaced.append(index)
+        free.pop(index, None)
+    # A slot replaces the old one.
+    old_slots = {name: slot_indices[name] for name, leaf in new_slots.items() if leaf is not None}
+    return [*replaced, *jax.tree.leaves(old_slots)]
 
 
-def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
-    """The number of slices along the first axis; 1 if the program cannot be computed in slices."""
+def _number_of_slices(body: Subprogram, path: str, minimum: int) -> int:
+    """The number of slices along the first axis, if possible at least the minimum; 1 if the program has no slices."""
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:
@@ -197,7 +224,8 @@ def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
         return 1
     multiple = ROWS.get(len(shape), 1)
     counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % multiple == 0]
-    return min((n for n in counts if n >= at_least), default=max(counts, default=1))
+    large_counts = [n for n in counts if n >= minimum]
+    return min(large_counts) if large_counts else max(counts, default=1)
 
 
 def _host_bytes(leaf: Any) -> int:

@@ -66,13 +66,15 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
     """Return the roles of held hyperparameters' slots, and the arguments they were passed for."""
     arguments: dict[str, str] = {}
     for argument, value in hyper.items():
-        if isinstance(value, Held):
-            slot = f"{HELD_PART}/{value.name}"
-            if slot in arguments or not isinstance(hyper.get(value.name, value), Held):
-                raise ValueError(
-                    f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
-                )
-            arguments[slot] = argument
+        if not isinstance(value, Held):
+            continue
+        slot = f"{HELD_PART}/{value.name}"
+        # Metrics show a held one under its name, and others under that of their argument.
+        if slot in arguments or not isinstance(hyper.get(value.name, value), Held):
+            raise ValueError(
+                f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
+            )
+        arguments[slot] = argument
     return Roles(dict.fromkeys(arguments, Role.HELD), arguments=arguments)
 
 
@@ -181,8 +183,11 @@ def _slot_of(state: Tree, name: str) -> str:
     if not isinstance(slots, dict):
         raise TypeError(f"state: must be a TrainState, got {describe_type(state)}")
     as_string(name, "name")
-    arrays = (slot for slot, value in slots.items() if trees.is_array(value))
-    slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
+    slot_of: dict[str, str] = {}
+    for slot, value in slots.items():
+        shown = display_name(slot)
+        if shown is not None and trees.is_array(value):
+            slot_of[shown] = slot
     if name not in slot_of:
         names = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
         remedy = "pass jstep.held(name, value) to the optimizer in place of its number"

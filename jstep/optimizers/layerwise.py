@@ -65,7 +65,7 @@ def lamb(
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     u, new = adam_direction(g, p, s, h)
-    return scale_by_ratio(p, rules.with_decay(u, p, h), -h.learning_rate), new
+    return scale_by_ratio(p, rules.add_decay(u, p, h), -h.learning_rate), new
 
 
 @makes_optimizer()
@@ -116,7 +116,7 @@ def lars(
     def update(g: Array, p: Array, s: Values, h: Values) -> Result:
         kept = h.momentum * s.momentum
         lr = h.learning_rate
-        g = rules.with_decay(g, p, h)
+        g = rules.add_decay(g, p, h)
         g = scale_by_ratio(p, g, lr, h.trust_coefficient, h.epsilon) if h.trusts else lr * g
         a = kept + g
         return -(g + h.momentum * a if is_ahead else a), {"momentum": a}
@@ -166,7 +166,7 @@ def novograd(
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     v = rules.average(s.v, jnp.sum(g * g), h.kept)
-    m = h.beta1 * s.m + rules.with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
+    m = h.beta1 * s.m + rules.add_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
     return -h.learning_rate * m, {"m": m, "v": v}
 
 

@@ -26,13 +26,16 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
 
     def selected(whole: Params) -> list[Any]:
         chosen = flags(whole, var_list, argument)
-        if warns and (masks := _MASKS.get()) is not None:
+        if not warns:
+            return chosen
+        masks = _MASKS.get()
+        if masks is not None:  # in a partition, which warns of the masks of all labels together
             masks.append((argument, chosen))
-        elif warns and var_list is not None:
+        elif var_list is not None:
             _warn_of_masks([(argument, chosen)], warned)
         return chosen
 
-    return lambda params: on_whole(params, selected)
+    return lambda params: call_on_whole(params, selected)
 
 
 Masks: TypeAlias = list[tuple[str, list[bool]]]
@@ -59,7 +62,7 @@ def masks_of_all_labels(warned: set[str]) -> Iterator[None]:
     _warn_of_masks(masks, warned)
 
 
-def by_path(fn: Callable[[str, Any], Any]) -> Flag:
+def leaf_flag(fn: Callable[[str, Any], Any]) -> Flag:
     """The flag `fn(path, leaf)`, which must be hashable and must not depend on values."""
 
     def flag(params: Params) -> list[Any]:
@@ -81,27 +84,32 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     def matches(params: Params) -> list[Any]:
         flags(params, globs, argument)  # raises for an entry that matches no leaf
         names_of_leaves = leaf_names(params)
-        exact = {name for names in names_of_leaves for name in names}
+        exact: set[str] = set()
+        exact.update(*names_of_leaves)
 
         def is_match(glob: str, names: tuple[str, ...]) -> bool:
             return glob in names if glob in exact else is_named(names, glob)
 
-        return [next((glob for glob in globs if is_match(glob, names)), None) for names in names_of_leaves]
+        found: list[Any] = []
+        for names in names_of_leaves:
+            matching = (glob for glob in globs if is_match(glob, names))
+            found.append(next(matching, None))
+        return found
 
-    return lambda params: on_whole(params, matches)
+    return lambda params: call_on_whole(params, matches)
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
     """The leaves of params and their paths, in the shapes and dtypes of the state."""
-    return on_whole(params, trees.leaves_with_paths)
+    return call_on_whole(params, trees.leaves_with_paths)
 
 
 def leaf_numbers(params: Params) -> list[int]:
     """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
-    return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
+    return call_on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
 
 
-def on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
+def call_on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
     """Apply `fn` to all parameters, even inside `partition`; return its values for these."""
     whole = _WHOLE.get()
     all_leaves, whole_structure = trees.flatten(whole, is_leaf=trees.is_none)
@@ -130,7 +138,7 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
     """`(path, leaf) -> (rows, columns)`, the axes of its matrix, by default the last two."""
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
 
-    def of_leaf(path: str, leaf: Any) -> MatrixAxes:
+    def axes_of(path: str, leaf: Any) -> MatrixAxes:
         shape = np.shape(leaf)
         if len(shape) < 2:
             raise ValueError(
@@ -143,21 +151,24 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
             raise ValueError(f"axes: must return two parts at {trees.quote_path(path)}, got {format_value(pair)}")
         return rows, columns
 
-    return of_leaf
+    return axes_of
 
 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
     """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
-    ins, outs = (_counted(side, ndim, path) for side in pair)
+    ins = _counted(pair[0], ndim, path)
+    outs = _counted(pair[1], ndim, path)
     if len({*ins, *outs}) < len(ins) + len(outs):
         raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
     return ins, outs
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    axis_list = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    if axes is None:
+        return ()
+    axis_list = axes if isinstance(axes, tuple | list) else (axes,)
     argument = f"axes at {trees.quote_path(path)}"
     numbers = [as_int(axis, argument) for axis in axis_list]
     if any(not -ndim <= axis < ndim for axis in numbers):
@@ -172,9 +183,9 @@ UnitAxes: TypeAlias = Ints | int | Callable[[str, Any], Any] | None
 def unit_axes(axes: UnitAxes, default: Callable[[Ints], Ints]) -> Callable[[str, Any], Ints]:
     """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`."""
 
-    def of_leaf(path: str, leaf: Any) -> Ints:
+    def axes_of(path: str, leaf: Any) -> Ints:
         if axes is None:
             return default(np.shape(leaf))
         return _counted(axes(path, leaf) if callable(axes) else axes, np.ndim(leaf), path)
 
-    return of_leaf
+    return axes_of

@@ -16,7 +16,7 @@ from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Ste
 from jstep.optimizers import nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.draws import number_in_step, numbered_key
-from jstep.optimizers.host_slots import on_leaves
+from jstep.optimizers.host_slots import update_leaves
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.updates import Replacement, add, apply_updates, is_update, map_updates
@@ -68,15 +68,15 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     def fresh(params: Params, global_step: Step) -> Any:
         return jax.tree.map(widened, trained_params(optimizer, params))
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params = at.params
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params = inputs.params
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, outer[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        updates, inner = nested.update_masters(optimizer, updates, inner, whole, at, _rounded)
+        updates, inner = nested.update_masters(optimizer, updates, inner, whole, inputs, _rounded)
         moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(moves, leaves, strict=True)]
-        new = on_leaves(params, {MASTER: kept}, calls)
+        new = update_leaves(params, {MASTER: kept}, calls)
         new = [None if p is None else Replacement(p) for p in new]
         return treedef.unflatten(new), inner, {MASTER: treedef.unflatten(kept)}
 
@@ -131,10 +131,10 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     nested.check_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
     key = as_key(key, "key")
 
-    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
-        step_key = jax.random.fold_in(key, at.step)
-        number = number_in_step(outer, at.step)
+    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = nested.call_update(optimizer, updates, inner, inputs, exact=True)
+        step_key = jax.random.fold_in(key, inputs.step)
+        number = number_in_step(outer, inputs.step)
 
         def rounded(u: Any, p: Array, leaf_number: int) -> Any:
             if p.dtype != jnp.bfloat16 or isinstance(u, Replacement):
@@ -148,9 +148,9 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return Replacement(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
 
-        leaves = jax.tree.leaves(at.params)
-        numbers = leaf_numbers(at.params)
-        return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
+        leaves = jax.tree.leaves(inputs.params)
+        numbers = leaf_numbers(inputs.params)
+        return map_updates(rounded, inputs.params, updates, leaves, numbers, what="updates"), inner, {}
 
     name = "stochastic_rounding"
     outer_slots = WrapperSlots(draws=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import itertools
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, U
 from jstep.optimizers import rules
 from jstep.optimizers.chains import chain, element
 from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter
-from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
+from jstep.optimizers.leaf_values import Axes, MatrixAxes, leaf_flag, matrix_axes, own_leaves
 from jstep.optimizers.rules import SLOW, Decay, Result, Slot, Values, average, from_direction, from_update, positive
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients
@@ -50,11 +49,15 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
-    groups = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
-    # Of several axes that are merged into one, only the first may be split.
-    if any(spec[i] for group in groups for i in group[1:]):
-        return None
-    return MatrixLayout(sharding.mesh, *(spec[group[0]] if group else () for group in groups))
+    rows, columns = axes
+    batch = tuple(i for i in range(len(shape)) if i not in (*rows, *columns))
+    names: list[Names] = []
+    for group in (batch, rows, columns):
+        # Of several axes that are merged into one, only the first may be split.
+        if any(spec[i] for i in group[1:]):
+            return None
+        names.append(spec[group[0]] if group else ())
+    return MatrixLayout(sharding.mesh, *names)
 
 
 def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]) -> list[Array]:
@@ -77,36 +80,50 @@ def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Call
     for hop in reversed(hops):
         stack = _constrained(stack, layout.mesh, hop)
     stack = stack.reshape((parts, -1, *shape))
-    ends = list(itertools.accumulate((x.shape[1] for x in flat), initial=0))
-    parts_of = zip(members, itertools.pairwise(ends), strict=True)
-    return [stack[:, first:end].reshape(member.shape) for member, (first, end) in parts_of]
+    results: list[Array] = []
+    first = 0
+    for member, flat_member in zip(members, flat, strict=True):
+        end = first + flat_member.shape[1]
+        results.append(stack[:, first:end].reshape(member.shape))
+        first = end
+    return results
 
 
 def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
     """The successive layouts of a stack, from its own to one that splits only between matrices."""
-    mesh, batch, rows, columns = layout
-    sizes = mesh.shape
-    used = {*batch, *rows, *columns}
-    free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
+    _, batch, rows, columns = layout
     hops = [(batch, rows, columns)]
-    taken = math.prod(sizes[name] for name in used)
-    subsets: list[Names] = [()]
-    for name in free:
-        subsets += [(*subset, name) for subset in subsets]
-
-    def rounds(names: Names) -> int:
-        return -(-count // (taken * math.prod(sizes[name] for name in names)))
-
-    chosen = min(subsets, key=lambda names: (rounds(names), len(names)))
+    chosen = _free_axes(layout, count)
     # Axes over which the stack is replicated are split first: this needs no communication, and later hops move less.
     if chosen:
         batch = (*batch, *chosen)
         hops.append((batch, rows, columns))
-    while rows or columns:  # minor axes first: the shards along a major axis are not contiguous
-        batch = (*batch, (columns or rows)[-1])
-        rows, columns = (rows, columns[:-1]) if columns else (rows[:-1], columns)
+    # Minor axes first: the shards along a major axis are not contiguous.
+    while columns:
+        batch = (*batch, columns[-1])
+        columns = columns[:-1]
+        hops.append((batch, rows, columns))
+    while rows:
+        batch = (*batch, rows[-1])
+        rows = rows[:-1]
         hops.append((batch, rows, columns))
     return hops
+
+
+def _free_axes(layout: MatrixLayout, count: int) -> Names:
+    """The mesh axes, of those that split no axis of a stack, with which a device has fewest matrices; as few as do."""
+    sizes = layout.mesh.shape
+    used = {*layout.batch, *layout.rows, *layout.columns}
+    used_devices = math.prod(sizes[name] for name in used)
+    subsets: list[Names] = [()]
+    for name in layout.mesh.axis_names:
+        if name not in used and sizes[name] > 1:
+            subsets += [(*subset, name) for subset in subsets]
+
+    def matrices_of_device(names: Names) -> int:
+        return -(-count // (used_devices * math.prod(sizes[name] for name in names)))
+
+    return min(subsets, key=lambda names: (matrices_of_device(names), len(names)))
 
 
 def _constrained(stack: Array, mesh: object, hop: tuple[Names, Names, Names]) -> Array:
@@ -132,8 +149,16 @@ class Preset(NamedTuple):
     repeats: bool = False
 
 
-_ROWS = tomllib.loads(importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8"))
-PRESETS = {name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in _ROWS.items()}
+def _read_presets() -> dict[str, Preset]:
+    text = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8")
+    presets: dict[str, Preset] = {}
+    for name, row in tomllib.loads(text).items():
+        triples = tuple(map(tuple, row.pop("triples")))
+        presets[name] = Preset(triples, **row)
+    return presets
+
+
+PRESETS = _read_presets()
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 
 
@@ -141,13 +166,17 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
         return _custom_triples(coefficients, count or 5), 1.0
-    triples, default, safety, repeats = PRESETS[as_choice(coefficients, "ns_coefficients", PRESETS)]
-    count = default if count is None else count
-    if count > len(triples) and not repeats:
+    preset = PRESETS[as_choice(coefficients, "ns_coefficients", PRESETS)]
+    triples = preset.triples
+    count = preset.steps if count is None else count
+    if count <= len(triples):
+        return triples[:count], preset.safety
+    if not preset.repeats:
         raise ValueError(
             f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; 'polar_express' allows any"
         )
-    return (triples + triples[-1:] * (count - len(triples)))[:count], safety
+    # The last triple is repeated.
+    return triples + triples[-1:] * (count - len(triples)), preset.safety
 
 
 def _custom_triples(value: Any, count: int) -> tuple[Triple, ...]:
@@ -201,14 +230,14 @@ def orthogonalize_matrices(
             return [newton_schulz(member, epsilon, iteration) for member in members]
 
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
-            together = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+            orthogonal = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
         elif len(members) == 1:
-            together = one_by_one(epsilon, *members)
+            orthogonal = one_by_one(epsilon, *members)
         elif math.prod(shape) <= SMALL:
-            together = batched(epsilon, *members)
+            orthogonal = batched(epsilon, *members)
         else:
-            together = jax.lax.platform_dependent(epsilon, *members, cpu=one_by_one, default=batched)
-        results |= dict(zip(indices, together, strict=True))
+            orthogonal = jax.lax.platform_dependent(epsilon, *members, cpu=one_by_one, default=batched)
+        results |= dict(zip(indices, orthogonal, strict=True))
     return [results[i] for i in range(len(matrices))]
 
 
@@ -270,12 +299,15 @@ def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Arra
 
 # Elements of a chain for matrices: NorMuon's normalization of neurons, and steps on a sphere.
 
-Over: TypeAlias = Literal["neuron", "short"]
+MeanAxes: TypeAlias = Literal["neuron", "short"]
 
 
 @makes_optimizer()
 def normalize_neurons(
-    beta2: ScalarOrSchedule = 0.95, epsilon: ScalarOrSchedule = 1e-10, axes: Axes | None = None, over: Over = "neuron"
+    beta2: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-10,
+    axes: Axes | None = None,
+    over: MeanAxes = "neuron",
 ) -> Optimizer:
     """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
 
@@ -311,12 +343,16 @@ def normalize_neurons(
     square to 0.2.
     """
     matrix = matrix_axes(axes, "to normalize its neurons")
-    whose = as_choice(over, "over", ["neuron", "short"])
+    is_short = as_choice(over, "over", ["neuron", "short"]) == "short"
 
     def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
+        """The axes of the mean, and all axes of the matrix."""
         rows, columns = matrix(path, leaf)
-        sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
-        return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
+        sizes = np.shape(leaf)
+        row_size = math.prod(sizes[axis] for axis in rows)
+        column_size = math.prod(sizes[axis] for axis in columns)
+        mean = columns if is_short and column_size < row_size else rows
+        return mean, rows + columns
 
     def shape(path: str, leaf: Any) -> tuple[int, ...]:
         mean, _ = mean_and_matrix(path, leaf)
@@ -324,7 +360,7 @@ def normalize_neurons(
 
     hyper = {"neuron_beta2": as_hyperparameter("beta2", beta2, **rules.BETA)}
     hyper |= {"neuron_epsilon": positive("epsilon", epsilon)}
-    flags = {"axes": by_path(mean_and_matrix)}
+    flags = {"axes": leaf_flag(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
 
 
@@ -332,7 +368,8 @@ def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     mean, matrix = h.axes
     v = average(s.neuron_v, jnp.mean(jnp.square(u), mean, keepdims=True), h.neuron_beta2)
     new = u / (jnp.sqrt(v) + h.neuron_epsilon)
-    old_norm, norm = (jnp.sqrt(jnp.sum(jnp.square(x), matrix, keepdims=True)) for x in (u, new))
+    old_norm = jnp.sqrt(jnp.sum(jnp.square(u), matrix, keepdims=True))
+    norm = jnp.sqrt(jnp.sum(jnp.square(new), matrix, keepdims=True))
     return new * (old_norm / (norm + h.neuron_epsilon)), {"neuron_v": v}
 
 
@@ -376,23 +413,26 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     """
     matrix = matrix_axes(axes, "to keep its norm")
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
-    flags = {"axes": by_path(matrix)}
+    flags = {"axes": leaf_flag(matrix)}
     if callable(radius) and not isinstance(radius, type):
-        of_leaf: Any = radius
-        flags["radius"] = by_path(
-            lambda path, leaf: as_number(of_leaf(path, leaf), f"radius at {trees.quote_path(path)}", low=0, above=True)
-        )
+        radius_fn: Any = radius
+
+        def leaf_radius(path: str, leaf: Any) -> float:
+            return as_number(radius_fn(path, leaf), f"radius at {trees.quote_path(path)}", low=0, above=True)
+
+        flags["radius"] = leaf_flag(leaf_radius)
     elif radius is not None:
         hyper["radius"] = radius
 
     def check(params: Params) -> None:
         for path, leaf in own_leaves(params):
-            if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
-                axes = sum(matrix(path, leaf), ())
-                if trees.is_traced(leaf):  # its value is unknown during tracing
-                    when_concrete(path, _refuse_zero, axes)
-                else:
-                    _refuse_zero(path, leaf, axes)
+            if not trees.is_trainable(leaf) or not trees.is_array(leaf) or not np.size(leaf):
+                continue
+            rows, columns = matrix(path, leaf)
+            if trees.is_traced(leaf):  # its value is unknown during tracing
+                when_concrete(path, _refuse_zero, rows + columns)
+            else:
+                _refuse_zero(path, leaf, rows + columns)
 
     return rules.checking(from_update("hyperball", hyperball_update, {}, hyper, flags=flags), check)
 
@@ -402,21 +442,33 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 
     Relative to ‖p‖, d is ‖q‖² − 1: R/‖q‖ − 1 would lose half the digits.
     """
-    axes = tuple(axis for part in h.axes for axis in part)
-    square_p, square_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
-    norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (square_p, square_u))
-    ratio = h.radius / norm_p if "radius" in h else 1.0
-    excess = (h.radius * h.radius - square_p) / jnp.square(norm_p) if "radius" in h else 0.0
+    rows, columns = h.axes
+    axes = (*rows, *columns)
+    squares_p = jnp.square(p)
+    squares_u = jnp.square(u)
+    products = p * u
+    square_p = jnp.sum(squares_p, axes, keepdims=True)
+    square_u = jnp.sum(squares_u, axes, keepdims=True)
+    inner = jnp.sum(products, axes, keepdims=True)
+    norm_p = jnp.maximum(jnp.sqrt(square_p), SMALLEST)
+    norm_u = jnp.maximum(jnp.sqrt(square_u), SMALLEST)
+    if "radius" in h:
+        ratio = h.radius / norm_p
+        excess = (h.radius * h.radius - square_p) / jnp.square(norm_p)
+    else:
+        # The radius is the current norm.
+        ratio = 1.0
+        excess = 0.0
     # Less than the learning rate if ‖u‖ is below the smallest norm; NaN if it is infinite.
     step = h.learning_rate * ratio
-    length_of_step = step * (jnp.sqrt(square_u) / norm_u)
-    d = jnp.square(length_of_step) - 2 * step * (inner / norm_p / norm_u)
+    step_norm = step * (jnp.sqrt(square_u) / norm_u)
+    d = jnp.square(step_norm) - 2 * step * (inner / norm_p / norm_u)
     square = 1 + d
-    # If the step cancels p, no direction is left: p stays unchanged.
+    # If the step cancels p, no direction is left: p stays unchanged. Not `square >= 1e-6`, which hides a NaN.
     exists = ~(square < 1e-6)
-    length = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
-    weight_p = (excess - d) / (length * (ratio + length))
-    weight_u = ratio * step * norm_p / (length * norm_u)
+    norm = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
+    weight_p = (excess - d) / (norm * (ratio + norm))
+    weight_u = ratio * step * norm_p / (norm * norm_u)
     return jnp.where(exists, weight_p * p - weight_u * u, jnp.zeros_like(p)), {}
 
 
@@ -424,10 +476,10 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
     is_elsewhere = isinstance(leaf, jax.Array) and (trees.is_traced(leaf) or not leaf.is_fully_addressable)
     if not trees.is_array(leaf) or is_elsewhere:
         return
-    on: Any = jnp if isinstance(leaf, jax.Array) else np  # NumPy arrays stay in host memory
+    library: Any = jnp if isinstance(leaf, jax.Array) else np  # NumPy arrays stay in host memory
     with jax.ensure_compile_time_eval():
         wide = leaf.astype(trees.compute_dtype(leaf.dtype))
-        norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
+        norms = jax.device_get(library.sqrt(library.sum(library.square(wide), axes)))
     if np.any(norms == 0):
         index = np.argwhere(norms == 0)[0].tolist()
         raise ValueError(
@@ -520,7 +572,8 @@ def muon(
 
     def averaged(g: Array, p: Array, s: Values, h: Values) -> Result:
         m = average(s.momentum, g, h.momentum)
-        return (average(m, g, h.momentum) if is_ahead else m), {"momentum": m}
+        direction = average(m, g, h.momentum) if is_ahead else m
+        return direction, {"momentum": m}
 
     hyper = {"learning_rate": learning_rate, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     return chain(
@@ -596,25 +649,31 @@ def orthogonalize(
     hyper = {"epsilon": as_hyperparameter("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[as_choice(scale, "scale", list(SCALES))]
     is_spread = as_bool(distribute, "distribute")
-    axes_of = by_path(matrix_axes(axes, "to be orthogonalized"))
+    axes_of = leaf_flag(matrix_axes(axes, "to be orthogonalized"))
 
     def orthogonal(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         gradients = match_gradients(updates, params)
         treedef = trees.structure(params)
         new: list[Any] = [None] * len(gradients)
-        matrices: dict[int, Array] = {}
-        inverses: dict[int, Callable[[Array], Array]] = {}
+        # Of the leaves with a gradient, in their order.
+        indices: list[int] = []
+        matrices: list[Array] = []
+        undos: list[Callable[[Array], Array]] = []
         layouts: list[MatrixLayout | None] = []
-        lists = gradients, jax.tree.leaves(params), axes_of(params), own_leaves(params)
+        lists = (gradients, jax.tree.leaves(params), axes_of(params), own_leaves(params))
         for i, (gradient, leaf, axes, (path, _)) in enumerate(zip(*lists, strict=True)):
-            if gradient is not None:
-                sharding = layout_of(path) if is_spread else None
-                layouts.append(layout_of_matrix(sharding, leaf.shape, axes))
-                dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
-                matrices[i], inverses[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), axes)
-        results = orthogonalize_matrices(list(matrices.values()), iteration, h["epsilon"], layouts)
-        for i, matrix in zip(matrices, results, strict=True):
-            new[i] = factor(*matrix.shape[-2:]) * inverses[i](matrix)
+            if gradient is None:
+                continue
+            dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
+            matrix, undo = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), axes)
+            sharding = layout_of(path) if is_spread else None
+            indices.append(i)
+            matrices.append(matrix)
+            undos.append(undo)
+            layouts.append(layout_of_matrix(sharding, leaf.shape, axes))
+        results = orthogonalize_matrices(matrices, iteration, h["epsilon"], layouts)
+        for i, undo, result in zip(indices, undos, results, strict=True):
+            new[i] = factor(*result.shape[-2:]) * undo(result)
         return treedef.unflatten(new)
 
     return rules.checking(element(orthogonal, hyper), axes_of)

@@ -12,8 +12,8 @@ from jstep.core import trees
 from jstep.core.exceptions import setting
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import draws, hyperparameters
-from jstep.optimizers.draws import after_draw, fresh_draws, shared_names
-from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
+from jstep.optimizers.draws import fresh_draws, next_draws, shared_names
+from jstep.optimizers.host_slots import call_with_loaded, loads_slots
 from jstep.optimizers.hyperparameters import held_roles, values_at
 from jstep.optimizers.leaf_values import partial_params
 from jstep.optimizers.rules import new_start_step
@@ -49,7 +49,7 @@ class StepInputs(NamedTuple):
     starts: Sequence[Array | None] = ()
 
 
-def with_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True) -> Callable[..., Any]:
+def unpack_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True) -> Callable[..., Any]:
     def optimizer_update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
@@ -60,7 +60,7 @@ def with_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: b
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, outer, at) -> (updates, inner, outer)`; inner and outer are slots."""
+"""`update(updates, inner, outer, inputs) -> (updates, inner, outer)`; inner and outer are slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WrapperSlots:
     Attributes:
         slots: Slot name → `make(params, global_step)`.
         hyper: Name → value from `as_hyperparameter`; held ones are slots, too.
-        aged: Whether the update needs `at.starts`: the inner `start_step`, or else a separate slot; around a
+        aged: Whether the update needs `inputs.starts`: the inner `start_step`, or else a separate slot; around a
             `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
@@ -125,6 +125,7 @@ def wrap_optimizer(
     """Wrap an optimizer; `inner_roles` maps the roles, `init_on` the params that the inner optimizer sees."""
     outer_roles = outer.all_roles()
     reported = hyperparameters.report(outer.hyper)
+    # The slots and hyperparameters of the wrapper, as an optimizer, so that its names are compared with those inside.
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
     named = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
     check_names(named)
@@ -137,15 +138,17 @@ def wrap_optimizer(
         inner = roles_of(optimizer, params)
         labels = init_labels(optimizer, params)
 
-        def unless_taken(slot: str) -> str:
+        def free_name(slot: str) -> str:
             while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
                 slot = f"{wrapper_name}/{slot}"
             return slot
 
         if labels is None:
-            slot = unless_taken(START_STEP if outer.counted is None else f"{age_scope}/{START_STEP}")
+            slot = free_name(START_STEP if outer.counted is None else f"{age_scope}/{START_STEP}")
             return Ages([slot] * len(jax.tree.leaves(params)), {slot: slot not in inner})
-        slots = [None if label is None else unless_taken(f"{age_scope}/{label}/{START_STEP}") for label in labels]
+        slots: Labels = []
+        for label in labels:
+            slots.append(None if label is None else free_name(f"{age_scope}/{label}/{START_STEP}"))
         return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
 
     def init(params: Params, global_step: Step) -> Slots:
@@ -165,21 +168,21 @@ def wrap_optimizer(
             roles = roles.merge(Roles(by_step={ActsByStep(outer.by_step, leaves)}))
         return inner_roles(roles_of(optimizer, params)).merge(outer_roles).merge(roles)
 
-    def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        ages = age_slots(at.params)
+    def wrapped_update(updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
+        ages = age_slots(inputs.params)
         old = as_slots(outer_roles, slots)
         starts = as_slots(ages.slots, slots)
-        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
-        starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
-        at = at._replace(h=values_at(outer.hyper, at.step, slots), starts=starts_of_leaves)
-        updates, inner, new = update(updates, slots_of(optimizer, slots, at.params), old, at)
+        gradients = trees.flatten_like(inputs.params, updates, "gradients", is_leaf=is_slices)
+        starts_of_leaves = [None if slot is None else starts[slot] for slot in ages.slots_of_leaves]
+        inputs = inputs._replace(h=values_at(outer.hyper, inputs.step, slots), starts=starts_of_leaves)
+        updates, inner, new = update(updates, slots_of(optimizer, slots, inputs.params), old, inputs)
         # The draws of the wrapper come last: the inner optimizer, which may have the same slots, is not always called.
-        drawn = after_draw(slots, at.step) if outer.draws else {}
-        return updates, old | ages.after(starts, gradients, outer, at.step) | new | inner | drawn
+        drawn = next_draws(slots, inputs.step) if outer.draws else {}
+        return updates, old | ages.next_starts(starts, gradients, outer, inputs.step) | new | inner | drawn
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(named)
-    return Optimizer(outer_init, with_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context)
+    return Optimizer(outer_init, unpack_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context)
 
 
 INCREMENTS: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_increments", default=True)
@@ -190,11 +193,11 @@ class Ages(NamedTuple):
     """The age slots of a wrapper.
 
     Attributes:
-        of_leaves: The name of the slot with the `start_step` of each leaf, or None.
+        slots_of_leaves: The name of the slot with the `start_step` of each leaf, or None.
         slots: Name of such a slot → whether the wrapper keeps it.
     """
 
-    of_leaves: Labels
+    slots_of_leaves: Labels
     slots: Mapping[str, bool]
 
     def counted(self, slots: Sequence[str], params: Params) -> set[CountedSlot]:
@@ -203,39 +206,47 @@ class Ages(NamedTuple):
             (age,) = self.slots
             return {CountedSlot(age, slot) for slot in slots}
         counted = set[CountedSlot]()
-        for own_age, (keys, _) in zip(self.of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
+        for own_age, (keys, _) in zip(self.slots_of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
             if own_age is not None:
                 counted |= {CountedSlot(own_age, slot, keys) for slot in slots}
         return counted
 
-    def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
-        has_gradient = [INCREMENTS.get() if outer.per_step else g is not None for g in gradients]
-        updated = {slot for slot, is_updated in zip(self.of_leaves, has_gradient, strict=True) if is_updated}
+    def next_starts(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
+        """Return the wrapper's own slots after an update: an age that does not count it starts one step later."""
+        updated: set[str | None] = set()
+        for slot, g in zip(self.slots_of_leaves, gradients, strict=True):
+            is_updated = INCREMENTS.get() if outer.per_step else g is not None
+            if is_updated:
+                updated.add(slot)
 
         def next_start(slot: str, start: Array) -> Array:
             if slot not in updated:
                 return start + 1
-            return start if outer.counted is None else start + (~outer.counted(step)).astype(start.dtype)
+            if outer.counted is None:
+                return start
+            return start + (~outer.counted(step)).astype(start.dtype)
 
         return {slot: next_start(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
 
 
 def call_update(
-    optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
+    optimizer: Optimizer, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
     """Call an update. With `exact` the result may contain `Replacement` leaves, for `apply_updates`."""
-    if IS_IDLE.get() and not roles_of(optimizer, at.params).per_step:
+    if IS_IDLE.get() and not roles_of(optimizer, inputs.params).per_step:
         return updates, slots
-    context = (at.context,) if optimizer.takes_context else ()
+    context = (inputs.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a separate program, so they are not reported.
         with setting(CONDITIONS, CONDITIONS.get() if isinstance(optimizer.init, Init) else ()):
-            return optimizer.update(updates, slots, params, at.step, *context)
+            return optimizer.update(updates, slots, params, inputs.step, *context)
 
-    loads = getattr(optimizer.update, "loads_slots", False)
-    new, slots = update(slots, at.params) if loads else with_slots_loaded(update, slots, at.params)
-    return new if exact else moves(at.params, new), slots
+    if getattr(optimizer.update, "loads_slots", False):
+        new, slots = update(slots, inputs.params)
+    else:
+        new, slots = call_with_loaded(update, slots, inputs.params)
+    return new if exact else moves(inputs.params, new), slots
 
 
 def inner_context(
@@ -254,18 +265,26 @@ def inner_context(
 
 
 def update_masters(
-    optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    masters: Params,
+    inputs: StepInputs,
+    rounded: Callable[..., Any],
 ) -> tuple[Updates, Slots]:
     """Call an optimizer's update on the masters; labels, masks and the loss see the parameters."""
-    context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
-    with partial_params(at.params):
-        inside = StepInputs(masters, at.step, context)
-        return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
+    context = inner_context(inputs.context, lambda masters: jax.tree.map(rounded, inputs.params, masters), wide_updates)
+    with partial_params(inputs.params):
+        inner_inputs = StepInputs(masters, inputs.step, context)
+        return call_update(optimizer, wide_updates(updates), slots, inner_inputs, exact=True)
 
 
 def slots_of(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
+    """Return the slots of an optimizer by its own names: all with the prefix if it does not know its slots."""
     roles = roles_of(optimizer, params)
-    names = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
+    names: Iterable[str] = roles
+    if not roles.complete:
+        names = [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
     return {name: slots[prefix + name] for name in names if prefix + name in slots}
 
 
@@ -332,9 +351,11 @@ def merge_roles(named: NamedOptimizers, params: Params, *, are_in_sequence: bool
 
 
 def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, Any]]:
-    return lambda step, /: merge(
-        [(name, optimizer.hyperparameters(step)) for name, optimizer in named.items()], "hyperparameter"
-    )
+    def hyperparameters(step: Step, /) -> dict[str, Any]:
+        values = [(name, optimizer.hyperparameters(step)) for name, optimizer in named.items()]
+        return merge(values, "hyperparameter")
+
+    return hyperparameters
 
 
 def check_names(named: NamedOptimizers, *, are_in_sequence: bool = True) -> None:
@@ -371,8 +392,9 @@ def report_condition(condition: Condition) -> None:
 
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
     """The condition under which each leaf was updated, in order; None if it always was."""
-    by_path: dict[Any, Array] = {}
+    conditions: dict[Any, Array] = {}
     for partial, condition in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(partial):
-            by_path[keys] = by_path[keys] & condition if keys in by_path else condition
-    return [by_path.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+            # Of nested guards all must hold.
+            conditions[keys] = conditions[keys] & condition if keys in conditions else condition
+    return [conditions.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -156,7 +156,7 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    return -h.size * rules.with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
+    return -h.size * rules.add_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
 
 
 # Schedule-free optimizers, which average iterates instead of decaying the learning rate.
@@ -282,7 +282,7 @@ def adamw_weights(h: Values) -> dict[str, Any]:
 
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    u = rules.with_decay(g, p, h)
+    u = rules.add_decay(g, p, h)
     z = s.z - h.learning_rate * u
     return h.c * (z - p) - h.weight_u * u, {"z": z}
 
@@ -296,7 +296,7 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
-    return rules.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
+    return rules.add_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
 @supports_meshes("state.params")

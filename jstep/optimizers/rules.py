@@ -40,7 +40,7 @@ from jstep.core.selection import VarList
 from jstep.core.tracebacks import explains_arguments
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Tree, Updates
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.host_slots import loads_slots, on_leaves
+from jstep.optimizers.host_slots import loads_slots, update_leaves
 from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, value_at
 from jstep.optimizers.leaf_values import Flag, mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
@@ -187,7 +187,9 @@ def from_direction(
 
     def rule(g: Array, p: Array, s: Values, h: Values) -> Result:
         u, new = direction(g, p, s, h)
-        return -h.learning_rate * (with_decay(u, p, h) if "weight_decay" in h else u), new
+        if "weight_decay" in h:
+            u = add_decay(u, p, h)
+        return -h.learning_rate * u, new
 
     return from_update(name, rule, slots, hyper, prepare=prepare, by_rows=by_rows)
 
@@ -220,15 +222,16 @@ def from_update(
         hyper = {**hyper, "weight_decay": decay.weight_decay}
         flags = {DECAYED: mask("weight_decay_mask", decay.mask, warns=True), **(flags or {})}
     scalars = {name: slot.initial for name, slot in specs.items() if isinstance(slot, Scalar)}
+    others = {name: slot for name, slot in specs.items() if name not in scalars}
 
-    def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:
+    def named_rule(g: Array, p: Array, s: Values, h: Values) -> Result:
         return rule(g, p, s, h)
 
-    of_leaf.__name__ = f"{name}{RULE}"
+    named_rule.__name__ = f"{name}{RULE}"
     return leafwise(
-        of_leaf,
-        hyper=in_bounds(hyper),
-        slots=slots if callable(slots) else {name: slot for name, slot in specs.items() if name not in scalars},
+        named_rule,
+        hyper=as_hyperparameters(hyper),
+        slots=slots if callable(slots) else others,
         scalars=scalars,
         flags=flags,
         prepare=prepare,
@@ -238,7 +241,7 @@ def from_update(
     )
 
 
-def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
+def replace_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
     assert isinstance(optimizer.init, Init)
     return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
 
@@ -253,10 +256,10 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
         check(params)
         return slots
 
-    return with_init(optimizer, make=make)
+    return replace_init(optimizer, make=make)
 
 
-def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
+def as_hyperparameters(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {name: as_hyperparameter(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
 
 
@@ -270,7 +273,7 @@ def decays(h: Values) -> bool:
     return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
-def with_decay(u: Array, p: Array, h: Values) -> Array:
+def add_decay(u: Array, p: Array, h: Values) -> Array:
     return u + h.weight_decay * p if decays(h) else u
 
 
@@ -406,8 +409,8 @@ def leafwise(
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | hyperparameters.held_slots(hyper)
 
-    on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
-    measure_leaf = measure and _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False)
+    apply_rule = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
+    measure_leaf = measure and _shared_by_leaves_of_a_shape(_as_rule(measure), sparse=False)
 
     @loads_slots
     def update(updates: Updates, state_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
@@ -421,31 +424,39 @@ def leafwise(
         if aged:
             h["age"] = slot_age(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
-        statics = [_static({name: vs[i] for name, vs in flag_values.items()}) for i in range(len(gradients))]
+        statics: list[Any] = []
+        for i in range(len(gradients)):
+            statics.append(_static({name: values[i] for name, values in flag_values.items()}))
 
-        def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
+        def call_on_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
+            """Call a rule on the leaves with a gradient, with the current h; put new slots into `leaves`."""
             floats = _static({name: value for name, value in h.items() if isinstance(value, float | bool | str)})
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
             arrays = jax.lax.optimization_barrier({name: x for name, x in h.items() if trees.is_array(x)})
 
             def call(g: Any, p: Any, static: Any) -> Any:
+                if g is None:
+                    return None
+
                 def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> Any:
                     return fn(g, p, slots, arrays, (*floats, *static))
 
-                return None if g is None else (rule, g, p, arrays)
+                return rule, g, p, arrays
 
-            return on_leaves(params, leaves, map(call, gradients, jax.tree.leaves(params), statics))
+            return update_leaves(params, leaves, map(call, gradients, jax.tree.leaves(params), statics))
 
         if prepare is not None:
             h |= prepare(h)
         if measure_leaf is not None:
-            terms = [term for term in of_leaves(measure_leaf) if term is not None]
-            h |= {name: sum(jnp.asarray(term[name], trees.default_float()) for term in terms) for name in terms[0]}
+            terms = [term for term in call_on_leaves(measure_leaf) if term is not None]
+            for name in terms[0]:
+                h[name] = sum(jnp.asarray(term[name], trees.default_float()) for term in terms)
         if conclude is not None:
             h |= conclude(h)
-        new_updates = of_leaves(on_leaf)
+        new_updates = call_on_leaves(apply_rule)
         new: Slots = {name: treedef.unflatten(values) for name, values in leaves.items()} | kept
-        return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
+        new |= {name: jnp.asarray(h[name]).astype(kept[name].dtype) for name in scalars}
+        return treedef.unflatten(new_updates), new
 
     def roles(params: Params) -> Roles:
         specs = specs_for(params)
@@ -477,7 +488,8 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
     )
 
 
-def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
+def _as_rule(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
+    """Return a rule whose result is that of `measure`, and which changes no slot."""
     return functools.wraps(measure)(lambda g, p, slots, h: (measure(g, p, slots, h), {}))
 
 
@@ -487,8 +499,10 @@ def _scalar(name: str, value: object, global_step: Step) -> Array:
 
 
 def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
-    copy = isinstance(spec.initial, str)
-    value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
+    is_copy = isinstance(spec.initial, str)
+    value: Any = None
+    if not is_copy:
+        value = value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
     firsts: dict[Any, jax.Array] = {}  # copying a slot takes a fifth of the time of creating another of its kind
 
     def full_like(leaf: Any, dtype: DTypeLike) -> Array:
@@ -506,7 +520,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         if not trees.is_trainable(leaf):
             return None
         dtype = spec.dtype or trees.compute_dtype(jnp.result_type(leaf))
-        if copy:
+        if is_copy:
             return new_arrays.copy_as(leaf, dtype)
         if spec.shape is None:
             return full_like(leaf, dtype)
@@ -525,7 +539,7 @@ def _static(values: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule, traced once for all leaves of equal shape and flags."""
 
-    def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
+    def apply(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
         dtype = trees.compute_dtype(leaf.dtype)
 
         def wide(x: Any) -> Any:
@@ -536,11 +550,9 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
             return x if old is None or x is None else x.astype(old.dtype)
 
         # Python floats are not converted: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
-        h = Values(
-            {name: value for name, value, _ in static}
-            | {name: wide(value) for name, value in arrays.items()}
-            | {"dtype": leaf.dtype}
-        )
+        h = Values({name: value for name, value, _ in static})
+        h |= {name: wide(value) for name, value in arrays.items()}
+        h["dtype"] = leaf.dtype
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):
@@ -553,14 +565,14 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
             return trim_slices(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = Values({name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()})
-        at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
-        update, new = rule(rows.values.astype(dtype), at_rows, old, h)
+        params_of_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
+        update, new = rule(rows.values.astype(dtype), params_of_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
         return trim_slices(dataclasses.replace(rows, values=update)), kept
 
-    on_leaf.__name__ = getattr(rule, "__name__", "rule")
-    return jax.jit(on_leaf, static_argnums=4)
+    apply.__name__ = getattr(rule, "__name__", "rule")  # profiles show it
+    return jax.jit(apply, static_argnums=4)
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -573,7 +585,8 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise TypeError(f"rule={named}: must return (update, {{slot: new value}}), got {describe_type(result)}")
         update, new = result
-        if unknown := sorted(set(new) - set(slots)):
+        unknown = sorted(set(new) - set(slots))
+        if unknown:
             raise ValueError(f"rule={named}: returned the slot {unknown[0]!r}, must be one of {sorted(slots)}")
         if jnp.shape(update) != jnp.shape(g):
             raise ValueError(f"rule={named}: must return an update of shape {jnp.shape(g)}, got {jnp.shape(update)}")
@@ -598,11 +611,14 @@ def slot_leaves(slots: Slots, name: str, params: Params, shape: Callable[[str, A
     leaves = trees.flatten_like(params, as_slots([name], slots)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
-        want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None
-        have = None if slot is None else np.shape(slot)
-        if have != (None if want is None else tuple(want)):
+        wanted: Any = None
+        if trees.is_trainable(leaf):
+            wanted = np.shape(leaf) if shape is None else shape(*seen[i])
+        got = None if slot is None else np.shape(slot)
+        if got != (None if wanted is None else tuple(wanted)):
+            path = trees.quote_path(trees.leaf_paths(params)[i])
             raise ValueError(
-                f"slot {name!r}: must have shape {want} at {trees.quote_path(trees.leaf_paths(params)[i])}, got {have}"
+                f"slot {name!r}: must have shape {wanted} at {path}, got {got}"
                 "; create the slots for these params: TrainState.create(params, optimizer)"
             )
     return leaves

@@ -17,7 +17,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import rules
-from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
+from jstep.optimizers.host_slots import call_with_loaded, loads_slots
 from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Decay, Result, Slot, Values, from_update, slot_age
 from jstep.state.train_state import START_STEP
 
@@ -71,13 +71,19 @@ def soap(
 
     def square(path: str, leaf: Any, axis: int) -> tuple[int, int] | None:
         sizes = np.shape(leaf)
-        return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and 0 < sizes[axis] <= longest else None
+        if len(sizes) <= max(1, axis) or not 0 < sizes[axis] <= longest:
+            return None
+        return (sizes[axis], sizes[axis])
 
     def slots(params: Params) -> dict[str, Any]:
+        trained = [leaf for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf)]
         # At least two axes, so that the names do not depend on whether there is a matrix.
-        axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
-        squares = {f"{name}_{axis}": Slot(shape=partial(square, axis=axis)) for axis in axes for name in ("gg", "q")}
-        return {"m": MEAN_IN_ORDER, "v": SQUARE, **squares}
+        ndim = max([2, *map(np.ndim, trained)])
+        specs: dict[str, Any] = {"m": MEAN_IN_ORDER, "v": SQUARE}
+        for axis in range(ndim):
+            specs[f"gg_{axis}"] = Slot(shape=partial(square, axis=axis))
+            specs[f"q_{axis}"] = Slot(shape=partial(square, axis=axis))
+        return specs
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -91,14 +97,16 @@ def soap(
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
 
-        def turned(old: Slots, _: object) -> tuple[None, Slots]:
+        def update_bases(old: Slots, _: object) -> tuple[None, Slots]:
+            """Return the slots `q_…` and `v` with the bases of this step."""
             values = {name: trees.flatten_like(params, tree, name) for name, tree in old.items()}
             axes = [axis for axis in range(len(values)) if f"gg_{axis}" in values]
-            leaves = {}
+            leaves: dict[int, EigenbasisUpdate] = {}
             for i, v in enumerate(values["v"]):
                 used = [axis for axis in axes if values[f"gg_{axis}"][i] is not None]
                 if used and has_update[i]:
-                    grams, bases = ({axis: values[f"{name}_{axis}"][i] for axis in used} for name in ("gg", "q"))
+                    grams = {axis: values[f"gg_{axis}"][i] for axis in used}
+                    bases = {axis: values[f"q_{axis}"][i] for axis in used}
                     leaves[i] = EigenbasisUpdate(grams, bases, v)
             for i, leaf in zip(leaves, update_eigenbases(turn, list(leaves.values())), strict=True):
                 values["v"][i] = leaf.v
@@ -107,7 +115,9 @@ def soap(
             return None, {name: treedef.unflatten(values[name]) for name in old if not name.startswith("gg")}
 
         # All matrices of one size are processed by one loop, so they are on the devices at the same time.
-        return new_updates, new | with_slots_loaded(turned, {n: new[n] for n in slots(params) if n != "m"}, None)[1]
+        slots_of_bases = {name: new[name] for name in slots(params) if name != "m"}
+        _, with_bases = call_with_loaded(update_bases, slots_of_bases, None)
+        return new_updates, new | with_bases
 
     return moments._replace(update=update)
 
@@ -138,12 +148,14 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     if rules.decays(h):
         update = update - h.shrink * (p + update)
     grams = {axis: gram(g, axis, s[f"gg_{axis}"], h.shampoo_beta) for axis in axes}
-    return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes}
+    return update, {"m": m, "v": v} | {f"gg_{axis}": grams[axis] for axis in axes}
 
 
 def project(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
+    """Return the coordinates of an array in bases of some of its axes; with `back`, the array of coordinates."""
+    basis_axis = 1 if back else 0
     for axis, q in bases.items():
-        x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (1 if back else 0,))), -1, axis)
+        x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (basis_axis,))), -1, axis)
     return x
 
 
@@ -173,11 +185,13 @@ def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[E
     """
     if not leaves:
         return []
-    new: list[EigenbasisUpdate] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
+    new: list[EigenbasisUpdate] = jax.lax.platform_dependent(
+        turn, list(leaves), tpu=update_in_loops, default=update_one_by_one
+    )
     return new
 
 
-def one_by_one(turn: Array, leaves: list[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
+def update_one_by_one(turn: Array, leaves: list[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     return [_leaf(turn, leaf) for leaf in leaves]
 
 
@@ -216,7 +230,7 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
     return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
 
 
-def in_loops(
+def update_in_loops(
     turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
 ) -> list[EigenbasisUpdate]:
     sizes: dict[Any, list[tuple[int, int]]] = {}
@@ -228,7 +242,8 @@ def in_loops(
     for members in sizes.values():
         grams = [leaves[i].grams[axis] for i, axis in members]
         old = [leaves[i].bases[axis] for i, axis in members]
-        for (i, axis), basis, order in zip(members, *_loop(turn, grams, old, first), strict=True):
+        new_bases, orders = _loop(turn, grams, old, first)
+        for (i, axis), basis, order in zip(members, new_bases, orders, strict=True):
             bases[i][axis] = basis
             vs[i] = jax.lax.cond(turn == NEXT, partial(jnp.take, axis=axis), lambda v, order: v, vs[i], order)
     return [leaf._replace(bases=basis, v=v) for leaf, basis, v in zip(leaves, bases, vs, strict=True)]
@@ -237,25 +252,27 @@ def in_loops(
 def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
     """The new bases of matrices of one size, and for each the permutation of its old directions."""
 
-    def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
+    def update_basis(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
         matrix, order = jax.lax.cond(turn == FIRST, first, power_iteration, gram, basis)
         # Jacobi's rotations lose orthogonality (four of seven digits at 256 rows); QR restores it.
         return orthonormal(matrix), order
 
     def body(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         bases, orders = carry
-        picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
+        gram, old = jax.lax.switch(i, picks, grams, bases)
         # If the matrix were sharded, each of the thousands of rotations would need communication.
-        basis, order = replicate_call(turned, turn, *jax.lax.switch(i, picks, grams, bases))
-        puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
+        basis, order = replicate_call(update_basis, turn, gram, old)
         return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 
-    # Matrices are read and written one at a time, because stacking them would need the memory of two more copies.
+    # Matrices are read and written one at a time, because stacking them would need the memory of two more copies. The
+    # i-th branch of each switch is for the i-th matrix.
+    picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
+    puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
     # A loop of zero iterations leaves the bases in place; a conditional would copy them.
     turns = jnp.where(turn == SAME, 0, len(grams))
-    turned_bases: tuple[list[Array], Array] = jax.lax.fori_loop(0, turns, body, (bases, orders))
-    return turned_bases
+    results: tuple[list[Array], Array] = jax.lax.fori_loop(0, turns, body, (bases, orders))
+    return results
 
 
 WIDTH = 128
@@ -269,7 +286,8 @@ def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
     blocks = -(-n // width)
     padding = ((0, 0), (0, blocks * width - n))
     # The reflections turn the matrix into R, and the identity into Qᵀ.
-    both = jnp.concatenate([jnp.pad(x, padding) for x in (matrix, jnp.eye(n, dtype=matrix.dtype))], axis=1)
+    identity = jnp.eye(n, dtype=matrix.dtype)
+    both = jnp.concatenate([jnp.pad(matrix, padding), jnp.pad(identity, padding)], axis=1)
 
     def block(i: Array, both: Array) -> Array:
         v, t = _reflections(jax.lax.dynamic_slice_in_dim(both, i * width, width, 1), i * width)

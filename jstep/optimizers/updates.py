@@ -67,7 +67,9 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
         if trees.is_none(update):
             continue
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
-        alike = {} if is_update(update) else {name: t for name, t in ordered.items() if _is_alike(t[i], leaf)}
+        alike: dict[str, Any] = {}
+        if not is_update(update):
+            alike = {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
         if any(name in names for name in alike):
             places.append([(new, i), *((tree, i) for tree in alike.values())])
             chains.append([tree[i] for tree, i in places[-1]])
@@ -78,8 +80,9 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
 
 
 def _is_alike(slot: Any, leaf: Any) -> bool:
-    fits = trees.is_array(slot) and slot.shape == np.shape(leaf)
-    return fits and trees.is_floating(slot.dtype) and not is_on_host(slot)
+    if not trees.is_array(slot) or slot.shape != np.shape(leaf):
+        return False
+    return trees.is_floating(slot.dtype) and not is_on_host(slot)
 
 
 def _is_sum(leaf: object, update: object) -> bool:
@@ -125,8 +128,10 @@ def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
     """Map `fn(update, *others)` over leaves that have an update, maybe `IndexedSlices`; others stay None."""
-    rows = zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True)
-    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
+    mapped: list[Any] = []
+    for u, *values in zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True):
+        mapped.append(None if trees.is_none(u) else fn(u, *values))
+    return trees.structure(params).unflatten(mapped)
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:

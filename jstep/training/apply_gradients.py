@@ -20,7 +20,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
 from jstep.optimizers import guards
 from jstep.optimizers.averages import move_model_state
-from jstep.optimizers.chains import without_frozen
+from jstep.optimizers.chains import drop_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, load_small_slots
 from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
@@ -151,7 +151,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
     # Without frozen leaves, so that no norm and no wrapper sees them.
-    trained_only = functools.partial(without_frozen, optimizer, state.params)
+    trained_only = functools.partial(drop_frozen, optimizer, state.params)
     grads = trained_only(grads)
     context = inner_context(context, lambda params: params, trained_only)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):

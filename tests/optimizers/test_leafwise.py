@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.leaf_values import by_path, mask
+from jstep.optimizers.leaf_values import leaf_flag, mask
 
 PARAMS = {
     "w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)},
@@ -45,7 +45,7 @@ def engine(**changes):
             "m": jstep.Slot(dtype=jnp.bfloat16),
         },
         "scalars": {"d": 0.25},
-        "flags": {"decays": mask("decay_mask", ["w/*"]), "axis": by_path(lambda path, leaf: leaf.ndim - 1)},
+        "flags": {"decays": mask("decay_mask", ["w/*"]), "axis": leaf_flag(lambda path, leaf: leaf.ndim - 1)},
         "prepare": lambda h: {"d": 2 * h["d"]},
         "measure": lambda g, p, slots, h: {"squares": jnp.sum(g * g)},
         "conclude": lambda h: {"size": jnp.sqrt(h["squares"])},

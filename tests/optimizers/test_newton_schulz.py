@@ -166,13 +166,13 @@ def test_training_with_loops_equals_training_with_calls(monkeypatch):
         return state.params
 
     calls = run()
-    used, loops_of = [], soap.in_loops
+    used, loops_of = [], soap.update_in_loops
 
     def in_loops(turn, leaves):
         used.append(len(leaves))
         return loops_of(turn, leaves, library_eigh)
 
-    monkeypatch.setattr(soap, "one_by_one", in_loops)
+    monkeypatch.setattr(soap, "update_one_by_one", in_loops)
     loops = run()
     assert used == [len(SHAPES)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), loops, calls)
