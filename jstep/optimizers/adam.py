@@ -670,15 +670,21 @@ def adafactor(
     relative = as_bool(relative_step, "relative_step")
     scales = as_bool(scale_parameter, "scale_parameter")
 
-    def without(path: str, leaf: Any, which: int) -> tuple[int, ...] | None:
+    def reduced(path: str, leaf: Any, which: int) -> tuple[int, ...] | None:
+        """The shape of a leaf without one of its two factored axes."""
         axes = factored_axes(np.shape(leaf), min_size)
-        return None if axes is None else tuple(np.delete(np.shape(leaf), axes[which]).tolist())
+        if axes is None:
+            return None
+        return tuple(np.delete(np.shape(leaf), axes[which]).tolist())
 
     def whole(path: str, leaf: Any) -> tuple[int, ...] | None:
         return np.shape(leaf) if factored_axes(np.shape(leaf), min_size) is None else None
 
     def prepare(h: Values) -> dict[str, Any]:
-        lr = h.learning_rate if "learning_rate" in h else HIGHEST_RELATIVE if relative else 1.0
+        if "learning_rate" in h:
+            lr = h.learning_rate
+        else:
+            lr = HIGHEST_RELATIVE if relative else 1.0
         age = h.age.astype(jnp.result_type(float))
         return {
             "beta": 1 - jnp.power(age, -h.decay_rate),
@@ -688,8 +694,8 @@ def adafactor(
         }
 
     slots = {
-        "v_row": Slot(shape=functools.partial(without, which=1), keeps="rows"),
-        "v_col": Slot(shape=functools.partial(without, which=0), keeps="columns"),
+        "v_row": Slot(shape=functools.partial(reduced, which=1), keeps="rows"),
+        "v_col": Slot(shape=functools.partial(reduced, which=0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     optimizer = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)

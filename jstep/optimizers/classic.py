@@ -296,17 +296,20 @@ def scale_by_rms(
 
     def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
         variance, new = variance_of(g, s, h.decay)
-        return g / (jnp.sqrt(variance + h.epsilon) if is_inside else jnp.sqrt(variance) + h.epsilon), new
+        divisor = jnp.sqrt(variance + h.epsilon) if is_inside else jnp.sqrt(variance) + h.epsilon
+        return g / divisor, new
 
     hyper = {"decay": decay, "epsilon": epsilon}
     return rules.from_update("scale_by_rms", direction, rms_slots(0.0, is_centered), hyper, by_rows=True)
 
 
-def rms_slots(first: float, is_centered: bool, **between: Slot) -> dict[str, Any]:
+def rms_slots(first: float, is_centered: bool, **others: Slot) -> dict[str, Any]:
     # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of two averages, whose
     # rounding errors would dominate it.
-    slots = {"rms": Slot(first, holds=None if is_centered else "square"), **between}
-    return slots | {"mg": Slot()} if is_centered else slots
+    slots = {"rms": Slot(first, holds=None if is_centered else "square"), **others}
+    if is_centered:
+        slots["mg"] = Slot()
+    return slots
 
 
 def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]:

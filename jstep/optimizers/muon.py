@@ -111,7 +111,7 @@ def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
 
 
 def _free_axes(layout: MatrixLayout, count: int) -> Names:
-    """The mesh axes, of those that split no axis of a stack, with which a device has fewest matrices; as few as do."""
+    """Return the unused mesh axes with which a device has the fewest matrices, and of these sets the smallest."""
     sizes = layout.mesh.shape
     used = {*layout.batch, *layout.rows, *layout.columns}
     used_devices = math.prod(sizes[name] for name in used)

@@ -116,8 +116,8 @@ def soap(
 
         # All matrices of one size are processed by one loop, so they are on the devices at the same time.
         slots_of_bases = {name: new[name] for name in slots(params) if name != "m"}
-        _, with_bases = call_with_loaded(update_bases, slots_of_bases, None)
-        return new_updates, new | with_bases
+        _, updated_bases = call_with_loaded(update_bases, slots_of_bases, None)
+        return new_updates, new | updated_bases
 
     return moments._replace(update=update)
 
