@@ -153,7 +153,7 @@ def _read_presets() -> dict[str, Preset]:
     text = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8")
     presets: dict[str, Preset] = {}
     for name, row in tomllib.loads(text).items():
-        triples = tuple(map(tuple, row.pop("triples")))
+        triples: Any = tuple(map(tuple, row.pop("triples")))
         presets[name] = Preset(triples, **row)
     return presets
 
