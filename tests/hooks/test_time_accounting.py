@@ -121,7 +121,7 @@ def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monk
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("traces", [True, False])
 def test_a_later_compilation_is_not_productive(traces, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(before=lambda: 0.0))
+    monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(seconds_before=lambda: 0.0))
     compile_it, seen = jax.stages.Lowered.compile, []
 
     def compile_slowly(self, *args, **kwargs):
@@ -192,7 +192,7 @@ class Device:
         wait_for = jax.block_until_ready
         read = numbers.read_values
         totals = intervals.Interval.totals.fget
-        clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, before=lambda: 0.0)
+        clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, seconds_before=lambda: 0.0)
         monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)
         monkeypatch.setattr(intervals.Interval, "is_ready", lambda interval: False)
