@@ -135,7 +135,7 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
 
 
 def _records_by_identity(
-    states: Sequence[Any], hooks: Collection[_HookIdentity], reader: "_Reader"
+    states: Sequence[Any], hooks: Mapping[_HookIdentity, Sequence[Any]], reader: "_Reader"
 ) -> dict[_HookIdentity, list[Any]]:
     """Return the saved records by the identity of the hooks of this run that may have saved them."""
     own_keys = {record["key"] for record in states if record["class"] is None}
@@ -143,9 +143,12 @@ def _records_by_identity(
     for record in states:
         reader.check(_state_of(record), record, _STATE_KEYS)
         identity = _HookIdentity(record["key"], record["class"])
-        # Perhaps the hook had no `key` of its own then, and has this one now; not if another one had it then.
-        if identity not in hooks and record["key"] not in own_keys:
-            identity = _HookIdentity(record["key"], None)
+        # Perhaps the hook had no `key` then, and has now the one that it had without; not if another one had it then. And
+        # not by the key alone: another hook may be given it, which would get the memory of one that is gone.
+        with_key = _HookIdentity(record["key"], None)
+        heirs = hooks.get(with_key, ()) if identity not in hooks and record["key"] not in own_keys else ()
+        if heirs and all(_identity_without_key(hook) == identity for hook in heirs):
+            identity = with_key
         records.setdefault(identity, []).append(record)
     return records
 
@@ -255,6 +258,10 @@ def _identity(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
     if isinstance(key, str) and key:  # another attribute of this name is ignored
         return _HookIdentity(key, None)
+    return _identity_without_key(hook)
+
+
+def _identity_without_key(hook: object) -> _HookIdentity:
     has_name = isinstance(getattr(hook, "__qualname__", None), str)  # as a function has
     named: Any = hook if has_name else type(hook)
     watches = getattr(hook, "watches", None)

@@ -171,6 +171,10 @@ def test_a_hook_that_has_a_key_now_finds_its_state():
     hook = Kept("", key="Kept")
     set_states([hook], get_states([Kept("a")]))
     assert hook.got == ("a",)
+    other = Counting("loss", key="Kept")
+    other.mine = 0
+    set_states([other], get_states([Kept("a")]))
+    assert other.mine == 0
 
 
 class Counting(Early):

@@ -16,16 +16,17 @@ def start(optimizer, global_step=0):
     return jstep.TrainState.create(params, optimizer, global_step)
 
 
-def as_grads(g):
-    return {"w": g, "b": g[0]}
+def as_scaled_grads(state, g):
+    """Return gradients of the loss times the scale, which is 1 without one."""
+    return jax.tree.map(lambda leaf: leaf * jstep.loss_scale(state), {"w": g, "b": g[0]})
 
 
 def usual(state, g, optimizer):
-    return jstep.apply_gradients(state, as_grads(g), optimizer)
+    return jstep.apply_gradients(state, as_scaled_grads(state, g), optimizer, scaled=True)
 
 
 def at_the_same_step(state, g, optimizer):
-    return jstep.apply_gradients(state, as_grads(g), optimizer, increment_global_step=False)
+    return jstep.apply_gradients(state, as_scaled_grads(state, g), optimizer, increment_global_step=False, scaled=True)
 
 
 def after_waiting(state, g, optimizer):
