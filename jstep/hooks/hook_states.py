@@ -143,8 +143,8 @@ def _records_by_identity(
     for record in states:
         reader.check(_state_of(record), record, _STATE_KEYS)
         identity = _HookIdentity(record["key"], record["class"])
-        # Perhaps the hook had no `key` then, and has now the one that it had without; not if another one had it then. And
-        # not by the key alone: another hook may be given it, which would get the memory of one that is gone.
+        # Perhaps the hook had no `key` then, and has now the one that it had without; not if another one had it then.
+        # And not by the key alone: another hook may be given it, which would get the memory of one that is gone.
         with_key = _HookIdentity(record["key"], None)
         heirs = hooks.get(with_key, ()) if identity not in hooks and record["key"] not in own_keys else ()
         if heirs and all(_identity_without_key(hook) == identity for hook in heirs):
