@@ -568,7 +568,7 @@ def _update_leaf(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
+def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike | None) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
     if dtype is None:
         return compact_numbers.split_halves(x)
