@@ -45,7 +45,7 @@ from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, Step, cache_directory, check_state, validated
 from jstep.loop.chunks import Chunk
-from jstep.loop.course import BEGINNING, BETWEEN, READY, WITHIN, Activity, Course
+from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
@@ -74,9 +74,10 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
         course = self._course
         if error is None:
             return
-        if isinstance(error, GeneratorExit) and course.activity in (Activity.BODY, Activity.CLOSING):
-            # The iterator is closed where it waits for the body. One that code of the user raises, in a loader or a
-            # hook, is an error like any other.
+        is_at_body = course.activity is Activity.BODY or course.status == CLOSING
+        if isinstance(error, GeneratorExit) and is_at_body:
+            # The iterator is closed where it waits for the body, by the user or once the run is closed. One that the
+            # user's code raises, in a loader or a hook, is an error like any other, also at the end (`ENDING`).
             return
         course.failure = original_error(error)
         if course.failure is not error:

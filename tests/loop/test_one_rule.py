@@ -145,6 +145,26 @@ def test_a_generator_exit_of_the_user_is_an_error_and_not_the_end_of_the_loop(mo
     assert same(state, doubled(by_hand(5)))
 
 
+@BOTH
+def test_a_generator_exit_before_the_save_of_an_end_is_an_error(mode, tmp_path):
+    class Exits(jstep.Hook):
+        has_exited = False
+
+        def before_save(self, step):
+            if not Exits.has_exited:
+                Exits.has_exited = True
+                raise GeneratorExit
+
+    with pytest.raises(GeneratorExit) as caught:
+        go(mode, 5, tmp_path, [Counts(), Exits()], save_checkpoint_steps=None)
+    assert steps_in(tmp_path) == [5]
+    assert end_of(tmp_path) == ["failed", "GeneratorExit"]
+    assert "is saved as model-5" in "".join(caught.value.__notes__)
+    counts = Counts()
+    assert same(go(mode, 5, tmp_path, [counts, Exits()]), doubled(by_hand(5)))
+    assert counts.ends == 1
+
+
 # The end.
 
 
