@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.processes import share_errors
 from jstep.core.trees import Tree
 from jstep.state.leaves import StateLeaves
 
@@ -32,7 +33,8 @@ def open_for_run(saver: Saver, state: Tree, stop_step: int, check_latest: Callab
         check_latest: Raises an error if the processes have found different steps: the claim that follows is a
             collective, which all of them must call, or none.
     """
-    step = saver.latest_step()
+    # The others would wait in `check_latest` for a process that cannot read the directory.
+    step = share_errors(saver.latest_step, "the checkpoints cannot be read")
     check_latest(step)
     is_claimed = step is None or step < stop_step
     if is_claimed:

@@ -362,6 +362,7 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         if context.in_flight.is_full:
+            course.activity = Activity.CALLING  # no batch is waited for, but the device: a stall says so
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and chunk.can_interrupt:
             context.signals.check()  # it arrived since the batch was fetched
