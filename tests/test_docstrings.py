@@ -56,7 +56,7 @@ def unresolved(text: str) -> list[str]:
     return sorted(
         f"{module}.{name}"
         for module, name in found
-        if name not in ("py", "jsonl")  # a file
+        if name not in ("py", "jsonl", "css")  # a file
         and not any(hasattr(owner, name) for one in modules[module] for owner in owners(importlib.import_module(one)))
     )
 

@@ -4,15 +4,15 @@ The step at which the run begins is assumed first, and known once the state is r
 
 | value | is the step of | None if |
 |---|---|---|
-| `plan.given_step` | the state that was passed | it is abstract, or was donated |
-| `plan.parent.step` | the checkpoint of another run | the run has checkpoints of its own, or no `start_from` |
-| `plan.latest` | the checkpoint to restore, the newest one or the parent's | there is none |
-| `plan.first` | the state, as assumed: `latest`, else `given_step` | both are None, or that checkpoint is unreadable |
-| `course.first` | the state, as assumed (or 0) while it is read, and then as it is | - (see `course.is_first_known`) |
-| `run.origin.step` | the state; 0 until it is read | - |
+| the plan's `given_step` | the state that was passed | it is abstract, or was donated |
+| the `step` of its `parent` | the checkpoint of another run | the run has checkpoints, or no `start_from` |
+| its `latest` | the checkpoint to restore, the newest one or the parent's | there is none |
+| its `first` | the state, as assumed: `latest`, else `given_step` | both are None, or that checkpoint is unreadable |
+| the course's `first` | the state, assumed (or 0) while it is read, then known (`is_first_known`) | - |
+| the origin's `step` | the state; 0 until it is read | - |
 
-`plan.first` may be wrong: `restore` reads the newest checkpoint of its time, and a save of an earlier start may have
-ended meanwhile. Batches that were begun there are then begun again (`_restore`).
+The plan's `first` may be wrong: `restore` reads the newest checkpoint of its time, and a save of an earlier start may
+have ended meanwhile. Batches that were begun there are then begun again (`_restore`).
 """
 
 import contextlib
