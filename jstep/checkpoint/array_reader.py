@@ -128,7 +128,7 @@ class ArrayReader:
         self._wait = wait
         self.problems: list[str] = []
         self._indices: dict[str, ArrayIndex | None] = {}  # by the directory of the database
-        self._is_beside_manifest = manifest.data is not None
+        self._has_own_directory = manifest.data is not None
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
@@ -171,7 +171,7 @@ class ArrayReader:
     def _foreign_files(self, needed: int) -> str:
         """Describe what the directory has that jstep does not write; its files must have the bytes that are needed."""
         directory = self._base["path"].rstrip("/")
-        if self._is_beside_manifest and os.path.islink(directory):
+        if self._has_own_directory and os.path.islink(directory):
             return f"{os.path.basename(directory)} is a link"
         try:
             nbytes = regular_files(directory, is_database_file).nbytes
@@ -367,13 +367,13 @@ class ArrayReader:
         matches = map(_FILE_KEY.fullmatch, index.values)
         return [match[1] for match in matches if match is not None]
 
-    def _keys(self, directory: str, start: str, stop: str, config: Mapping[str, Any] = CONFIG) -> list[str] | None:
-        """Return the keys in [start, stop) of the database in a directory; None if it is corrupted."""
+    def _read_all_nodes(self, directory: str, config: Mapping[str, Any]) -> None:
+        """Let tensorstore read every node of the database in a directory; a damaged one is a problem."""
         base = {**self._base, "path": self._base["path"] + directory}
         spec = {**self._store, "base": base, "config": dict(config)}
         store = self._result("", ts.KvStore.open(spec, context=self._context), 0)
-        keys = None if store is None else self._result("", store.list(ts.KvStore.KeyRange(start, stop)), 0)
-        return None if keys is None else [key.decode(errors="surrogateescape") for key in keys]
+        if store is not None:
+            self._result("", store.list(ts.KvStore.KeyRange("", "\x7f")), 0)
 
     def find_corruption(self) -> list[str]:
         """Read all arrays and files, a few chunks at a time, and describe what is corrupted."""
@@ -414,7 +414,7 @@ class ArrayReader:
             except UntrustedError as error:
                 self.problems.append(f"the index in {directory} is not what jstep writes: {error}")
                 return
-            self._keys(directory, "", "\x7f", CONFIG if process == 0 else CONFIG_OF_OTHERS)
+            self._read_all_nodes(directory, CONFIG if process == 0 else CONFIG_OF_OTHERS)
             if self.problems:
                 # Not all of them: the manifest may claim any number of processes.
                 return

@@ -162,7 +162,8 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
 
     Args:
         arrays: The arrays by name.
-        copies: Copies what is read where it is, on CPUs. Without, the values alias the arrays.
+        copies: Where to copy arrays of CPUs, which are otherwise read in place; None if the caller waits for the save,
+            so that nothing changes them.
     """
     jax_arrays = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
     divisions: dict[str, _Division] = {}

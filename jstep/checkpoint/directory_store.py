@@ -27,9 +27,9 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         # Whether what interrupted saves left behind has been removed.
         self._is_cleaned = False
-        # The directory of an attempt of several processes, until it is published. If it failed, some of them may write
-        # to it until each has called `wait`.
-        self._failed: str | None = None
+        # The directory of an attempt of several processes that is not published, yet or because it has failed: some of
+        # them may write into it until each has called `wait`.
+        self._unpublished: str | None = None
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Read the manifests, and check that their files exist."""
@@ -117,16 +117,16 @@ class DirectoryStore(Store):
         """
         self.erase_secs = 0.0
         self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
-        if self._failed is not None and job.process == 0:
-            remove(self._failed)  # all processes have called `wait` before this save: none writes into it any more
+        if self._unpublished is not None and job.process == 0:
+            remove(self._unpublished)  # all processes have called `wait` before this save: none writes into it any more
         temporary = path + listing.TEMPORARY
         if job.count > 1:
             temporary += f"-{job.name}"
             os.makedirs(os.path.join(temporary, attempts.PARTS), exist_ok=True)
-            self._failed = temporary
+            self._unpublished = temporary
         else:
             os.makedirs(temporary)
-            self._failed = None
+            self._unpublished = None
         attempt = DirectoryAttempt(self, path, temporary, job)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
@@ -150,7 +150,7 @@ class DirectoryStore(Store):
             if os.path.lexists(replaced):
                 os.rename(replaced, final)
             raise
-        self._failed = None
+        self._unpublished = None
         return [replaced]
 
     def abandon(self, path: str) -> None:
@@ -193,7 +193,7 @@ class DirectoryStore(Store):
                     _check_remains(final)
                     self.evict(final)
                 os.rename(path, final)
-            elif suffix and path not in attempts.UNFINISHED_WRITES and path != self._failed:
+            elif suffix and path not in attempts.UNFINISHED_WRITES and path != self._unpublished:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)

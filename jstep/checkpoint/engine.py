@@ -59,10 +59,10 @@ class SaverEngine:
         self.reader = CheckpointReader(self._store, prefix)
         self._flushes: list[Callable[[], None]] = []
         self._listener: Listener | None = None
-        # Held by each call, and by nothing that runs in the background.
+        # Held by every call that saves, deletes or finds checkpoints, and by nothing that runs in the background.
         self._lock = threading.RLock()
         self._is_closed = False
-        # The path of the save that is not acknowledged yet, and its error once it has ended with one.
+        # The path of the save for which `wait` has not returned yet, and its error once it has ended with one.
         self._saving: str | None = None
         self._failure: Exception | None = None
         self.saves_begun = 0

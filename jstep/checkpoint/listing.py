@@ -15,7 +15,7 @@ from jstep.stores.untrusted import MAX_MANIFEST_BYTES, step_in
 #
 #     model-7/manifest.json                         the checkpoint exists when this does
 #     model-7/data.1795172888-1f0e2d3c/             the objects of one attempt to save it
-#     ~attempts/model-7/data.1795172888-1f0e2d3c    the index: an empty object, from the beginning of this attempt on
+#     ~attempts/model-7/data.1795172888-1f0e2d3c    the index: a small object, from the beginning of this attempt on
 #     ~claims/model                                 the writer of model-*
 #     ~jstep.2                                      the mark: a list without it is incomplete
 
@@ -57,6 +57,9 @@ ROOT = "manifest.ocdbt"
 """The root of the database of arrays."""
 ORBAX_FILES = ORBAX_ONLY | {ROOT}
 _STEP = "0|[1-9][0-9]*"
+FOUND_NAME = re.compile(rf"(?P<prefix>.+)-(?P<step>{_STEP})(?:{re.escape(REPLACED)})?", re.DOTALL)
+"""The name of a complete checkpoint that a reader may find. With the suffix it is the old one of its step: a kill came
+between the two renames by which a new one takes its place."""
 
 
 def directory_spec(path: str) -> dict[str, Any]:

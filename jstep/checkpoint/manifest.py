@@ -145,7 +145,7 @@ class LeafRecord:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that are not empty and do not follow from the path."""
+        """Return the fields that are not None and do not follow from the path; `array` is None if nothing is stored."""
         known = {"array": self.path, "keys": tuple(self.path.split("/"))}
         fields: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -196,8 +196,10 @@ class Leaf(LeafRecord):
 
 
 def _carrier(dtype: str) -> str | None:
-    """Return the type that can carry another one: with as many bits, or the bits of a byte."""
-    # The view of an array of another size has another shape.
+    """Return the unsigned integer that can carry a type: of the same width, but at least 8 bits.
+
+    Another width would give the view of an array another shape.
+    """
     match = re.fullmatch(r"b?(?:float|int|uint)([0-9]{1,3})(?:_.*)?", dtype)
     return None if match is None else f"uint{max(8, int(match[1]))}"
 

@@ -90,8 +90,8 @@ class ObjectStore(Store):
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore.
 
-        The index may have lost entries, as a copy or a clean-up leaves out empty objects. A run that believed it would
-        begin again, and overwrite what is there.
+        The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
+        they once were. A run that believed it would begin again, and overwrite what is there.
         """
         for _ in range(_TRIES):
             steps = self._listed(prefix).steps
@@ -163,7 +163,7 @@ class ObjectStore(Store):
             self._complete_prefixes.add(prefix)
             return {}
         logger.warning(
-            "%s: the index %s lacks %s, which a list of all objects has; were empty objects deleted, or not copied?",
+            "%s: the index %s lacks %s, which a list of all objects has; were its objects deleted, or not copied?",
             *(self.directory, INDEX, format_list(sorted(lost), 3)),
         )
         self._lost = {name: whole.attempts[name] for name in lost}

@@ -26,9 +26,9 @@ _MAX_CONCURRENT = 16
 def eviction_candidates(
     steps: Iterable[int], new: int, permanent: Iterable[int], max_to_keep: int | None, newest_finite: int | None
 ) -> list[int]:
-    """Return the evictable checkpoints beyond `max_to_keep`, lowest step first.
+    """Return as many of the evictable checkpoints as are too many for `max_to_keep`, lowest step first.
 
-    The new step, the highest one, and the highest finite one are never among them.
+    The new step, the highest one, and the highest finite one are passed over: others go in their place.
     """
     if max_to_keep is None:
         return []
@@ -188,17 +188,17 @@ class Retention:
         )
         remains = publish(sealed)
         self.published = Published(manifest.step, end.number)
+        published_secs = time.monotonic() - end.began  # the store counts its deletions itself
         self._store.erase(remains)
         self._retained = decision.retained
         self._heads[manifest.step] = _head_of(sealed)
-        seconds = time.monotonic() - end.began
         if end.listener is not None and not decision.is_temporary:
             end.listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
         for path in decision.superseded:
             if end.listener is not None:
                 end.listener.wait(path)
             self._store.evict(path)
-        self._published_secs = seconds
+        self._published_secs = published_secs
 
     def _decide(self, new: Manifest, permanent_every_secs: float | None) -> _Decision:
         """Decide what a new checkpoint is, and what it supersedes.

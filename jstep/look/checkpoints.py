@@ -3,13 +3,12 @@
 import argparse
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.listing import misnaming_text
+from jstep.checkpoint.listing import FOUND_NAME, misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOutLeaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
@@ -24,7 +23,6 @@ from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
 
-_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _MAX_GROUP_BYTES = 2**28
 """The number of bytes of leaves to read together."""
 
@@ -106,11 +104,11 @@ def checkpoint_at(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
     path = absolute(path)
     directory, name = split_path(path.rstrip("/"))
-    match = _NAME.fullmatch(name)
+    match = FOUND_NAME.fullmatch(name)
     if match is None:
         return None
-    prefix = match[1]
-    step = step_in(match[2])
+    prefix = match["prefix"]
+    step = step_in(match["step"])
     if step is None:
         return None
     store = open_store(directory)
@@ -140,8 +138,8 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
     if not is_url(directory) and is_directory(directory):
         # The store lists only what is complete; a prefix may have nothing but broken checkpoints.
         names += names_in(directory)
-    matches = map(_NAME.fullmatch, names)
-    for prefix in sorted({match[1] for match in matches if match is not None}):
+    matches = map(FOUND_NAME.fullmatch, names)
+    for prefix in sorted({match["prefix"] for match in matches if match is not None}):
         paths += [path for _, path in store.newest_first(prefix)]
         for path, problem in store.find_broken(prefix, -1):
             problems[path] = f"{path}: {problem}"

@@ -52,7 +52,13 @@ def sections(sweep: Sweep) -> dict[str, list[str]]:
 
 
 def _cell(
-    text: str, max_width: int = _MAX_CELL, *, number: float | None = None, swatch: str = "", padding: str = ""
+    text: str,
+    max_width: int = _MAX_CELL,
+    *,
+    number: float | None = None,
+    swatch: str = "",
+    padding: str = "",
+    tag: str = "td",
 ) -> str:
     """A cell; a long text is cut, and the whole is its tooltip.
 
@@ -60,14 +66,15 @@ def _cell(
         text: The text, which is escaped.
         max_width: The number of its characters that are shown.
         number: What it is sorted by.
-        swatch: HTML behind the text.
+        swatch: HTML after the text.
         padding: A length of CSS in front of it.
+        tag: "th" for the head of a column.
     """
     cut = truncate(text, max_width)
     title = f' title="{html_text(truncate(text, _MAX_TITLE))}"' if cut != text else ""
     attributes = "" if number is None else f' class="n" data-v="{_sort_value(number)}"'
     style = f' style="padding-left:{padding}"' if padding else ""
-    return f"<td{attributes}{title}{style}>{html_text(cut)}{swatch}</td>"
+    return f"<{tag}{attributes}{title}{style}>{html_text(cut)}{swatch}</{tag}>"
 
 
 def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format) -> str:
@@ -87,7 +94,7 @@ def _sort_value(number: float) -> str:
 def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
     kind = "wide scrolls" if len(rows) > _BOX_ROWS else "wide"
     attributes = f' id="{key}"' if key else ""
-    heads = "".join(_cell(name).replace("td", "th") for name in names)
+    heads = "".join(_cell(name, tag="th") for name in names)
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="{kind}" tabindex="0"><table{attributes}>{body}</table></div>'
 

@@ -68,8 +68,8 @@ def report(
         file: A file to write the page to as well; None for no file.
         metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first metric of an
             evaluation, or else `"loss"`.
-        mode: `"max"` if the greatest value is the best, `"min"` if the least is. None means as a `KeepBest` of the
-            metric has it, or else `"min"`.
+        mode: `"max"` if the greatest value is the best, `"min"` if the least is; a `KeepBest` of the metric, if there
+            is one, knows it better. None means `"min"`.
 
     Returns:
         The page.

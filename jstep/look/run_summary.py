@@ -43,7 +43,7 @@ class RunSummary:
         devices: The devices, such as `"2×NVIDIA H100"`.
         parent: The checkpoint that it branched from, and its step, or None.
         error: Why it cannot be read, or None.
-        parameters: The number of parameters. This and the following fields are None if unknown.
+        parameters: The number of parameters. This and the following fields are None, empty or 0 if unknown.
         peak_bytes: The peak memory of a device, the largest.
         mfu: The utilization of the devices.
         goodput: The share of its time in which it trained.

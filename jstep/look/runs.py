@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.listing import has_data
+from jstep.checkpoint.listing import REPLACED, has_data
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
@@ -394,7 +394,9 @@ def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
             # Neither is known.
             step = ""
             wall = ""
-        saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
+        saved = ""
+        if run.newest_checkpoint is not None:
+            saved = run.newest_checkpoint.removesuffix(REPLACED).rpartition("-")[2]
         started = "" if run.started is None else local_text(run.started, "minutes")
         cells = [name, run.status, step, saved]
         cells += [_metric_text(run, metric) for metric in metrics]

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-import re
 from typing import Any, NamedTuple
 
+from jstep.checkpoint.listing import FOUND_NAME
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
 from jstep.checkpoint.saver import Saver, engine_of
@@ -20,7 +20,6 @@ from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path
 
-_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 
 
@@ -60,8 +59,8 @@ class _CheckpointPath(NamedTuple):
 def _parse_path(path: str) -> _CheckpointPath | None:
     """Split the path of a checkpoint, such as `runs/a/model-100`; None if its name is not one of a checkpoint."""
     directory, name = split_path(path)
-    match = _NAME.fullmatch(name)
-    return None if match is None else _CheckpointPath(directory, match[1], int(match[2]))
+    match = FOUND_NAME.fullmatch(name)
+    return None if match is None else _CheckpointPath(directory, match["prefix"], int(match["step"]))
 
 
 # Find it.

@@ -351,7 +351,7 @@ _MARK_NAME = re.compile(r"~jstep\.(?P<number>[0-9]+)")
 _MARKS_END = "~jstep/"
 """Follows the marks of all formats."""
 INDEX = "~attempts/"
-"""The empty object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
+"""The small object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
 list of the index passes through none of them. (tensorstore lists all of an S3 prefix, whatever the range.)"""
 
 

@@ -253,3 +253,21 @@ def test_left_out_leaves(tmp_path, cli):
     assert "float32 in A, bfloat16 in B" in cli("diff", complete, saved, code=1).out
     assert "left out of B only" in cli("diff", complete, more, code=1).out
     assert "left out of A only" in cli("diff", more, complete, code=1).out
+
+
+def test_a_checkpoint_whose_successor_never_took_its_place_is_found(save, cli, tmp_path):
+    """A kill came between the two renames of a save, so that the old one of its step has the suffix."""
+    directory, path = save("run", state(3))
+    os.rename(path, f"{path}.jstep-replaced")
+    found = jstep.latest_checkpoint(directory)
+    assert found == f"{path}.jstep-replaced"
+    assert "model-3" in cli("inspect", directory).out
+    assert json.loads(cli("inspect", "--json", found).out)["step"] == 3
+    other, _ = save("other", state(3))
+    cli("diff", directory, other)
+    loss = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2) * x, OPTIMIZER)
+    branch = jstep.train(
+        loss, state(), lambda step: jnp.float32(0), 4, start_from=found, checkpoint_dir=tmp_path / "branch",
+        progress=False,
+    )  # fmt: skip
+    assert jstep.global_step(branch) == 4

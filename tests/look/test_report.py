@@ -95,6 +95,15 @@ def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted,
         assert "an event file needs tensorboard" in odd
 
 
+def test_the_head_of_a_column_is_its_text(tmp_path):
+    """Also one whose letters are those of a tag of a cell."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name, config={"std": name})
+    heads = [head.text for head in parsed(jstep.report(tmp_path).html).iter("th")]
+    assert "std" in heads
+    assert "sth" not in heads
+
+
 def test_the_command_and_the_examples_are_shown(tmp_path):
     write_run(tmp_path, argv=["train.py", "--lr", "1e-3", "a b"], examples=12345)
     text = jstep.report(tmp_path).html
