@@ -66,7 +66,8 @@ class Course:
         activity: What the run is doing: the call of a hook, or something else. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
-        first: The step at which the loop begins, assumed unless `is_first_known`.
+        first: The step at which the loop begins: assumed from `expect` on, known from `begin_at` on.
+        has_first: Whether it is assumed or known.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
         body_ended_at: The latest step after which no body is owed any more; None if an earlier start may owe one.
@@ -86,7 +87,7 @@ class Course:
         self.stopped_by: str | None = None
         self.body_interval: int | None = None
         self.first = 0
-        self.is_first_known = False
+        self.has_first = False
         self.restoring: int | None = None
         self.is_restored = False
         self.has_begun = False
@@ -147,7 +148,7 @@ class Course:
     def expect(self, first: int, restoring: int | None) -> None:
         """Assume the step at which the run begins, while the checkpoint of `restoring` is read."""
         self.first = first
-        self.is_first_known = True
+        self.has_first = True
         self.restoring = restoring
 
     def begin_at(

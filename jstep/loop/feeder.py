@@ -259,4 +259,8 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     first = processes.share_errors(lambda: next(remaining, None), "batches: the first one cannot be fetched")
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")
-    return remaining if first is None else itertools.chain([first], remaining)
+    if first is None:
+        return remaining
+    # Not the list itself, which would hold the batch during the run.
+    taken = [first]
+    return itertools.chain(map(taken.pop, (0,)), remaining)

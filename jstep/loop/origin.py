@@ -141,7 +141,9 @@ Origin: TypeAlias = Fresh | Resumed | Branched
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    return _load_extra(saver, step, saver.extra(step))
+    extra = saver.extra(step)
+    # Each process reads a position of its own.
+    return processes.share_errors(lambda: _load_extra(saver, step, extra), "the checkpoint cannot be read")
 
 
 def _load_extra(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
@@ -188,6 +190,10 @@ def plan_start(options: Options, state: TrainState, saver: Saver | None, new_nam
             extra = _load_extra(saver, latest, claimed.extra)
             if claimed.extra is not None:
                 first = latest
+        # One process alone may be unable to read its positions. Then all read them again in `restore`, where errors are
+        # shared: the checks of a known `first` are collectives, in which the others would wait for that one.
+        if processes.any_process(first is None):
+            first = None
     lineage = _find_lineage(options, latest, extra, new_name)
     return dataclasses.replace(plan, first=first, latest=latest, extra=extra, lineage=lineage)
 

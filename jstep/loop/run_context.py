@@ -178,7 +178,7 @@ class RunContext(RunInfo):
         unfinished = self.in_flight.unfinished()
         finished = self.step if unfinished is None else unfinished[0]
         steps = None
-        if course.is_first_known:
+        if course.has_first:
             steps = [course.first, max(course.first, finished)]
         return {
             "step": steps,

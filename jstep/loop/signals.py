@@ -82,9 +82,9 @@ class StopSignals:
 
     Attributes:
         interrupts: What the first signal raises; the loop sets it for each wait that a signal may end.
-        received: The signal that stops the run; on several processes, once they have agreed.
+        received: The signal that stops the run: this process's own, from its arrival on, or the one agreed upon.
         received_at: When this process received one, in seconds since 1970; None if it did not.
-        is_obeyed: Whether the exception that ends the run obeys it; if not, the run leaves once it has closed.
+        is_obeyed: Whether an error ended the run after it came; if not, the run leaves once it has closed.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:

@@ -8,7 +8,7 @@ The step at which the run begins is assumed first, and known once the state is r
 | the `step` of its `parent` | the checkpoint of another run | the run has checkpoints, or no `start_from` |
 | its `latest` | the checkpoint to restore, the newest one or the parent's | there is none |
 | its `first` | the state, as assumed: `latest`, else `given_step` | both are None, or that checkpoint is unreadable |
-| the course's `first` | the state, assumed (or 0) while it is read, then known (`is_first_known`) | - |
+| the course's `first` | the state, assumed (or 0) while it is read, then known | - |
 | the origin's `step` | the state; 0 until it is read | - |
 
 The plan's `first` may be wrong: `restore` reads the newest checkpoint of its time, and a save of an earlier start may
@@ -176,7 +176,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
     """Restore the state, while the first batch is made and its program compiled.
 
     Returns:
-        The batches that have begun at the right step; None if there are none yet.
+        The batches that have begun, at the right step if they can be at another one; None if there are none yet.
     """
     saver = run.saver
     course = run.course

@@ -317,6 +317,6 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
         stopped_by = run.origin.extra.get(STOPPED)
     if isinstance(stopped_by, str):
         return FINISHED, f"stopped by {stopped_by}", None
-    if course.is_first_known and run.step >= run.options.stop_step:
+    if course.has_first and run.step >= run.options.stop_step:
         return FINISHED, "", None
     return FINISHED, "the batches ended", None

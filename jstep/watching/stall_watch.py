@@ -239,7 +239,7 @@ class StallWatch(Observer):
             case Activity.RESTORING:
                 return Wait("restore", f"restoring step {course.restoring}", "restore")
             case Activity.STARTING:
-                what = f"starting at step {step}" if course.is_first_known else "starting: it looks for checkpoints"
+                what = f"starting at step {step}" if course.has_first else "starting: it looks for checkpoints"
                 return Wait(_START, what, _START)
             case Activity.COMPILING:
                 return _compilation(step)

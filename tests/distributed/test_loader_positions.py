@@ -102,6 +102,27 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
             assert "Start the run with 2 processes" in error
 
 
+UNREADABLE = """
+if process == 1:
+    def refuse(self, name, step=None):
+        raise PermissionError(13, "Permission denied", name)
+    jstep.Saver.read_file = refuse
+"""
+
+
+@pytest.mark.thorough
+def test_a_position_that_one_process_cannot_read_ends_all(tmp_path):
+    killed = start(TRAIN, 2, tmp_path, "get_state", 10)
+    assert killed[1].wait(100) == -signal.SIGKILL
+    wait_for(killed)
+    first, second = wait_for(start(UNREADABLE + TRAIN, 2, tmp_path, "get_state", -1))
+    assert "the checkpoint cannot be read: process 1: PermissionError: [Errno 13] Permission denied" in first.err
+    assert "PermissionError: [Errno 13] Permission denied: 'position.process_1'" in second.err
+    assert 0 not in (first.code, second.code)
+    for lines in run(TRAIN, 2, tmp_path, "get_state", -1):
+        assert printed(lines, "step") == "12"
+
+
 @pytest.mark.thorough
 def test_equal_positions_work_on_any_number_of_processes(tmp_path):
     killed = start(TRAIN, 2, tmp_path, "same", 10)

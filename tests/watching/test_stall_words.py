@@ -21,7 +21,7 @@ from jstep.watching.stall_watch import StallWatch, Wait
 def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
     loop = loop or {}
-    course = {"first": 2, "status": "between", "activity": Activity.CALLING, "restoring": None, "is_first_known": True}
+    course = {"first": 2, "status": "between", "activity": Activity.CALLING, "restoring": None, "has_first": True}
     step = loop.get("step", 5)
     components = types.SimpleNamespace(
         feeder=types.SimpleNamespace(steps=2, received_at=3), batches=types.SimpleNamespace(count=4),
@@ -85,7 +85,7 @@ def waits() -> dict[str, Any]:
         "closing after step 5 #2": run_of(watch=saving, loop={"activity": Activity.CLOSING}),
         "restoring step 3": doing(Activity.RESTORING, restoring=3),
         "starting at step 5": doing(Activity.STARTING),
-        "starting: it looks for checkpoints": doing(Activity.STARTING, is_first_known=False),
+        "starting: it looks for checkpoints": doing(Activity.STARTING, has_first=False),
         "compiling step 5's program": doing(Activity.COMPILING),
         "waiting for batch 6": doing(Activity.FETCHING),
         "compiling step 5's program #2": run_of(dispatch=dispatch_of(unfinished=3)),
