@@ -19,7 +19,10 @@ from jax.experimental import multihost_utils
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import AGREEING, doing
 
-_SMALLEST = 1024  # minimum number of bytes to exchange
+_HEAD = 1024
+"""The bytes of the message that each exchange begins with."""
+_KIND = 64
+"""Those of them that say what is exchanged; eight for the size of the data follow, and then its first bytes."""
 _T = TypeVar("_T")
 
 
@@ -93,12 +96,7 @@ def _joined(halves: np.ndarray[Any, Any]) -> list[int]:
 
 def gather_texts(text: str) -> list[str]:
     """Return the text of each process."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = _gathered(np.array([data.size], np.int32))[:, 0]
-    # Few sizes: a string that grows by one digit must not compile another program.
-    length = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
-    rows = _gathered(np.pad(data, (0, length - data.size)))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+    return [data.decode() for data in _exchange("texts", text.encode())]
 
 
 def share_errors(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
@@ -171,19 +169,53 @@ def broadcast_bytes(data: bytes) -> bytes:
         return b""
     # On the other processes, what is sent only needs the same shape.
     padded = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
-    return _broadcast_from_0(padded).astype(np.uint8).tobytes()
+    with internal_transfers(), doing(AGREEING):
+        return np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes()
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
     """Return the integers of process 0, of up to 62 bits."""
-    return _joined(_broadcast_from_0(_halves(numbers)))
+    return _joined(_gathered(_halves(numbers), "numbers of process 0")[0])
 
 
-def _gathered(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _gathered(values: np.ndarray[Any, Any], what: str = "numbers") -> np.ndarray[Any, Any]:
+    rows = _exchange(f"{what}, {values.dtype}{list(values.shape)}", values.tobytes())
+    return np.stack([np.frombuffer(row, values.dtype).reshape(values.shape) for row in rows])
+
+
+def _exchange(kind: str, data: bytes) -> list[bytes]:
+    """Return the data of each process.
+
+    Its first message has the same shape whatever is exchanged, and says what that is. So processes that are not at the
+    same place in their program find it out, and do not wait for each other for ever in programs that do not fit.
+
+    Raises:
+        RuntimeError: Another process exchanges something else.
+    """
+    head = kind.encode()[:_KIND].ljust(_KIND) + len(data).to_bytes(8, "little") + data
+    rows = _gather_bytes(head[:_HEAD].ljust(_HEAD, b"\0"))
+    kinds = [row[:_KIND].decode(errors="replace").rstrip() for row in rows]
+    if len(set(kinds)) > 1:
+        found = "; ".join(f"{one} on process {process}" for process, one in enumerate(kinds))
+        raise RuntimeError(
+            f"the processes of this run must run the same iterations, got different exchanges: {found}. Branch only on "
+            "values that are equal on all processes, such as the step or metrics"
+        )
+    begin = _KIND + 8
+    sizes = [int.from_bytes(row[_KIND:begin], "little") for row in rows]
+    parts = [row[begin:] for row in rows]
+    longest = max(sizes) - (_HEAD - begin)
+    if longest > 0:
+        # Few sizes: data that grows by a byte must not compile another program.
+        length = max(_HEAD, 1 << (longest - 1).bit_length())
+        rest = _gather_bytes(head[_HEAD:].ljust(length, b"\0"))
+        parts = [part + more for part, more in zip(parts, rest, strict=True)]
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of each process, of which all have equally many."""
     with internal_transfers(), doing(AGREEING):
-        return np.asarray(multihost_utils.process_allgather(values))
-
-
-def _broadcast_from_0(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    with internal_transfers(), doing(AGREEING):
-        return np.asarray(multihost_utils.broadcast_one_to_all(values))
+        rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(data, np.uint8)))
+    # A single process gets its own row alone.
+    return [row.tobytes() for row in rows.reshape(-1, len(data))]

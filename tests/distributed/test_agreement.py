@@ -33,12 +33,26 @@ def test_any_and_max_of_all_processes(three):
 
 
 def test_texts_of_all_processes_in_order(three):
-    """Texts of few sizes are exchanged: 1024 bytes, or twice as many until the longest fits."""
-    for longest, room in ((0, 1024), (1024, 1024), (1025, 2048), (2048, 2048)):
+    """The first 952 bytes are in the message that says what is exchanged; rooms of few sizes follow, if need be."""
+    for longest, rest in ((0, []), (952, []), (953, [1024]), (952 + 1024, [1024]), (952 + 1025, [2048])):
         texts = ["é", "", "x" * longest]
         three.exchanges.clear()
         assert three.each(lambda i, texts=texts: processes.gather_texts(texts[i])) == [texts] * 3
-        assert [one.shape for one in three.exchanges] == [(3, 1), (3, room)]
+        assert [one.shape for one in three.exchanges] == [(3, 1024), *((3, room) for room in rest)]
+
+
+def test_processes_that_exchange_different_things_are_an_error_of_all(three):
+    """The first message has one shape, whatever follows: in programs that do not fit, all would wait for ever."""
+
+    def exchange(index):
+        if index == 1:
+            return processes.gather_texts("x" * 5000)
+        return processes.any_process(False) if index else processes.broadcast_ints(1, 2)
+
+    text = "numbers of process 0, int32[2, 2] on process 0; texts on process 1; numbers, bool[1] on process 2. Branch"
+    for error in three.each(exchange):
+        assert type(error) is RuntimeError
+        assert text in str(error)
 
 
 def test_integers_and_bytes_are_those_of_process_0(three):
@@ -95,7 +109,7 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatc
     for _ in range(2):
         assert three.each(lambda i: agreed[i].check(None, (same,))) == [None] * 3
         assert three.each(lambda i: agreed[i].check(None, (same,), "known")) == [None] * 3
-    assert len(three.exchanges) == 4  # each time the sizes and the texts
+    assert len(three.exchanges) == 2  # once for each
     assert three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
     errors = three.each(lambda i: agreed[i].check(None, (other if i == 1 else same,), "new"))
     assert {str(error) for error in errors} == {
