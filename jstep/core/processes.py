@@ -192,11 +192,11 @@ def _exchange(kind: str, data: bytes) -> list[bytes]:
     Raises:
         RuntimeError: Another process exchanges something else.
     """
-    head = kind.encode()[:_KIND].ljust(_KIND) + len(data).to_bytes(8, "little") + data
-    rows = _gather_bytes(head[:_HEAD].ljust(_HEAD, b"\0"))
+    message = kind.encode()[:_KIND].ljust(_KIND) + len(data).to_bytes(8, "little") + data
+    rows = _gather_bytes(message[:_HEAD].ljust(_HEAD, b"\0"))
     kinds = [row[:_KIND].decode(errors="replace").rstrip() for row in rows]
     if len(set(kinds)) > 1:
-        found = "; ".join(f"{one} on process {process}" for process, one in enumerate(kinds))
+        found = "; ".join(f"{name} on process {process}" for process, name in enumerate(kinds))
         raise RuntimeError(
             f"the processes of this run must run the same iterations, got different exchanges: {found}. Branch only on "
             "values that are equal on all processes, such as the step or metrics"
@@ -208,8 +208,8 @@ def _exchange(kind: str, data: bytes) -> list[bytes]:
     if longest > 0:
         # Few sizes: data that grows by a byte must not compile another program.
         length = max(_HEAD, 1 << (longest - 1).bit_length())
-        rest = _gather_bytes(head[_HEAD:].ljust(length, b"\0"))
-        parts = [part + more for part, more in zip(parts, rest, strict=True)]
+        tails = _gather_bytes(message[_HEAD:].ljust(length, b"\0"))
+        parts = [part + tail for part, tail in zip(parts, tails, strict=True)]
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 

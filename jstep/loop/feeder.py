@@ -182,7 +182,6 @@ class BatchFeeder(Iterator[Chunk]):
         self._last_check = _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
         self.waiting = False
         self.can_interrupt = False
-        self.is_exhausted = False
         self.received_at = 0.0
         self.steps = 1
 
@@ -214,7 +213,6 @@ class BatchFeeder(Iterator[Chunk]):
         except StopIteration:
             source.end()
             self.waiting = False
-            self.is_exhausted = True
             raise
         finally:
             self.can_interrupt = False

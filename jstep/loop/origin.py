@@ -33,8 +33,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.urls import is_url, join_path, resolve_path
 
-# Keys of what a checkpoint holds beside the state; `contents.py` has the table. The last three are also keys of the
-# record of a start.
+# Keys of what a checkpoint holds beside the state, of which `contents.py` has the table, and of the record of a start.
 
 ENDED: Final = "ended"
 """The step at which the hooks of the run have ended."""
@@ -176,7 +175,7 @@ def plan_start(options: Options, state: TrainState, saver: Saver | None, new_nam
     parent = find_parent(options, saver, claimed.step, given_step)
     given_values: dict[str, float] = {}
     if given_step is not None and saver is not None:
-        given_values = _initial_values(state)
+        given_values = _hyperparameters_in(state)
     plan = ResumePlan(given_step=given_step, given_values=given_values, is_claimed=claimed.is_claimed)
     if parent is not None:
         return dataclasses.replace(plan, first=parent.step, latest=parent.step, parent=parent)
@@ -265,7 +264,7 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
     return lineage
 
 
-def _initial_values(state: TrainState) -> dict[str, float]:
+def _hyperparameters_in(state: TrainState) -> dict[str, float]:
     """Return the hyperparameters in the state: held ones by their names, those of Optax by their slots."""
     values: dict[str, Any] = held_values(state.slots)
     for slot in roles_in(state).injected:
@@ -331,7 +330,7 @@ def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any
     initial = saved if isinstance(saved, dict) else {}
     if plan.given_step != 0:
         return initial  # shapes, or a trained state, hold no initial values
-    current = _initial_values(restored)
+    current = _hyperparameters_in(restored)
     for hyperparameter, value in plan.given_values.items():
         # Not those of the previous start, or only the first start with a new number would be told that it is not used.
         is_initial = _is_same(value, initial.get(hyperparameter, value))

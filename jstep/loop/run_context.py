@@ -108,11 +108,11 @@ class RunContext(RunInfo):
     """One run, from its arguments to its end.
 
     Attributes:
-        observers: They are entered before anything is opened.
+        observers: Those of the record, the stalls and the progress; entered before anything is opened.
         closing: Closes what the run has opened.
-        process_file: The record of another process.
+        process_file: The record of this process, if it is not process 0, whose record is `file`.
         start_number: The number of the recorded start, once all processes have opened it; 0 if it is not recorded.
-        new_name: Its name if no earlier start gave it one.
+        new_name: The name of the run if no earlier start gave it one.
     """
 
     background: BackgroundHooks

@@ -208,16 +208,16 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
 
 
 def _open_record(run: RunContext) -> int:
-    """Open the record of this start, on process 0; return its number."""
+    """Let the observers open what they record of this start; return its number, which process 0 knows."""
 
-    def open_on_first_process() -> tuple[int]:
+    def open_and_number() -> tuple[int]:
         if jax.process_index() == 0:
             _prepare_directories(run.options, has_saver=run.saver is not None)
         for observer in run.observers:
             observer.on_open()
         return (0 if run.file is None else run.file.fields["number"],)
 
-    (number,) = processes.first_ints_on_all(open_on_first_process, 1, NO_LOGS)
+    (number,) = processes.first_ints_on_all(open_and_number, 1, NO_LOGS)
     return number
 
 

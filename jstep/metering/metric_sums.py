@@ -158,7 +158,7 @@ def _canonical(value: Any) -> Any:
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
 
-    The loop's thread alone calls it. Only what `follow_ratios` returns may be read by any thread.
+    The loop's thread alone calls it. Other threads may read what `follow_ratios` returns, and call `latest`.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
     program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their

@@ -528,10 +528,10 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _is_deliberate(self, error: BaseException | None) -> bool:
-        """Whether an error, which is not one of the loop, says that a generator around it was closed, as `break` does.
+        """Whether an error, which is not one of the loop, comes from closing a generator that contains the block.
 
-        Not if it was closed at a `yield` in the body: whoever consumed it has failed, or is done, and the rest of the
-        body never comes. Its iteration would be saved in half.
+        Closed between two iterations, the run ends as by `break`. Closed at a `yield` in the body, half an iteration is
+        left, which must not be saved: whoever consumed the generator has failed, or is done.
         """
         return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
 
