@@ -217,5 +217,4 @@ def _gather_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of each process, of which all have equally many."""
     with internal_transfers(), doing(AGREEING):
         rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(data, np.uint8)))
-    # A single process gets its own row alone.
-    return [row.tobytes() for row in rows.reshape(-1, len(data))]
+    return [row.tobytes() for row in rows]
