@@ -19,7 +19,7 @@ from _timing import cpu_seconds
 import jstep
 from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
-from jstep.checkpoint.retention import evictions
+from jstep.checkpoint.retention import plan_evictions
 from jstep.data.batches import Mixture
 from jstep.look.cli import main as command
 
@@ -45,7 +45,9 @@ def diff(count: int) -> float:
 def save(count: int) -> float:
     """Choose what a save removes among the checkpoints that are kept."""
     kept = dict.fromkeys(range(count), 0.0)
-    return cpu_seconds(lambda: evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None) and None)
+    return cpu_seconds(
+        lambda: plan_evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None) and None
+    )
 
 
 def scalar(count: int) -> float:

@@ -404,8 +404,13 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     number = next((number for number in full if os.strerror(number) in str(error)), None)
     if number is None:
         return error
-    free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
-    return OSError(number, f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {free} free)", path)
+    try:
+        free_bytes = shutil.disk_usage(os.path.dirname(path)).free
+    except OSError:
+        # An error of this would hide the first one, and the other processes would not be told of any.
+        return error
+    text = f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {format_bytes(free_bytes)} free)"
+    return OSError(number, text, path)
 
 
 # The threads of saves.

@@ -134,8 +134,9 @@ class DirectoryStore(Store):
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
         self._check_not_moved()  # if the directory was renamed, tensorstore has created it again under its old name
+        data = encode(manifest)
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
-            file.write(encode(manifest))
+            file.write(data)
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
             _check_remains(final)

@@ -102,10 +102,10 @@ class SaverEngine:
         with self.locked_reader():
             return self._store.all_steps(self.prefix)
 
-    def evictable(self) -> list[str]:
-        """Return the checkpoints that `max_to_keep` counts, the oldest first."""
+    def counted_checkpoints(self) -> list[str]:
+        """Return the checkpoints that `max_to_keep` counts, lowest step first."""
         with self.locked_reader():
-            return self._retention.evictable()
+            return self._retention.counted_checkpoints()
 
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
         """Return the evaluations for which checkpoints were kept, None for those that are not of a `KeepBest`."""

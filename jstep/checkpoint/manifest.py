@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
-from jstep.stores.untrusted import decode_json, is_seconds, is_step, is_utf8, is_word
+from jstep.stores.untrusted import MAX_MANIFEST_BYTES, decode_json, is_seconds, is_step, is_utf8, is_word
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 4
@@ -95,6 +95,7 @@ def as_checkpoint_extra(extra: object) -> CheckpointExtra:
 
     Raises:
         TypeError: It is not JSON.
+        ValueError: It is larger than a manifest that can be read.
     """
     return extra if isinstance(extra, CheckpointExtra) else CheckpointExtra(json_copy(extra, "extra"), {})
 
@@ -109,7 +110,13 @@ def known_values(values: Any) -> Any:
 def json_copy(value: object, name: str) -> Any:
     """Convert as JSON does: tuples become lists."""
     _check_json(value, name)
-    return json.loads(json.dumps(value))
+    text = json.dumps(value)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"{name}: must be at most {MAX_MANIFEST_BYTES} bytes of JSON, which a checkpoint's manifest may have, got "
+            f"{len(text)}; put arrays into the state"
+        )
+    return json.loads(text)
 
 
 def _check_json(value: object, name: str, depth: int = 0) -> None:
@@ -229,11 +236,12 @@ class RetainedSteps:
     """The retention state, which is written into every manifest.
 
     Attributes:
-        interval_start: The first save more than `keep_checkpoint_every_n_hours` after this time is kept permanently.
+        kept: The steps of checkpoints that are kept for good, one every `keep_checkpoint_every_n_hours`.
+        interval_start: The first save more than that many hours after this time is kept.
         temporary: The steps of checkpoints that the next save replaces.
     """
 
-    steps: frozenset[int]
+    kept: frozenset[int]
     interval_start: float
     temporary: frozenset[int] = frozenset()
 
@@ -275,8 +283,12 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it."""
-    retention: dict[str, Any] = {"kept": sorted(manifest.retention.steps), "since": manifest.retention.interval_start}
+    """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it.
+
+    Raises:
+        CheckpointError: It is larger than what readers accept.
+    """
+    retention: dict[str, Any] = {"kept": sorted(manifest.retention.kept), "since": manifest.retention.interval_start}
     if manifest.retention.temporary:
         retention["temporary"] = sorted(manifest.retention.temporary)
     head: dict[str, Any] = {
@@ -307,7 +319,14 @@ def encode(manifest: Manifest) -> bytes:
         left_out = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out])
         lines.append(f' "left_out": [\n{left_out}\n ]')
     body = ("{\n" + ",\n".join(lines)).encode()
-    return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
+    data = body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
+    if len(data) > MAX_MANIFEST_BYTES:
+        # `json_copy` refuses most of these before anything is saved, but not what a function returns at the end.
+        raise CheckpointError(
+            f"the manifest must have at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}, of which extra has "
+            f"{len(json.dumps(manifest.extra))}; put arrays into the state"
+        )
+    return data
 
 
 @functools.lru_cache(maxsize=4)  # listing, finding and reading a checkpoint decodes it three times in a row
@@ -407,7 +426,7 @@ def _as_manifest(loaded: Mapping[str, Any]) -> Manifest:
         leaves=leaves,
         extra=loaded["extra"],
         retention=RetainedSteps(
-            steps=frozenset(_as_counts(retention["kept"])),
+            kept=frozenset(_as_counts(retention["kept"])),
             interval_start=_as_kind(retention["since"], "a time"),
             temporary=frozenset(_as_counts(retention.get("temporary", ()))),
         ),

@@ -1,8 +1,8 @@
-"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete leftovers of saves.
+"""Retention of checkpoints: the last few, and one every N hours for good. Stores delete leftovers of saves.
 
-A checkpoint is *evictable* unless it is permanent. The evictable ones beyond `max_to_keep` are *candidates*. Some of
-these become permanent, since one every N hours stays; the others are *evicted*. The *temporary* ones are not counted:
-a later save *replaces* them.
+A checkpoint is *temporary* or *permanent*. A later save *replaces* the temporary ones, and no limit counts them. Of the
+permanent ones, one every N hours is *kept* for good, and the others are *evictable*. Those of them beyond
+`max_to_keep` are *candidates*: each becomes a kept one, if N hours have passed since the last, or is *evicted*.
 """
 
 import dataclasses
@@ -24,16 +24,19 @@ _MAX_CONCURRENT = 16
 
 
 def eviction_candidates(
-    steps: Iterable[int], new: int, permanent: Iterable[int], max_to_keep: int | None, newest_finite: int | None
+    steps: Iterable[int], new: int, kept: Iterable[int], max_to_keep: int | None, newest_finite: int | None
 ) -> list[int]:
     """Return as many of the evictable checkpoints as are too many for `max_to_keep`, lowest step first.
 
     The new step, the highest one, and the highest finite one are passed over: others go in their place.
+
+    Args:
+        kept: The checkpoints that are kept for good, without the new one.
     """
     if max_to_keep is None:
         return []
     steps = {*steps, new}
-    evictable = sorted(steps - ({*permanent} - {new}))
+    evictable = sorted(steps.difference(kept))
     excess = max(0, len(evictable) - max_to_keep)
     spared = {new, max(steps), newest_finite}
     return [step for step in evictable if step not in spared][:excess]
@@ -49,26 +52,31 @@ def plan_evictions(
 ) -> tuple[list[int], RetainedSteps]:
     """Return the checkpoints to evict after `new` was saved, and the new retention state.
 
-    As in TF, a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
-    have passed since the previous permanent one. A long pause counts once.
+    As in TF, a checkpoint that falls out of the last `max_to_keep` is kept for good if more than `every_n_hours` have
+    passed since the previous one that was. A long pause counts once.
 
     Args:
-        saved_at: Step → when it was saved; of those that are no candidates, the time is not used.
+        saved_at: Step → when it was saved, NaN if its manifest cannot be read; of those that are no candidates, the
+            time is not used.
     """
-    permanent = (retained.steps & saved_at.keys()) - {new}
+    # The checkpoint that the new one replaces may have been kept; the new one is evictable.
+    kept = (retained.kept & saved_at.keys()) - {new}
     interval_start = retained.interval_start
     evicted: list[int] = []
-    for step in eviction_candidates(saved_at, new, permanent, max_to_keep, newest_finite):
-        # The interval starts after this save if the clock of an earlier host was ahead. Left there, it would let none
-        # become permanent until this clock has reached it.
-        interval_start = min(interval_start, saved_at[step])
-        hours = (saved_at[step] - interval_start) / 3600
-        if every_n_hours is None or not hours > every_n_hours:  # NaN if the manifest cannot be read
+    for step in eviction_candidates(saved_at, new, kept, max_to_keep, newest_finite):
+        if math.isnan(saved_at[step]):
             evicted.append(step)
             continue
-        permanent |= {step}
+        # The interval starts after this save if the clock of an earlier host was ahead. Left there, it would let none
+        # be kept until this clock has reached it.
+        interval_start = min(interval_start, saved_at[step])
+        hours = (saved_at[step] - interval_start) / 3600
+        if every_n_hours is None or hours <= every_n_hours:
+            evicted.append(step)
+            continue
+        kept |= {step}
         interval_start += 3600 * every_n_hours * int(hours / every_n_hours)
-    return evicted, RetainedSteps(frozenset(permanent), interval_start)
+    return evicted, RetainedSteps(frozenset(kept), interval_start)
 
 
 class Listener(Protocol):
@@ -153,24 +161,26 @@ class Retention:
         self._interval_start = interval_start
         self._retained: RetainedSteps | None = None
         # By step, what `_read_head` has read.
-        self._heads: dict[int, Manifest] = {}
+        self._heads: dict[int, _Head] = {}
         # The steps for which it has found no complete checkpoint. They count only while one save decides, since a later
         # one may save them.
         self._absent: set[int] = set()
-        # None from the beginning of a save until its deletions have ended, or in a bucket, have begun.
-        self._published_secs: float | None = None
+        # The seconds from the beginning of the latest save until its checkpoint existed. None until its deletions have
+        # ended, or in a bucket, have begun.
+        self._publication_secs: float | None = None
+        # None on other processes than the first, and before the first save.
         self.published: Published | None = None
 
     @property
     def write_secs(self) -> float | None:
         """The seconds of the latest save, and of the deletions after it; None before the end of these."""
-        if self._published_secs is None or self._store.is_erasing():
+        if self._publication_secs is None or self._store.is_erasing():
             return None
-        return self._published_secs + self._store.erase_secs
+        return self._publication_secs + self._store.erase_secs
 
     def reset_write_secs(self) -> None:
         """Note that a save begins, so that `write_secs` is not that of the one before."""
-        self._published_secs = None
+        self._publication_secs = None
 
     def finish(self, end: EndOfSave, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
         """Publish a checkpoint with these files, and then delete what it supersedes."""
@@ -188,7 +198,7 @@ class Retention:
         )
         remains = publish(sealed)
         self.published = Published(manifest.step, end.number)
-        published_secs = time.monotonic() - end.began  # the store counts its deletions itself
+        publication_secs = time.monotonic() - end.began  # the store counts its deletions itself
         self._store.erase(remains)
         self._retained = decision.retained
         self._heads[manifest.step] = _head_of(sealed)
@@ -198,13 +208,13 @@ class Retention:
             if end.listener is not None:
                 end.listener.wait(path)
             self._store.evict(path)
-        self._published_secs = published_secs
+        self._publication_secs = publication_secs
 
     def _decide(self, new: Manifest, permanent_every_secs: float | None) -> _Decision:
         """Decide what a new checkpoint is, and what it supersedes.
 
         It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
-        candidates, however many checkpoints are kept.
+        candidates, however many checkpoints there are.
         """
         paths = self._store.own_paths()
         self._absent.clear()
@@ -220,16 +230,17 @@ class Retention:
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
         replaced = temporary - {finite}
-        marks = temporary - replaced
+        # What the next save replaces: the newest finite one, if it is spared now, and the new one.
+        still_temporary = temporary & {finite}
         if is_temporary:
-            marks.add(new.step)
+            still_temporary.add(new.step)
         evicted: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
-            saved_at = self._save_times({*others} - replaced, new, retained, finite)
+            saved_at = self._save_times({*others} - temporary, new, retained, finite)
             evicted, retained = plan_evictions(
                 saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, finite
             )
-        retained = dataclasses.replace(retained, temporary=frozenset(marks))
+        retained = dataclasses.replace(retained, temporary=frozenset(still_temporary))
         return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
 
     def _is_temporary(
@@ -246,6 +257,7 @@ class Retention:
         newest = self._find_step(others, lambda head: not head.temporary)
         if newest is None:
             return False
+        # NaN if its manifest cannot be read: then this one is permanent.
         return 0 <= new.saved_at - self._heads[newest].saved_at < permanent_every_secs
 
     def _newest_finite(self, others: Sequence[int], new: Manifest) -> int | None:
@@ -261,9 +273,9 @@ class Retention:
     def _save_times(
         self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None
     ) -> dict[int, float]:
-        """Return the steps of complete checkpoints, with the times of the candidates; others have the time 0."""
+        """Return those steps that have complete checkpoints, and the new one → its time; 0 unless it is a candidate."""
         while True:
-            candidates = eviction_candidates(steps, new.step, retained.steps & steps, self._max_to_keep, finite)
+            candidates = eviction_candidates(steps, new.step, retained.kept & steps, self._max_to_keep, finite)
             self._read_heads(candidates)
             incomplete = self._absent & {*candidates}
             if not incomplete:
@@ -276,7 +288,7 @@ class Retention:
         saved_at[new.step] = new.saved_at
         return saved_at
 
-    def _find_step(self, steps: Sequence[int], is_wanted: Callable[[Manifest], bool]) -> int | None:
+    def _find_step(self, steps: Sequence[int], is_wanted: Callable[["_Head"], bool]) -> int | None:
         """Return the first of some steps whose head is wanted. More and more heads are read at a time."""
         count = 1
         for i, step in enumerate(steps):
@@ -301,16 +313,12 @@ class Retention:
             else:
                 self._heads[step] = head
 
-    def _read_head(self, step: int) -> Manifest | None:
-        """Read the head of a manifest; None if there is no such checkpoint, or it is incomplete.
-
-        If it cannot be read, its time is NaN: it is too young to be kept permanently.
-        """
-        unreadable = Manifest(step, math.nan, (), finite=False)
+    def _read_head(self, step: int) -> "_Head | None":
+        """Read the head of a manifest; None if there is no such checkpoint, or it is incomplete."""
         try:
             manifest = self._store.complete_manifest(self._prefix, step)
         except (CheckpointError, OSError):
-            return unreadable
+            return _Head(saved_at=math.nan, finite=False, temporary=False, retention=None)
         return None if manifest is None else _head_of(manifest)
 
     def _is_permanent(self, step: int) -> bool:
@@ -322,23 +330,46 @@ class Retention:
         self._store.erase(self._store.hide(path))
         self._store.finish_erasing()
 
-    def evictable(self) -> list[str]:
-        """Return the checkpoints that are not permanent, lowest step first."""
+    def counted_checkpoints(self) -> list[str]:
+        """Return the paths of the evictable checkpoints, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
-        permanent = self._load_retained(paths).steps
-        return [paths[step] for step in sorted(paths) if step not in permanent]
+        if self.published is None:
+            # Another Saver may have saved since these were read.
+            self._retained = None
+            self._heads.clear()
+            self._absent.clear()
+        retained = self._load_retained(paths)
+        counted: list[str] = []
+        for step in sorted(paths):
+            is_temporary = step in retained.temporary and not self._is_permanent(step)
+            if step not in retained.kept and not is_temporary:
+                counted.append(paths[step])
+        return counted
 
     def _load_retained(self, paths: Mapping[int, str]) -> RetainedSteps:
         """Return the retention state, which is that of the newest manifest that can be read until a save changes it."""
         if self._retained is None:
-            newest = self._find_step(sorted(paths, reverse=True), lambda head: not math.isnan(head.saved_at))
-            if newest is None:
-                self._retained = RetainedSteps(frozenset(), self._interval_start)
-            else:
+            newest = self._find_step(sorted(paths, reverse=True), lambda head: head.retention is not None)
+            if newest is not None:
                 self._retained = self._heads[newest].retention
+        if self._retained is None:
+            self._retained = RetainedSteps(frozenset(), self._interval_start)
         return self._retained
 
 
-def _head_of(manifest: Manifest) -> Manifest:
-    """Return a manifest without its large fields."""
-    return dataclasses.replace(manifest, leaves=(), files={}, extra=None, left_out=())
+class _Head(NamedTuple):
+    """What retention needs of a manifest.
+
+    Attributes:
+        saved_at: When it was saved; NaN if the manifest cannot be read.
+        retention: The retention state; None if the manifest cannot be read.
+    """
+
+    saved_at: float
+    finite: bool
+    temporary: bool
+    retention: RetainedSteps | None
+
+
+def _head_of(manifest: Manifest) -> _Head:
+    return _Head(manifest.saved_at, manifest.finite, manifest.temporary, manifest.retention)

@@ -140,8 +140,8 @@ class Saver:
                 are unchanged.
             OSError: The directory cannot be created or written.
             TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; or the
-                Saver is closed.
+            ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; extra is
+                larger than 256 MiB as JSON; or the Saver is closed.
         """
         engine = self._engine
         with engine.exclusive():
@@ -348,8 +348,12 @@ class Saver:
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that `max_to_keep` counts, oldest first: all but those kept permanently."""
-        return self._engine.evictable()
+        """The paths of the checkpoints that `max_to_keep` counts, oldest first.
+
+        These are all but those that are kept for good, one every `keep_checkpoint_every_n_hours`, and the temporary
+        ones of a run, which its next save replaces.
+        """
+        return self._engine.counted_checkpoints()
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk.

@@ -170,7 +170,12 @@ def _largest_gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
 def _float_ranks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Map floats to integers of the same order, such that neighbors differ by 1; 0.0 and −0.0 are equal."""
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
-    all_but_sign = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)
+    dtype_info = ml_dtypes.finfo(x.dtype)  # type: ignore[no-untyped-call]
+    if float(dtype_info.min) > 0:
+        # float8_e8m0fnu, a power of two, has no sign.
+        return bits
+    # Not the highest bit of the item: float4 and float6 are in the low bits of a byte.
+    all_but_sign = np.int64(2 ** (dtype_info.bits - 1) - 1)
     magnitude = bits & all_but_sign
     is_negative = bits & ~all_but_sign
     return np.where(is_negative, -magnitude, bits)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import time
 
 import pytest
@@ -9,9 +10,9 @@ from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.checkpoint import listing, retention
+from jstep.checkpoint import directory_store, listing, retention
 from jstep.checkpoint.manifest import CheckpointExtra
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 
 
 @pytest.fixture
@@ -99,6 +100,43 @@ class TestRetention:
             assert saver.all_steps() == [3, 5, 7, 11]
             assert saver.last_checkpoints == [str(tmp_path / "model-11")]
 
+    def test_temporary_checkpoints_are_not_among_the_last(self, tmp_path):
+        names = [str(tmp_path / f"model-{step}") for step in range(6)]
+        with Saver(tmp_path, max_to_keep=2) as saver, Saver(tmp_path) as reader:
+            save_all(saver, [1, 2, 3])
+            saver.save(state_at(4), CheckpointExtra(None, {}, True, retention.NEVER))
+            assert saver.all_steps() == [2, 3, 4]
+            assert saver.last_checkpoints == reader.last_checkpoints == names[2:4]
+            # The temporary one becomes permanent, under the same name.
+            save_all(saver, [4])
+            assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
+            saver.save(state_at(5), CheckpointExtra(None, {}, True, retention.NEVER))
+            assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
+
+    def test_a_temporary_checkpoint_that_stays_because_it_is_finite_takes_no_place(self, tmp_path):
+        with Saver(tmp_path, max_to_keep=2) as saver:
+            save_all(saver, [1])
+            saver.save(state_at(2), CheckpointExtra(None, {}, True, retention.NEVER))
+            saver.save(state_at(3, math.nan))
+            assert saver.all_steps() == [1, 2, 3]
+            saver.save(state_at(4, math.nan))
+            assert saver.all_steps() == [2, 3, 4]
+
+    def test_the_deletion_of_a_replaced_checkpoint_counts_once(self, tmp_path, monkeypatch):
+        lost_secs = [0]
+        monotonic = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + lost_secs[0])
+        remove = directory_store.remove
+
+        def slow_remove(path):
+            lost_secs[0] += 10_000 * os.path.lexists(path)
+            remove(path)
+
+        monkeypatch.setattr(directory_store, "remove", slow_remove)
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1, 1])
+            assert round(engine_of(saver).write_secs, -4) == 10_000
+
     def test_permanent_steps_survive_a_corrupted_manifest(self, tmp_path, now):
         with Saver(tmp_path, max_to_keep=1, keep_checkpoint_every_n_hours=1) as saver:
             for step in range(1, 5):
@@ -147,5 +185,5 @@ class TestRetention:
             victims, kept = retention.plan_evictions(existing, step, kept, max_to_keep, hours)
             for victim in victims:
                 del existing[victim]
-            assert sorted(kept.steps) == kept_by_tf
+            assert sorted(kept.kept) == kept_by_tf
             assert sorted(existing) == sorted(kept_by_tf + [step for step, _ in last])

@@ -1,11 +1,14 @@
 """Errors of `Saver`: bad arguments, states that cannot be saved, and failed background saves."""
 
+import errno
 import os
+import shutil
 
 import pytest
 from checkpoint_states import failing_saves, listing, save_all, state_at
 from file_operations import before
 
+from jstep.checkpoint import manifest
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
@@ -68,3 +71,27 @@ class TestErrors:
             saver.wait()
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
+
+    def test_an_extra_that_readers_would_refuse_is_not_saved(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10_000)
+        with Saver(tmp_path) as saver:
+            with pytest.raises(ValueError, match=r"extra: must be at most 10000 bytes of JSON, .* got 10009"):
+                saver.save(state_at(1), extra={"x": "a" * 10_000})
+            assert listing(tmp_path) == []
+            # It is small enough only without the rest of the manifest.
+            saver.save(state_at(1), extra={"x": "a" * 9_900})
+            with pytest.raises(CheckpointError, match=r"at most 10000 bytes, got .*, of which extra has 9909"):
+                saver.wait()
+            assert listing(tmp_path) == []
+            saver.save(state_at(1), extra={"x": "a" * 5_000})
+            assert saver.extra() == {"x": "a" * 5_000}
+
+    def test_a_full_disk_whose_free_bytes_are_unknown(self, tmp_path, monkeypatch):
+        def fail(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+        monkeypatch.setattr(shutil, "disk_usage", fail)
+        with Saver(tmp_path) as saver, failing_saves(tmp_path):
+            saver.save(state_at(2))
+            with pytest.raises(CheckpointError, match=r"model-2 was not saved: .*No space left"):
+                saver.wait()

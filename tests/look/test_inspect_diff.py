@@ -219,6 +219,21 @@ def test_units_in_the_last_place(name):
     assert array_difference("x", np.full(1, np.nan, dtype), one[:1]).max_ulps is None
 
 
+@pytest.mark.parametrize(
+    ("name", "a", "b", "ulps"),
+    [
+        ("float4_e2m1fn", -0.5, 0.5, 2),
+        ("float6_e2m3fn", -0.5, 0.5, 8),
+        ("float6_e3m2fn", -0.5, 0.5, 16),
+        ("float8_e8m0fnu", 0.5, 4.0, 3),
+    ],
+)
+def test_units_in_the_last_place_without_a_sign_in_the_highest_bit(name, a, b, ulps):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    assert array_difference("x", np.full(1, a, dtype), np.full(1, b, dtype)).max_ulps == ulps
+    assert array_difference("x", np.full(1, b, dtype), np.full(1, a, dtype)).max_ulps == ulps
+
+
 def test_names_are_escaped_for_the_terminal(save, cli):
     directory, path = save("run", state(1, **{"\x1b[31mred": jnp.ones(1)}))
     for arguments in (["inspect", path], ["inspect", directory]):
