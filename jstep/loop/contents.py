@@ -58,20 +58,22 @@ class RunContents:
         )
 
     def are_still(self, saved: Contents) -> bool:
-        """Whether `take` would return the same.
+        """Whether `take` would return the same; several processes, which must all ask, come to one answer.
 
-        Positions are asked only where they may differ at one step: it may take long, and with several processes it is a
-        collective, which all must call alike. The objects of `from_loop` change only in an iteration.
+        Positions are asked only where they may differ at one step, as that may take long: the objects of `from_loop`
+        change only in an iteration.
         """
         run = self._run
         source = run.components.batches.source
         if source.moves_between_steps and run.course.has_begun:
-            has_moved = not self._take_positions().is_same(saved.positions)
-            are_positions_same = not processes.any_process(has_moved)
+            are_positions_same = self._take_positions().is_same(saved.positions)
         else:
             are_positions_same = run.course.iterations == saved.iterations
         are_hooks_same = self._take_hooks().is_same(saved.hooks)
-        return are_positions_same and are_hooks_same
+        # All save again or none does: a position may have changed on one process, and hooks may remember what only
+        # process 0 does, such as `flush` and `saved`.
+        has_changed = not are_positions_same or not are_hooks_same
+        return not processes.any_process(has_changed)
 
     def as_extra(self, contents: Contents, *, is_before_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""

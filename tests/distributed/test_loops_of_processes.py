@@ -208,3 +208,43 @@ def test_goodput_names_the_slow_process(tmp_path):
     run(SLOW, 2, tmp_path)
     found = jstep.goodput(tmp_path)
     assert (found.processes, [slow.process for slow in found.slow if slow.part == "hooks"]) == (2, [1])
+
+
+MEMORIES = """
+import signal
+
+
+class Counts(jstep.Hook):
+    # Its memory changes on process 0 alone, as that of a hook whose `flush` or `saved` are called there.
+    count = 0
+
+    def after_step(self, at, state, metrics):
+        if at == 3 and process == 1:
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3 if at >= 3 else 0.0)  # JAX checks for signals once a second
+
+    def get_state(self):
+        self.count += process == 0
+        return self.count
+
+    def set_state(self, value):
+        self.count = value
+
+
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+options = dict(checkpoint_dir=sys.argv[5], save_checkpoint_steps=1, batch_sharding=rows, progress=False)
+try:
+    jstep.train(step, state, batches, 60, hooks=[Counts()], **options)
+except jstep.Preempted as error:
+    print("stopped", error.code, error)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_processes_save_again_together_if_a_memory_has_changed_on_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    first, second = run(MEMORIES, 2, tmp_path, tmp_path / "run")
+    assert "is saved; start the run again to resume" in printed(first, "stopped")
+    assert printed(first, "stopped") == printed(second, "stopped")
