@@ -129,7 +129,8 @@ class RunContext(RunInfo):
         self.train_steps = train_steps
         self.times = times
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
-        self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
+        limit = options.stop_secs
+        self.signals = StopSignals(None if limit is None else functools.partial(times.left, limit))
         self.observers: tuple[Observer, ...] = ()
         self.plan = ResumePlan()
         self.origin: Origin = Fresh()

@@ -80,6 +80,9 @@ class StopSignals:
 
     An ignored SIGINT or SIGHUP stays ignored. A process forked during the run gets the previous handlers.
 
+    Args:
+        seconds_left: Returns the seconds from now until `stop_secs` are over; None without a limit.
+
     Attributes:
         interrupts: What the first signal raises; the loop sets it for each wait that a signal may end.
         received: The signal that stops the run: this process's own, from its arrival on, or the one agreed upon.
@@ -87,7 +90,7 @@ class StopSignals:
         is_obeyed: Whether an error ended the run after it came; if not, the run leaves once it has closed.
     """
 
-    def __init__(self, stop_secs: float | None = None) -> None:
+    def __init__(self, seconds_left: Callable[[], float] | None = None) -> None:
         self.is_single_process = processes.is_single_process()
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self.interrupts: Interrupts = _only_record
@@ -102,24 +105,25 @@ class StopSignals:
         self._is_limit = False
         self._has_agreed = False  # whether several processes have agreed to stop
         self._has_asked = False  # whether this one has asked JAX's service for it
-        self._timer: threading.Timer | None = None  # the time limit of one process
+        self._seconds_left = seconds_left
+        self._timer: threading.Timer | None = None  # the time limit of one process, from `begin` on
         self._limit: AgreedClock | None = None  # that of several
         self._polls = 0
         # Held while the timer sends its signal: `end` waits for it, so that none arrives with the handlers of others.
         self._ending = threading.Lock()
-        if stop_secs is not None and self.is_single_process:
-            # threading rejects longer waits than this one of 292 years.
-            self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
-            self._timer.daemon = True
-        elif stop_secs is not None:
-            self._limit = AgreedClock(stop_secs, time.monotonic)
+        if seconds_left is not None and not self.is_single_process:
+            self._limit = AgreedClock(seconds_left(), time.monotonic)
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
         self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._set_handlers()
-        if self._timer is not None:
+        if self._seconds_left is not None and self.is_single_process:
+            # Made here and not with the run, which may be entered long after it was made: its time runs from then on.
+            # threading rejects longer waits than this one of 292 years.
+            self._timer = threading.Timer(min(self._seconds_left(), threading.TIMEOUT_MAX), self._expire)
+            self._timer.daemon = True
             self._timer.start()
 
     def _set_handlers(self) -> None:

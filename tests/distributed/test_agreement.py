@@ -160,7 +160,7 @@ def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
     monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index])))
 
     def stopped(index):
-        stop = StopSignals(10.0)
+        stop = StopSignals(lambda: 10.0)
         assert stop._timer is None
         polls = [stop.poll_stop_signal() for _ in range(3)]
         return polls, stop._is_limit, stop.received, str(stop.stop_error("at step 3"))

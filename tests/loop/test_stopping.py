@@ -8,9 +8,10 @@ import threading
 import time
 
 import pytest
-from loop_runs import DATA, train
+from loop_runs import DATA, STEP, make_state, train
 
 import jstep
+from jstep.core import stopwatch
 
 
 def kill(number, at=5):
@@ -98,6 +99,18 @@ def test_the_time_limit_in_another_thread(tmp_path):
     assert isinstance(error, jstep.Preempted)
     assert error.code == 143
     assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(error.state)
+
+
+def test_the_limit_counts_from_the_call_of_run(monkeypatch):
+    """The time between this call and the block is a part of it."""
+    late = [0.0]
+    clocks = stopwatch.CLOCKS._replace(seconds=lambda: time.perf_counter() + late[0])
+    monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
+    run = jstep.Run(STEP, make_state(), DATA, 9, stop_secs=1000.0, progress=False)
+    late[0] = 2000.0
+    with pytest.raises(jstep.Preempted, match="stop_secs stopped the run"), run:
+        for _ in run:
+            pass
 
 
 def test_a_limit_of_centuries_is_none():
