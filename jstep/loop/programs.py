@@ -273,10 +273,12 @@ class ProgramTable:
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
-        self.stage_of(step).is_ahead = True
         shapes = shapes_of_leaves(*trees.flatten(trees.args_to_batch(args)))
         program = self.program_for(step, shapes, lambda: args)
         program.compile(self.state_shapes, args, self.sums)
+        # Only now: if it fails, the step that needs the program compiles it, and the log says so.
+        if program.is_ahead:
+            program.stage.is_ahead = True
 
     def compile_with_max_steps(self, max_steps: int) -> None:
         """Compile each looped program again, for calls of up to so many steps."""

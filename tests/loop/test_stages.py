@@ -1,6 +1,7 @@
 """`train` with stages: which step is run when, errors before the first step, and compilation in the background."""
 
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +161,18 @@ def test_a_compiler_error_is_raised_at_its_step(caplog):
         train_stages(stages, 10)
     assert jstep.global_step(failed.value.state) == 5
     assert "could not be compiled ahead" in caplog.text
+
+
+def test_a_stage_that_could_not_be_compiled_ahead_is_announced_when_it_is(caplog):
+    """The loop waits for the compiler there, which the log explains."""
+    caplog.set_level(logging.INFO)
+
+    def later(params, x):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("not in this thread")
+        return far(params, x)
+
+    stages = {0: NEAR, 4: jstep.minimize(later, OPTIMIZER, has_aux=True)}
+    train_stages(stages, 6, iter(BATCHES))
+    (name,) = {record.args[0] for record in caplog.records if "could not be compiled ahead" in record.msg}
+    assert f"compiling {name} for 1 step" in caplog.messages
