@@ -108,6 +108,8 @@ def begin_hooks(run: RunContext) -> bool:
         get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
         is_over = components.runner.evaluate(evaluate_first)
+    if is_over and run.poll_stop_signal():
+        return False  # the evaluation that was owed has been interrupted again: the run goes on in the next start
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -363,6 +364,29 @@ def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, ste
     assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
     assert same(resumed, uninterrupted)
     assert rate(uninterrupted) == 0.25 / 8
+
+
+def test_an_evaluation_that_is_owed_and_interrupted_again(tmp_path, caplog):
+    """In a thread, where a signal raises nothing: its limit is over when the evaluation begins."""
+    seen, errors = [], []
+
+    def resume():
+        with pytest.raises(jstep.Preempted, match="after step 6") as caught:
+            train(12, hooks_of_signals(Validation(), callbacks(seen), False), checkpoint_dir=tmp_path, stop_secs=1e-9)
+        errors.append(caught.value)
+
+    validation = Validation(signal.SIGTERM, BATCHES + 1)
+    with pytest.raises(jstep.Preempted):
+        train(12, hooks_of_signals(validation, callbacks(seen), False), checkpoint_dir=tmp_path)
+    caplog.set_level(logging.INFO)
+    thread = threading.Thread(target=resume)
+    thread.start()
+    thread.join(60)
+    assert len(errors) == 1
+    assert "is interrupted and runs after the restart" in caplog.text
+    assert "nothing left to run" not in caplog.text
+    train(12, hooks_of_signals(Validation(), callbacks(seen), False), checkpoint_dir=tmp_path)
+    assert seen == [(step, 1.0) for step in (3, 6, 9, 12)]
 
 
 def test_the_evaluation_at_the_last_step(tmp_path):
