@@ -240,7 +240,7 @@ def _body(data: bytes | None, magic: bytes) -> "_Body":
 
 
 def _checksum() -> Callable[[bytes], int] | None:
-    # Without the package, tensorstore finds what is damaged when it reads it.
+    # An installation without dependencies lacks the package: tensorstore then finds what is damaged when it reads it.
     try:
         import google_crc32c
     except ImportError:

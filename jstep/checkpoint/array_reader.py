@@ -24,7 +24,7 @@ from jstep.checkpoint.array_writer import (
     CONFIG,
     CONFIG_OF_OTHERS,
     FILES,
-    LARGEST,
+    MAX_CHUNK_BYTES,
     Wait,
     array_metadata,
     array_path,
@@ -132,7 +132,7 @@ class ArrayReader:
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
         )
-        self._store: dict[str, Any] = {
+        self._database: dict[str, Any] = {
             "driver": "ocdbt",
             "base": dict(base),
             "cache_pool": "cache_pool#ocdbt",
@@ -141,13 +141,14 @@ class ArrayReader:
         }
         self._read_ahead = _READ_AHEAD_OF_TENSORSTORE
         if base["driver"] != "file":
-            self._store |= _TOGETHER
+            self._database |= _TOGETHER
             self._read_ahead = _READ_AHEAD_OF_BUCKETS
 
     def foreign_content(self) -> str:
-        """Describe what tensorstore would open, follow or list and jstep does not write; empty if there is none.
+        """Describe anything in the checkpoint that jstep does not write, and tensorstore must not open; or return "".
 
-        There are regular files alone, each value of the database has bytes of its own, and the arrays need no more.
+        There must be only regular files, and in the database each value must have bytes of its own: as many as the
+        arrays of the manifest need.
         """
         needed = {}
         for name in self._leaves_by_array:
@@ -191,11 +192,11 @@ class ArrayReader:
         """Read the index of the database in a directory; None if there is none."""
         if directory not in self._indices:
             base = {**self._base, "path": self._base["path"] + directory}
-            store = self._wait(ts.KvStore.open(base, context=self._context), 0)
+            kvstore = self._wait(ts.KvStore.open(base, context=self._context), 0)
 
             def read(path: str, start: int, stop: int | None) -> bytes | None:
                 try:
-                    found = self._wait(store.read(path, byte_range=slice(start or None, stop)), 0)
+                    found = self._wait(kvstore.read(path, byte_range=slice(start or None, stop)), 0)
                 except (ValueError, LostError) as error:
                     if _is_unavailable(str(error)):
                         raise
@@ -370,10 +371,10 @@ class ArrayReader:
     def _read_all_nodes(self, directory: str, config: Mapping[str, Any]) -> None:
         """Let tensorstore read every node of the database in a directory; a damaged one is a problem."""
         base = {**self._base, "path": self._base["path"] + directory}
-        spec = {**self._store, "base": base, "config": dict(config)}
-        store = self._result("", ts.KvStore.open(spec, context=self._context), 0)
-        if store is not None:
-            self._result("", store.list(ts.KvStore.KeyRange("", "\x7f")), 0)
+        spec = {**self._database, "base": base, "config": dict(config)}
+        kvstore = self._result("", ts.KvStore.open(spec, context=self._context), 0)
+        if kvstore is not None:
+            self._result("", kvstore.list(ts.KvStore.KeyRange("", "\x7f")), 0)
 
     def find_corruption(self) -> list[str]:
         """Read all arrays and files, a few chunks at a time, and describe what is corrupted."""
@@ -402,7 +403,7 @@ class ArrayReader:
                     yield name, stored[index]
 
         for (name, _), future in pipelined(lambda chunk: chunk[1].read(), chunks(), _MAX_CONCURRENT):
-            if self._result(name, future, LARGEST) is None:
+            if self._result(name, future, MAX_CHUNK_BYTES) is None:
                 corrupted.add(name)
 
     def _read_merged_databases(self) -> None:
@@ -423,7 +424,7 @@ class ArrayReader:
         """Open arrays by tensorstore, all at once; those that cannot be opened are problems."""
         opening: dict[str, Any] = {}
         for name, kind in kinds.items():
-            spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._store, "path": array_path(name)}}
+            spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._database, "path": array_path(name)}}
             spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False, "metadata": array_metadata(*kind)}
             opening[name] = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
         opened = {name: self._result(name, future, 0) for name, future in opening.items()}
@@ -433,10 +434,10 @@ class ArrayReader:
         """Return the kinds of the arrays of files, whose sizes only the database knows."""
         if not names:
             return {}
-        store = self._result("", ts.KvStore.open(self._store, context=self._context), 0)
-        if store is None:
+        kvstore = self._result("", ts.KvStore.open(self._database, context=self._context), 0)
+        if kvstore is None:
             return {}
-        futures_of_metadata = {name: store.read(f"{array_path(name)}zarr.json") for name in names}
+        futures_of_metadata = {name: kvstore.read(f"{array_path(name)}zarr.json") for name in names}
         kinds: dict[str, ArrayKind] = {}
         for name, future in futures_of_metadata.items():
             kind = self._kind_of_file(name, self._result(name, future, 0))
@@ -470,16 +471,15 @@ class ArrayReader:
     def _described(self, name: str) -> str:
         if name.startswith(FILES):
             return f"the file {name.removeprefix(FILES)!r}"
-        return (
-            f"the array of {self._leaves_by_array[name].path!r}"
-            if name in self._leaves_by_array
-            else "the index of its arrays"
-        )
+        if name in self._leaves_by_array:
+            return f"the array of {self._leaves_by_array[name].path!r}"
+        return "the index of its arrays"
 
     def _result(self, name: str, future: Any, nbytes: int) -> Any:
         """Return the result of a future for an array; None, and a problem, if it is corrupted."""
         try:
             result = self._wait(future, nbytes)
+            # A write has no result, and None is a problem.
             return True if result is None else result
         except (ValueError, LostError) as error:
             text = str(error)

@@ -17,16 +17,14 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.checkpoint.host_copies import HostCopies
-from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ROOT
+from jstep.checkpoint.listing import OBJECT_BYTES, ORBAX_COMMIT_FILE, ROOT
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
 
-SMALLEST = 2**20
+MIN_PART_BYTES = 2**20
 """The minimum bytes of a part of a replicated array."""
-LARGEST = 2**25
+MAX_CHUNK_BYTES = 2**25
 """The maximum bytes of a chunk, the unit of checksums."""
-_OBJECT = 2**28
-"""The bytes of an object, which is uploaded in one request."""
 Wait = Callable[[Any, int], Any]
 """`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred before."""
 Index = tuple[slice, ...]
@@ -102,7 +100,11 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
 
 
 def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
-    """Return a sharding on the same devices that divides the replicas of a shard, into parts of `SMALLEST` and more."""
+    """Return a sharding on the same devices that divides a shard between its replicas.
+
+    No part has less than `MIN_PART_BYTES`. A shard is divided along one axis, into the largest number of parts that
+    divides this axis and is a product of divisors of the free axes of the mesh.
+    """
     if not isinstance(sharding, NamedSharding) or is_of_host(sharding):  # slices of pinned memory may hang
         return sharding
     mesh = sharding.mesh
@@ -113,7 +115,8 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
     # The array is replicated along the free axes of the mesh.
     free = {name: mesh.shape[name] for name in mesh.axis_names if name not in used}
     replicas = math.prod(free.values())
-    for count in range(min(replicas, math.prod(shard) * itemsize // SMALLEST), 1, -1):
+    largest_first = range(min(replicas, math.prod(shard) * itemsize // MIN_PART_BYTES), 1, -1)
+    for count in largest_first:
         factors = _factors(count, free)
         axis = next((axis for axis, size in enumerate(shard) if size % count == 0), None)
         if factors is not None and axis is not None:
@@ -226,7 +229,7 @@ def _replace(originals: Sequence[_Value], copies: Sequence[Any]) -> None:
 
 
 class _Turns:
-    """Whose turn it is to write an array: one replica after the other writes a group of `SMALLEST` bytes.
+    """Whose turn it is to write an array: one replica after the other writes a group of `MIN_PART_BYTES` bytes.
 
     A group lies in one file, so that a process that restores reads it at once. Arrays of one number of replicas take
     turns of their own.
@@ -240,7 +243,7 @@ class _Turns:
         """Return the replica that writes an array whose parts have `nbytes` bytes each."""
         replica = self._turns[replicas] * stride(replicas) % replicas
         self._group_bytes[replicas] += nbytes
-        if self._group_bytes[replicas] >= SMALLEST:
+        if self._group_bytes[replicas] >= MIN_PART_BYTES:
             self._turns[replicas] += 1
             self._group_bytes[replicas] = 0
         return replica
@@ -257,7 +260,11 @@ def is_read_in_place(sharding: Any) -> bool:
 
 
 def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
-    """Start to copy arrays to pinned memory of the host; unlike others, these copies need not end before a donation."""
+    """Start to copy arrays to the host, if possible to its pinned memory.
+
+    A donation need not wait for a copy to pinned memory, as it must for one to pageable memory, which therefore ends
+    before this returns.
+    """
     devices = {device for array in arrays for device in array.devices()}
     if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
         pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
@@ -272,18 +279,20 @@ def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 # Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
 # one node, reading would be quadratic. No other process writes to a database.
-_ENTRY = 1024
+_MAX_INLINE_BYTES = 1024
 """The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
 CONFIG = {
-    "max_inline_value_bytes": _ENTRY,
+    "max_inline_value_bytes": _MAX_INLINE_BYTES,
     "max_decoded_node_bytes": 2**21,
     "manifest_kind": "single",
     "compression": None,  # so that the size of a file bounds the memory that it needs
 }
 CONFIG_OF_OTHERS = {**CONFIG, "max_inline_value_bytes": 100}
-"""The configuration of the databases of all processes but the first. Each process reads all nodes, so that it would
-read the small chunks of all others if they were in them. The first process writes the metadata of the arrays, for whose
-checksums they must be in nodes."""
+"""The configuration of the databases of all processes but the first, whose nodes have only the smallest chunks.
+
+A process that restores reads all nodes, and would read the small chunks of all processes with them. The first process
+needs the other configuration: it writes the metadata of the arrays, which have a checksum only as a part of a node.
+"""
 FILES = "$files/"
 """The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
 
@@ -294,7 +303,7 @@ def file_array(name: str, data: bytes) -> OwnParts:
     return OwnParts(FILES + name, values.shape, values.dtype, values.shape, [((), values)], is_file=True)
 
 
-def base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """Return the `base` of a database below a key (empty, or with a slash at its end) of a directory or URL.
 
     In an object store, the root of the database is kept in memory: tensorstore would write it on condition, and crash
@@ -322,22 +331,22 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     The first process creates the arrays, and the others assume what it writes.
 
     Returns:
-        The root of the database if it was kept in memory (see `base`), which the caller writes last; None otherwise,
-        or if there is nothing to write.
+        The root of the database if it was kept in memory (see `database_base`), which the caller writes last; None
+        otherwise, or if there is nothing to write.
     """
     context = ts.Context()
     transaction = ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
-    store: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
+    database: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
     if not is_local:
-        store["target_data_file_size"] = _OBJECT
+        database["target_data_file_size"] = OBJECT_BYTES
     cached_chunk_shape = functools.cache(chunk_shape)  # many arrays have one shape
     opening = []
     for array in arrays:
         chunk = cached_chunk_shape(array.part, array.shape, array.dtype.itemsize)
         spec = {
             "driver": "zarr3",
-            "kvstore": {**store, "path": array_path(array.name)},
+            "kvstore": {**database, "path": array_path(array.name)},
             "metadata": array_metadata(array.shape, array.dtype, chunk),
             # Otherwise a chunk of zeros would not be stored, and could not be told from one that was lost.
             "store_data_equal_to_fill_value": True,
@@ -364,13 +373,13 @@ def array_metadata(shape: tuple[int, ...], dtype: Any, chunk: Sequence[int]) -> 
 
 
 def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Divide a part of an array into chunks of at most `LARGEST` bytes.
+    """Divide a part of an array into chunks of at most `MAX_CHUNK_BYTES` bytes.
 
     Two parts never share a chunk: along an axis that is divided into parts, its chunks are equal.
     """
     chunk = list(part)
     for axis, size in enumerate(part):
-        count = math.ceil(math.prod(chunk) * itemsize / LARGEST)
+        count = math.ceil(math.prod(chunk) * itemsize / MAX_CHUNK_BYTES)
         if count <= 1:
             continue
         if size == shape[axis]:
@@ -403,8 +412,8 @@ def merge(base: Mapping[str, Any], keys: Iterable[str], entries: int, wait: Wait
         opening.append(ts.KvStore.open(part, context=context))
     copying = [wait(part, 0).experimental_copy_range_to(merged) for part in opening]
     for copy in copying:
-        wait(copy, entries * _ENTRY)
-    wait(transaction.commit_async(), entries * _ENTRY)
+        wait(copy, entries * _MAX_INLINE_BYTES)
+    wait(transaction.commit_async(), entries * _MAX_INLINE_BYTES)
     return _root(base, context)
 
 

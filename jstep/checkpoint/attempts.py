@@ -31,6 +31,7 @@ from jstep.core.checks import format_bytes, format_list
 from jstep.core.logs import logger
 from jstep.stores.files import new_file, read_small, replace_file, sync_directory
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES
+from jstep.stores.urls import is_url
 
 Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
@@ -67,7 +68,7 @@ class Storage(Protocol):
         """Read a small file; None if it is missing."""
 
     def names(self, key: str) -> Collection[str]:
-        """Return the names of the files below a key."""
+        """Return the names of the files below a key, which has a slash at its end."""
 
     def progress(self, key: str) -> object:
         """Return what changes while files below a key are written: their bytes, or the number of objects."""
@@ -204,19 +205,19 @@ class Attempt(abc.ABC):
     def begin(self) -> None:
         """Let the others wait for the outcome; called on the first process before anything is written."""
         if self.count > 1:
-            self.storage.publish(self.part(0), _BEGUN)
+            self.storage.publish(self.outcome_key(0), _BEGUN)
 
     def commit(self, files: Files) -> None:
         """Publish the checkpoint, on the first process."""
         self._end(files, self.publish)
 
-    def part(self, process: int) -> str:
-        """Return the key of a file that says that a process has written; that of the first one says the outcome."""
+    def outcome_key(self, process: int) -> str:
+        """Return the key of the file in which a process says that it has written, and the first one the outcome."""
         return f"{PARTS}{self.name}.{process}"
 
     def tell_outcome(self, outcome: bytes = _SAVED) -> None:
         if self.count > 1:
-            self.storage.publish(self.part(0), outcome)
+            self.storage.publish(self.outcome_key(0), outcome)
 
     def run(self) -> None:
         began = time.monotonic()
@@ -227,19 +228,20 @@ class Attempt(abc.ABC):
             self._own_secs = time.monotonic() - began
             if self.process == 0:
                 self._merge()
-                for name, data in array_writer().orbax_files(self._names, self.saved_at).items():
+                for name, data in writer_module().orbax_files(self._names, self.saved_at).items():
                     self.storage.write(name, data)
                 others = [process_key(other) for other in range(1, self.count)]
                 self.commit(self.storage.finish(flushed_keys=others))
         except BaseException as error:
             explained = _explained(error, self.storage.path(""), self._nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
+            # Not `from error`, which would be its own cause if there is nothing to explain.
             raise explained from error.__cause__
         if self.process:
             self._wait_for_outcome()
 
     def _write_part(self) -> None:
-        writer = array_writer()
+        writer = writer_module()
         files = [writer.file_array(name, file.read()) for name, file in self._files.items()]
         own_parts = [*self._arrays, *files]
         self._arrays = ()
@@ -247,7 +249,7 @@ class Attempt(abc.ABC):
         if self.count > 1:
             key = process_key(self.process)
             self._entries = writer.count_entries(own_parts)
-        base = writer.base(self.storage.spec(), key)
+        base = writer.database_base(self.storage.spec(), key)
         root = writer.write(base, own_parts, self.storage.wait, first=self.process == 0)
         self._release()
         self._write_root(key, root)
@@ -255,15 +257,15 @@ class Attempt(abc.ABC):
             file.written()
         if self.process:
             self.storage.finish(key)
-            self.storage.publish(self.part(self.process), b"")
+            self.storage.publish(self.outcome_key(self.process), b"")
 
     def _merge(self) -> None:
         """Wait for the parts of all processes, and merge their databases."""
         if self.count == 1:
             return
         self._wait_for_parts()
-        writer = array_writer()
-        base = writer.base(self.storage.spec())
+        writer = writer_module()
+        base = writer.database_base(self.storage.spec())
         self._write_root("", writer.merge(base, map(process_key, range(self.count)), self._entries, self.storage.wait))
 
     def _watch(self, process: int) -> PartWatch:
@@ -294,7 +296,7 @@ class Attempt(abc.ABC):
         names = set(self.storage.names(PARTS))
         for process in list(watches):
             if f"{self.name}.{process}{_FAILED}" in names:
-                text = self.storage.read(f"{self.part(process)}{_FAILED}") or b""
+                text = self.storage.read(f"{self.outcome_key(process)}{_FAILED}") or b""
                 raise CheckpointError(f"process {process}: {text.decode()}")
             if f"{self.name}.{process}" in names:
                 del watches[process]
@@ -304,9 +306,10 @@ class Attempt(abc.ABC):
         if not stuck:
             return
         stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
+        finished = self.count - len(watches)  # at least the first one
         raise CheckpointError(
             f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s without having finished, which "
-            f"{'another has' if self.count - len(watches) == 1 else 'others have'}: its write hangs"
+            f"{'another has' if finished == 1 else 'others have'}: its write hangs"
         )
 
     def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:
@@ -326,21 +329,23 @@ class Attempt(abc.ABC):
     def _publish_heartbeat(self) -> None:
         """Tell the others that this first process lives, and has written its part."""
         self._heartbeats += 1
-        self.storage.publish(self.part(0), _HEARTBEAT + str(self._heartbeats).encode())
+        self.storage.publish(self.outcome_key(0), _HEARTBEAT + str(self._heartbeats).encode())
 
     def _write_root(self, key: str, root: bytes | None) -> None:
         if root is not None:
             self.storage.write(f"{key}{ROOT}", root)
 
     def _wait_for_outcome(self) -> None:
-        """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not."""
+        """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not.
+
+        What the first process has published is None before it has begun, and in a directory also afterwards: then the
+        directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
+        """
         watch = self._watch(0)
         latest: bytes | None = None
         latest_at = time.monotonic()
         for pause in _pauses():
-            outcome = self.storage.read(self.part(0))
-            # It is missing before the first process has begun, and in a directory also afterwards: then the directory
-            # has its final name.
+            outcome = self.storage.read(self.outcome_key(0))
             if outcome == _SAVED or (outcome is None and self.is_published()):
                 return
             instant = time.monotonic()
@@ -348,11 +353,12 @@ class Attempt(abc.ABC):
                 raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
             if outcome and not outcome.startswith(_HEARTBEAT):
                 raise CheckpointError(f"process 0: {outcome.decode()}")
+            # It has not begun, it writes, or it waits for the parts of others.
             if outcome != latest:
                 latest = outcome
                 latest_at = instant
             if not outcome:
-                # It writes its own part, as this process has done.
+                # This process has written its part, and knows how long that takes.
                 if watch.is_stuck(instant):
                     raise CheckpointError(
                         f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
@@ -366,7 +372,7 @@ class Attempt(abc.ABC):
         data = text.encode(errors="replace")
         try:
             if self.process:
-                self.storage.publish(f"{self.part(self.process)}{_FAILED}", data)
+                self.storage.publish(f"{self.outcome_key(self.process)}{_FAILED}", data)
             else:
                 self.tell_outcome(data)
         except OSError as error:
@@ -381,8 +387,8 @@ def process_key(process: int) -> str:
     return f"ocdbt.process_{process}/"
 
 
-def array_writer() -> Any:
-    """Return the module, which is imported on first use: importing tensorstore is slow."""
+def writer_module() -> Any:
+    """Return the module `array_writer`, which is imported on first use: importing tensorstore is slow."""
     from jstep.checkpoint import array_writer
 
     return array_writer
@@ -398,7 +404,7 @@ def _pauses() -> Iterator[float]:
 
 def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
-    if not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
+    if not isinstance(error, OSError | ValueError) or is_url(path):
         return error
     full = (errno.ENOSPC, errno.EDQUOT)
     number = next((number for number in full if os.strerror(number) in str(error)), None)
@@ -426,7 +432,7 @@ class BackgroundWrite:
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
-        from jstep.core.threads import run_in_background
+        from jstep.core.threads import run_in_background  # it imports JAX
 
         def write() -> None:
             run()
@@ -452,7 +458,8 @@ class BackgroundWrite:
 
     def wait(self) -> None:
         """Wait like `join`, and raise the error of a failed write."""
-        self.join()  # after Ctrl-C, the interpreter waits for the write, and logs its error
+        # If Ctrl-C interrupts this, the write is still in `UNFINISHED_WRITES`, and `_finish` waits for it.
+        self.join()
         if self._pid == os.getpid():
             self.detach()
             self._done.result()

@@ -24,13 +24,13 @@ from jstep.core.placement import ShardBounds
 from jstep.stores.files import open_regular
 
 _THREADS = min(4, os.cpu_count() or 1)
-_PIECE = 2**20
+_READ_BYTES = 2**20
 """The bytes to read before their checksum is computed, while they are in the cache of the processor."""
 _CRC_BYTES = 4
 
 
 class _Piece(NamedTuple):
-    """A chunk of an array, or the part of it that a box needs.
+    """A chunk of an array to read, and the part of it that a box needs.
 
     Attributes:
         place: Where its bytes are, or these bytes.
@@ -86,7 +86,7 @@ class ChunkFiles:
         Returns:
             A future: whether all of it was read, and all checksums match. If not, the values are undefined.
         """
-        # NumPy has no other bools than 0 and 1, and tensorstore checks that.
+        # Bytes that are read into bools must be 0 or 1, which tensorstore checks.
         if not self._places or values.dtype == np.bool_:
             return None
         pieces = list(_pieces(key, shape, chunk, box, values, self._places))
@@ -132,11 +132,11 @@ class ChunkFiles:
         else:
             handle = self._handle(place.path)
             crc = 0
-            for first in range(0, beginning.size, _PIECE):
-                piece = beginning[first : first + _PIECE]
-                if not _read_exactly(handle, piece, place.start + first):
+            for first in range(0, beginning.size, _READ_BYTES):
+                block = beginning[first : first + _READ_BYTES]
+                if not _read_exactly(handle, block, place.start + first):
                     return False
-                crc = self._extend(crc, piece)
+                crc = self._extend(crc, block)
             if not _read_exactly(handle, remainder, place.start + beginning.size):
                 return False
         crc = self._extend(crc, remainder[:-_CRC_BYTES])
@@ -152,7 +152,10 @@ class ChunkFiles:
 
 
 def _fast_extend() -> Callable[[int, Any], int] | None:
-    """Return the function that extends a CRC-32C; None without the package, or if it is in Python, which is slower."""
+    """Return the function that extends a CRC-32C; None if it is in Python, which is slower than tensorstore.
+
+    The package is a dependency, but an installation without dependencies can still read, by tensorstore.
+    """
     try:
         import google_crc32c
     except ImportError:
@@ -192,9 +195,9 @@ def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.reshape(-1).view(np.uint8)
 
 
-def _read_exactly(handle: int, piece: np.ndarray[Any, Any], offset: int) -> bool:
-    """Fill a piece of memory from an offset of a file on; return whether the file has so many bytes."""
-    view = piece.data
+def _read_exactly(handle: int, memory: np.ndarray[Any, Any], offset: int) -> bool:
+    """Fill memory from an offset of a file on; return whether the file has so many bytes."""
+    view = memory.data
     while view:
         count = os.preadv(handle, [view], offset)
         if count == 0:

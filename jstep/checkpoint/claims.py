@@ -5,7 +5,6 @@ import errno
 import fcntl
 import io
 import json
-import math
 import os
 import threading
 import time
@@ -24,6 +23,11 @@ from jstep.stores.untrusted import MAX_CLAIM_BYTES
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
+    """Return the error that another writer has the claim.
+
+    Args:
+        owner: What the claim says of its writer, such as its host and PID; see `owners.this_process`.
+    """
     who = truncate(f"process {_escaped(owner, 'pid')} on {_escaped(owner, 'host')}", 200)
     way_out = "wait for that process or end it"
     if owner.get("pid") == os.getpid() and is_alive(owner):
@@ -66,11 +70,14 @@ class FileClaim:
         _file_claims.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
+        """Return whether the claim holds, which it does not if the directory was removed, or in a fork.
+
+        This also touches the file: on a file system without locks, its time shows that the writer lives.
+        """
         if not self.finalizer.alive or not _same_file(self.file.fileno(), self.path):
             return False
         try:
-            os.utime(self.file.fileno())  # heartbeat
+            os.utime(self.file.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, self.path) from None
         return True
@@ -189,14 +196,14 @@ class ObjectClaim:
         self.id = uuid.uuid4().hex
         self._ended = threading.Event()
         self._lost = False
-        # Held while the object is checked, renewed or deleted. `_stamp` is that of the version which this claim has
-        # written last, or found to be its own.
+        # Held while the object is checked, renewed or deleted.
         self._lock = threading.Lock()
         self._beats = 0
+        # Of the version that this claim has written last, or found to be its own.
         self._stamp = self._take()
         _object_claims[self.id] = self
         self._pid = os.getpid()
-        from jstep.core.threads import Thread
+        from jstep.core.threads import Thread  # it imports JAX
 
         self._thread = Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
         self._thread.name = f"jstep-claim-{prefix}"
@@ -211,18 +218,18 @@ class ObjectClaim:
         key = claim_key(self._prefix)
         first = self._objects.read(key)
         current = first
-        deadline = math.inf  # of the watch, which has not begun
+        deadline: float | None = None  # of the watch; None before it begins
         while True:
             owner = owner_in(current.data)
             alive = _is_owner_alive(owner)
             if alive or (alive is None and current.stamp != first.stamp):
                 raise refusal(self._objects.url, self._prefix, owner)
-            if alive is False or time.monotonic() > deadline:
+            if alive is False or (deadline is not None and time.monotonic() > deadline):
                 stamp = self._objects.write_if(key, self._as_json(), current.stamp)
                 if stamp is not None:
                     return stamp
                 # Another writer was faster: its claim is judged like that of any owner.
-            elif deadline == math.inf:
+            elif deadline is None:
                 logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
                     *(self._objects.url, owner.get("pid"), owner.get("host"), self._prefix, OBJECT_SILENT_SECS),

@@ -25,8 +25,8 @@ _MAX_LISTINGS = 10
 class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
-        # Whether what interrupted saves left behind has been removed.
-        self._is_cleaned = False
+        # Whether what interrupted saves left behind has been removed, and no save was interrupted since.
+        self._has_no_leftovers = False
         # The directory of an attempt of several processes that is not published, yet or because it has failed: some of
         # them may write into it until each has called `wait`.
         self._unpublished: str | None = None
@@ -94,9 +94,9 @@ class DirectoryStore(Store):
         self._check_not_moved()
         make_directories(self.directory)
         super().claim()
-        if not self._is_cleaned:
+        if not self._has_no_leftovers:
             self._remove_leftovers()
-            self._is_cleaned = True
+            self._has_no_leftovers = True
 
     def _check_not_moved(self) -> None:
         """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
@@ -104,7 +104,7 @@ class DirectoryStore(Store):
             raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
 
     def lock(self) -> FileClaim:
-        self._is_cleaned = False
+        self._has_no_leftovers = False
         return FileClaim(self.directory, self._prefix)
 
     def save(self, path: str, job: attempts.SaveJob) -> None:
@@ -116,7 +116,8 @@ class DirectoryStore(Store):
         4. The renamed directory. Only then are superseded checkpoints removed (`retention`).
         """
         self.erase_secs = 0.0
-        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
+        # If Ctrl-C interrupts this, nobody calls `abandon`, and the next save removes the leftovers.
+        self._has_no_leftovers = False
         if self._unpublished is not None and job.process == 0:
             remove(self._unpublished)  # all processes have called `wait` before this save: none writes into it any more
         temporary = path + listing.TEMPORARY
@@ -129,7 +130,7 @@ class DirectoryStore(Store):
             self._unpublished = None
         attempt = DirectoryAttempt(self, path, temporary, job)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
-        self._is_cleaned = True
+        self._has_no_leftovers = True
 
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
@@ -156,7 +157,7 @@ class DirectoryStore(Store):
 
     def abandon(self, path: str) -> None:
         """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
-        self._is_cleaned = False
+        self._has_no_leftovers = False
         remove(path + listing.TEMPORARY)
         if isinstance(self._claim, FileClaim) and self._claim.is_moved():
             with contextlib.suppress(OSError):  # tensorstore has made it again
@@ -186,6 +187,8 @@ class DirectoryStore(Store):
     def _remove_leftovers(self) -> None:
         """Remove leftovers of interrupted saves and deletions; only the owner of the claim may do so."""
         for name, _, suffix in listing.checkpoint_entries(self.directory, self._prefix):
+            if not suffix:
+                continue  # a checkpoint, complete or not
             final = self.path(name)
             path = final + suffix
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
@@ -194,7 +197,7 @@ class DirectoryStore(Store):
                     _check_remains(final)
                     self.evict(final)
                 os.rename(path, final)
-            elif suffix and path not in attempts.UNFINISHED_WRITES and path != self._unpublished:
+            elif path not in attempts.UNFINISHED_WRITES and path != self._unpublished:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)
@@ -211,7 +214,7 @@ class DirectoryAttempt(attempts.Attempt):
         return self._store.publish(self._temporary, self._final, manifest)
 
     def is_published(self) -> bool:
-        return os.path.exists(os.path.join(self._final, self.part(self.process)))
+        return os.path.exists(os.path.join(self._final, self.outcome_key(self.process)))
 
 
 def _check_remains(path: str) -> None:

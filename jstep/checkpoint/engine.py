@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.attempts import SaveJob, array_writer
+from jstep.checkpoint.attempts import SaveJob, writer_module
 from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
-from jstep.checkpoint.reading import CheckpointReader, short
+from jstep.checkpoint.reading import CheckpointReader, error_text
 from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
 from jstep.core import exceptions, meshes, processes, trees
 from jstep.core.checks import as_int, describe_type
@@ -36,7 +36,8 @@ class SaverEngine:
     """The writes and reads of one `Saver`.
 
     Attributes:
-        reader: Reads checkpoints; alone, without a lock, only what a save in progress does not touch.
+        reader: Reads checkpoints. Outside of `locked_reader`, use it only for what no save touches: the files of a
+            complete checkpoint.
         saves_begun: The number of saves that have begun.
     """
 
@@ -76,7 +77,10 @@ class SaverEngine:
     # Which thread may call, and when.
 
     def exclusive(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the lock; raise an error if a save may wait for this thread."""
+        """Return the lock; raise an error if this thread is in `Hook.saved`.
+
+        A save waits for that hook, and the hook would wait for the save.
+        """
         if self._listener is not None and self._listener.is_calling():
             raise RuntimeError(
                 f"Hook.saved: must not use the Saver that calls it, as each could wait for the other; read checkpoints "
@@ -193,7 +197,7 @@ class SaverEngine:
                 self._block = shared_block()
             copies = HostCopies(self._block)
             # A caller who waits for the save runs no step meanwhile.
-            own_parts = array_writer().take(saved.arrays, copies if self._is_async else None)
+            own_parts = writer_module().take(saved.arrays, copies if self._is_async else None)
             manifest = Manifest(
                 step=step,
                 saved_at=saved_at,
@@ -236,7 +240,7 @@ class SaverEngine:
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
         what = path or "the last checkpoint"
-        failure = CheckpointError(f"{what} was not saved: {short(error)}. Earlier checkpoints are unchanged.")
+        failure = CheckpointError(f"{what} was not saved: {error_text(error)}. Earlier checkpoints are unchanged.")
         for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
             exceptions.note(failure, text)
         raise failure from error
@@ -337,7 +341,7 @@ def _step_of(state: Tree) -> int:
     """Return the global step: a field, a key, or the common step of a population's members."""
     step = field_of(state, GLOBAL_STEP)
     if step is None:
-        if isinstance(state, tuple):
+        if isinstance(state, tuple):  # `(state, metrics)`, what a step has returned
             raise TypeError(f"state: must be a state, got {describe_type(state)}")
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "

@@ -43,7 +43,6 @@ class HostBlock:
             memory = self._memory
             self._memory = None
         if memory is None or not nbytes <= memory.nbytes <= 2 * nbytes:
-            # Not zeros: NumPy then asks the kernel for huge pages, which are cleared several times as fast.
             memory = np.empty(nbytes, np.uint8)
         return memory
 

@@ -19,7 +19,10 @@ from jstep.state.leaves import StateLeaves
 COUNT_DTYPES = {"int32", "int64"}
 """The dtypes of counts."""
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
-"""A type that tensorstore lacks → the one that it is stored as: of the same values (integers) or bits (floats)."""
+"""A type that tensorstore lacks → the one that it is stored as: of the same values (integers) or bits (floats).
+
+`manifest` accepts these pairs, and others that a later version may need.
+"""
 
 
 class SavedState(NamedTuple):
@@ -41,7 +44,7 @@ class SavedState(NamedTuple):
         saved = cls([], {}, [])
         excluded = found.left_out(leave_out)
         halves = found.halves
-        values = [_as_saved(*pair) for pair in zip(found.values, found.paths, strict=True)]
+        values = [_as_saved(value, path) for value, path in zip(found.values, found.paths, strict=True)]
         # Orbax joins keys with dots.
         quoted = [quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in found.paths]
         # An array without elements is not stored, and has no name.
@@ -80,7 +83,8 @@ class SavedState(NamedTuple):
 _Record = TypeVar("_Record", Leaf, LeftOutLeaf)
 
 
-def check_value(leaf: object, what: str) -> None:
+def check_saveable(leaf: object, what: str) -> None:
+    """Raise an error if a leaf is traced, masked or deleted."""
     if trees.is_traced(leaf):
         raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
     if isinstance(leaf, np.ma.MaskedArray):
@@ -98,7 +102,7 @@ def _as_saved(leaf: object, path: str) -> Any:
                 "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
-    check_value(leaf, f"state: {path!r}")
+    check_saveable(leaf, f"state: {path!r}")
     if trees.is_python_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
     what = type(leaf).__name__

@@ -30,7 +30,7 @@ def read_manifest(checkpoint: str) -> Manifest:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """Decode a manifest. The result is cached, so callers must not modify it."""
+    """Decode the manifest at a path, which callers must not modify."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES} bytes")
     try:
@@ -78,7 +78,11 @@ def misnaming_text(prefix: str, step: int, found: int) -> str:
 
 
 class PossibleCheckpoint(NamedTuple):
-    """An entry of a directory that may be a complete checkpoint. They are in the order of their steps."""
+    """An entry of a directory that may be a complete checkpoint. They are sorted by these fields.
+
+    Attributes:
+        is_final: Whether it has the name of a checkpoint; otherwise it is the old one of its step, with `REPLACED`.
+    """
 
     step: int
     is_final: bool
@@ -86,10 +90,12 @@ class PossibleCheckpoint(NamedTuple):
 
 
 def possible_checkpoints(directory: str, prefix: str | None) -> list[PossibleCheckpoint]:
-    """Return every possible checkpoint, highest step first."""
+    """Return every possible checkpoint, highest step first; of one step, the final name first.
+
+    The old one counts only if its successor has never taken its place.
+    """
     found: list[PossibleCheckpoint] = []
     for entry in checkpoint_entries(directory, prefix):
-        # One that is replaced counts only if its successor has never taken its place: it comes after the final name.
         if entry.suffix in ("", REPLACED):
             found.append(PossibleCheckpoint(entry.step, not entry.suffix, entry.name + entry.suffix))
     return sorted(found, reverse=True)
@@ -131,6 +137,7 @@ def list_names(directory: str) -> list[str]:
 
 
 def find_complete(final: str) -> str | None:
+    """Return the path of a complete checkpoint; warn once of one that lacks a file."""
     path, lacks = find_complete_or_missing(final)
     if lacks not in (None, MANIFEST_FILE):
         log_once(logging.WARNING, f"{final} is ignored: it is incomplete, {lacks} is missing")
@@ -178,7 +185,10 @@ _KEY = re.compile(rf"(?P<name>(?P<prefix>[^/]+)-(?P<step>{_STEP}))/(?P<rest>.+)"
 _ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
 COPIED = "data.copied"
 """What the index has for a checkpoint that was copied from a disk."""
-HOUR = 3600
+OBJECT_BYTES = 2**28
+"""The bytes of an object with chunks, which is uploaded in one request."""
+_ATTEMPT_SECS = 3600
+"""Seconds after its beginning in which an attempt may still be written or read."""
 
 
 def is_attempt(name: str | None) -> bool:
@@ -186,9 +196,9 @@ def is_attempt(name: str | None) -> bool:
 
 
 def is_old(attempt: str, time_now: float) -> bool:
-    """Return whether an attempt began more than an hour ago, so that nothing uses it any more."""
+    """Return whether an attempt began so long ago that nothing uses it any more."""
     match = _ATTEMPT.fullmatch(attempt)
-    return match is not None and match[1] is not None and time_now - int(match[1]) > HOUR
+    return match is not None and match[1] is not None and time_now - int(match[1]) > _ATTEMPT_SECS
 
 
 class ListedCheckpoints:

@@ -85,6 +85,7 @@ class CheckpointExtra(NamedTuple):
     best: BestRecord | None = None
 
     def is_same(self, other: "CheckpointExtra") -> bool:
+        """Return whether both have the same values, none of which is a function, and files."""
         text = json.dumps(self.values, sort_keys=True)
         other_text = json.dumps(other.values, sort_keys=True)
         return text == other_text and self.files == other.files
@@ -174,6 +175,7 @@ class Leaf(LeafRecord):
     """A leaf that was saved.
 
     Attributes:
+        nbytes: The bytes of its numbers; of a PRNG key, of its data.
         array: The name of the stored array; None if the leaf has no elements.
         stored_as: The dtype on disk, if it differs.
         key_impl: Set for a PRNG key, whose raw data is stored.
@@ -203,9 +205,10 @@ class Leaf(LeafRecord):
 
 
 def _carrier(dtype: str) -> str | None:
-    """Return the unsigned integer that can carry a type: of the same width, but at least 8 bits.
+    """Return the unsigned integer that can carry a type, of the same width, but at least 8 bits; None if none can.
 
-    Another width would give the view of an array another shape.
+    Any such dtype is read; which ones are written so, `leaf_records` says. Another width would give the view of an
+    array another shape.
     """
     match = re.fullmatch(r"b?(?:float|int|uint)([0-9]{1,3})(?:_.*)?", dtype)
     return None if match is None else f"uint{max(8, int(match[1]))}"
@@ -226,9 +229,10 @@ def _keys_of(kind: type[LeafRecord]) -> frozenset[str]:
     return frozenset({field.name for field in dataclasses.fields(kind)} | {"notes"})
 
 
-_LEAF = _keys_of(Leaf)
-_LEFT_OUT = _keys_of(LeftOutLeaf)
-"""The keys of the records of leaves that were left out; above, of those that were saved."""
+_LEAF_KEYS = _keys_of(Leaf)
+"""The keys of the record of a leaf that was saved."""
+_LEFT_OUT_KEYS = _keys_of(LeftOutLeaf)
+"""The keys of the record of a leaf that was left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +295,7 @@ def encode(manifest: Manifest) -> bytes:
     retention: dict[str, Any] = {"kept": sorted(manifest.retention.kept), "since": manifest.retention.interval_start}
     if manifest.retention.temporary:
         retention["temporary"] = sorted(manifest.retention.temporary)
-    head: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "format": FORMAT,
         "database": DATABASE,
         "tagged_values": TAGS_FORMAT,
@@ -304,14 +308,14 @@ def encode(manifest: Manifest) -> bytes:
         "finite": manifest.finite,
     }
     if manifest.temporary:
-        head["temporary"] = True
+        fields["temporary"] = True
     if manifest.data is not None:
-        head["data"] = manifest.data
+        fields["data"] = manifest.data
     if manifest.parts:
-        head["parts"] = manifest.parts
+        fields["parts"] = manifest.parts
     if manifest.best is not None:
-        head |= manifest.best.to_json()
-    lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
+        fields |= manifest.best.to_json()
+    lines = [f' "{name}": {json.dumps(value)}' for name, value in fields.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
     lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
@@ -363,7 +367,6 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
             "orbax.checkpoint.PyTreeCheckpointer().restore(path), with names such as 'params/w'; or restore it with "
             "the version that wrote it, and write its arrays with jstep.save_weights"
         )
-    newer = ""
     if number != FORMAT:
         newer = f"format {format_value(number, 50)}"
     elif loaded["database"] != DATABASE:
@@ -379,23 +382,23 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
         )
 
 
-_HEAD = frozenset(
+_MANIFEST_KEYS = frozenset(
     (
         "format", "database", "tagged_values", "jstep", "step", "saved_at", "processes", "extra", "retention", "finite",
         "temporary", "data", "parts", "leaves", "files", "left_out", "best", "notes",
     )
 )  # fmt: skip
 """The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses other keys."""
-_RETENTION = frozenset({"kept", "since", "temporary", "notes"})
+_RETENTION_KEYS = frozenset({"kept", "since", "temporary", "notes"})
 
 
 def _unknown_keys(loaded: Mapping[str, Any]) -> str:
     """Describe the keys of a manifest that this version does not know; empty if it knows them all."""
     records = [
-        ("the manifest", _HEAD, [loaded]),
-        ("its retention", _RETENTION, [loaded["retention"]]),
-        ("a leaf", _LEAF, loaded["leaves"]),
-        ("a leaf that was left out", _LEFT_OUT, loaded.get("left_out", ())),
+        ("the manifest", _MANIFEST_KEYS, [loaded]),
+        ("its retention", _RETENTION_KEYS, [loaded["retention"]]),
+        ("a leaf", _LEAF_KEYS, loaded["leaves"]),
+        ("a leaf that was left out", _LEFT_OUT_KEYS, loaded.get("left_out", ())),
     ]
     for what, known, found in records:
         unknown = sorted({key for record in found for key in record.keys() - known})
@@ -466,7 +469,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a count": is_step,
     "a time": _is_time,
 }
-"""Kinds of values in a manifest. Text can be a name of a file, and an error shows a word as it is."""
+"""Kinds of values in a manifest. Text is UTF-8, and may name a file; a word is printable, and an error may show it."""
 
 
 def _as_kind(value: Any, kind: str) -> Any:

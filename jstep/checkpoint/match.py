@@ -48,12 +48,12 @@ class LeafCopy(NamedTuple):
     Attributes:
         original: The leaf to copy.
         half: The leaf with the other half of the original, if `compact` stores it in two.
-        part: Which half of the copy the leaf is; None for all.
+        half_index: Which half of the copy the leaf is, 0 or 1; None for all.
     """
 
     original: int
     half: int | None
-    part: int | None
+    half_index: int | None
 
 
 class FreshAge(NamedTuple):
@@ -74,6 +74,9 @@ class FreshAge(NamedTuple):
 class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
+    It is restored from `source`, and `half` if set; or it starts as a `fresh_age`, whatever its source is; or as a
+    `copy`. If none of these is set, see `keep_target_leaf`.
+
     Attributes:
         is_guard: Whether it belongs to a guard that the saved state did not have.
         is_draw: Whether it counts draws, and the state was saved before they were counted.
@@ -91,10 +94,6 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     half: Leaf | None = None
     fresh_age: FreshAge | None = None
     shares_age: bool = False
-
-    @property
-    def is_restored(self) -> bool:
-        return self.source is not None and self.fresh_age is None
 
     @property
     def is_missing(self) -> bool:
@@ -180,7 +179,7 @@ class _LeafMatcher:
             average = self._find_average(i, name)
             if average is not None:
                 return self._wanted_leaf(i, name, source=average, half=self._arrays.get(average.half or ""))
-        # Of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
+        # The role of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
         role = self._roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
         if source is None:
             return self._wanted_leaf(i, name, is_guard=role in _GUARDS, is_draw=role is Role.DRAWN)
@@ -260,8 +259,8 @@ def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int,
         if i not in halves:
             copies[i] = LeafCopy(original, halves.get(original), None)
             continue
-        for part, index in enumerate((i, halves[i])):
-            copies[index] = LeafCopy(original, halves.get(original), part)
+        for half_index, index in enumerate((i, halves[i])):
+            copies[index] = LeafCopy(original, halves.get(original), half_index)
     return copies
 
 
@@ -338,7 +337,7 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
     if leaf.path in renamed:
         return  # the user says which age it is
     if not age.counted and leaf.source is not None:
-        return
+        return  # it counts for no leaf, and is as old as the checkpoint says
     target_step = None if age.step is None else leaves[age.step].leaf
     leaves[age.leaf] = dataclasses.replace(leaf, fresh_age=FreshAge(age.step, target_step, leaf.leaf))
 
@@ -445,14 +444,14 @@ def _saved_path(name: str, saved: Collection[str]) -> str:
     if name in saved:
         return name
     parts = str(name).split("/")
+    if len(parts) == 1:
+        # The name of a whole slot; not a parameter without its "params/", which would become a slot's value silently.
+        return f"{SLOTS}/{name}" if f"{SLOTS}/{name}" in saved else name
     # A parameter's path may have several parts: each division of the name into two is tried.
-    swapped_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))] or [name]
+    swapped_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))]
     for swapped in swapped_names:
         if f"{SLOTS}/{swapped}" in saved:
             return f"{SLOTS}/{swapped}"
-    if len(parts) == 1:
-        # A parameter without its "params/" would become a slot's value silently.
-        return name
     ends = tuple(f"/{swapped}" for swapped in swapped_names)
     found = [path for path in saved if path.startswith(f"{SLOTS}/") and path.endswith(ends)]
     return found[0] if len(found) == 1 else name
@@ -513,13 +512,13 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     """Return a leaf as a copy of restored values, with its own dtype and sharding."""
     assert wanted.copy is not None
     half = wanted.copy.half
-    part = wanted.copy.part
+    half_index = wanted.copy.half_index
     original = values[wanted.copy.original]
-    if half is not None or part is not None:
+    if half is not None or half_index is not None:
         low = None if half is None else move_to_devices(jnp.asarray(values[half]))
         original = compact_numbers.decode_leaf(move_to_devices(jnp.asarray(original)), low)
-    if part is not None:
-        original = compact_numbers.split_halves(original.astype(jnp.float32))[part]
+    if half_index is not None:
+        original = compact_numbers.split_halves(original.astype(jnp.float32))[half_index]
     if wanted.is_numpy or not isinstance(original, jax.Array):
         return targets.place_leaf(wanted, np.asarray(original))
     array = move_to_devices(original)
@@ -541,7 +540,7 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         return keep_target_leaf(wanted, 0)
     step = values[index]
     if not (targets.has_value(target_step) and targets.has_value(target_start)):
-        # The other slots are copies of what was restored, so that a target of shapes will do: these have no updates.
+        # A target of shapes has had no updates.
         target_step = np.zeros(wanted.shape, wanted.dtype)
         target_start = target_step
     if isinstance(step, jax.Array) and not step.is_fully_addressable:  # of a population, on several processes
@@ -561,5 +560,5 @@ def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
         return targets.place_leaf(wanted, np.zeros(np.shape(leaf), wanted.dtype))
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
         return targets.place_leaf(wanted, np.full(np.shape(leaf), step, wanted.dtype))
-    targets.check_value(wanted)
+    targets.check_has_value(wanted)
     return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

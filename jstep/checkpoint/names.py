@@ -1,4 +1,4 @@
-"""Names of checkpoints, and the store of a directory or URL: its newest checkpoint, and new ones as they appear."""
+"""Names, prefixes and directories of checkpoints: the newest one there, and waiting for new ones."""
 
 import contextlib
 import math
@@ -48,7 +48,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     return next((path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None)
 
 
-# What the first process finds in place of a step.
+# What the first process finds in place of a step, and lower than any.
 _WAIT = -1
 _END = -2
 
@@ -103,11 +103,12 @@ def checkpoints_iterator(
 
 
 def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
-    step = _WAIT
+    newer_than = -1
     while True:
-        step = _next(store, prefix, step, timeout)
+        step = _next(store, prefix, newer_than, timeout)
         if step == _END:
             return
+        newer_than = step
         yielded_at = time.monotonic()
         yield step
         time.sleep(max(yielded_at + interval - time.monotonic(), 0.0))
@@ -136,7 +137,7 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float) -> int:
     is_first = not is_distributed or jax.process_index() == 0
 
     def poll() -> tuple[int]:
-        """Return a new step, `_END` or `_WAIT`; what the first process returns counts."""
+        """Return a new step, `_END` or `_WAIT`, as `first_ints_on_all` takes it: that of the first process counts."""
         newest = _newest_permanent(store, prefix, newer_than) if is_first else _WAIT
         if newest > newer_than:
             return (newest,)

@@ -36,8 +36,6 @@ _FOLLOWED = b"a checkpoint that was followed by "
 _MANIFEST_KEY = re.compile(rf"[^/]+/{re.escape(MANIFEST_FILE)}")
 _MIN_LISTED = 3
 """The minimum number of checkpoints beside the newest one for which all objects may be listed."""
-_BYTES_OF_OBJECT = 2**28
-"""The bytes of an object with chunks (`array_writer`)."""
 _OTHER_OBJECTS = 8
 """Objects of a checkpoint beside full ones, for each process: nodes, roots, what says that its part is written."""
 _KEYS_OF_PAGE = 1000
@@ -63,8 +61,8 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
-        # Name of a checkpoint → its attempts: those that the index had when it was last read, and those that it has
-        # lost.
+        # Name of a checkpoint → its attempts: those that the index had when `_listed` read it, and those that a list of
+        # all objects has had beside them, until `lock` adds them to the index.
         self._attempts: dict[str, list[str]] = {}
         self._lost: dict[str, list[str]] = {}
         # Prefixes for which a list of all objects had no more than the index: another one is not needed.
@@ -123,7 +121,7 @@ class ObjectStore(Store):
         The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
         """
         checkpoints = self.newest_first(prefix)
-        newest = next(checkpoints, None)
+        newest = next(checkpoints, None)  # which also sets `_attempts` and `_lost`
         if newest is None:
             return []
         others = len(self._attempts.keys() | self._lost.keys()) - 1
@@ -140,7 +138,7 @@ class ObjectStore(Store):
         except (CheckpointError, FileNotFoundError):
             return False
         nbytes = sum([leaf.nbytes for leaf in manifest.leaves])
-        objects_of_one = nbytes // _BYTES_OF_OBJECT + _OTHER_OBJECTS * manifest.processes
+        objects_of_one = nbytes // listing.OBJECT_BYTES + _OTHER_OBJECTS * manifest.processes
         pages = (others + 1) * objects_of_one / _KEYS_OF_PAGE
         return pages <= 1 + others / _READS_OF_PAGE
 
@@ -303,8 +301,10 @@ class ObjectStore(Store):
         if manifest.data is not None and not self.objects.delete(key, manifest.stamp):
             return []
         self._own_paths = {step: other for step, other in self._own_paths.items() if other != path}
+        if manifest.data is None:
+            return []
         with contextlib.suppress(CheckpointError):
-            hidden = decode(manifest.data or b"")
+            hidden = decode(manifest.data)
             if listing.is_attempt(hidden.data):
                 return [f"{name}/{hidden.data}/"]
             return [*[f"{name}/{file}" for file in hidden.files], f"{name}/{listing.COPIED}/"]
@@ -323,7 +323,7 @@ class ObjectStore(Store):
         try:
             for key in remains:
                 is_attempt = key.endswith("/")
-                keys = self.objects.list(key, f"{key[:-1]}0") if is_attempt else [key]  # 0 follows the slash
+                keys = self.objects.list(key, _end_of(key)) if is_attempt else [key]
                 for _, operation in pipelined(self.objects.start_delete, keys):
                     operation.result()
                 # Its entry last: if this is interrupted, the next save finds what is left.
@@ -353,13 +353,21 @@ class ObjectStore(Store):
         super().close(wait)
 
 
+def _end_of(key: str) -> str:
+    """Return the key before which all keys below one end, which has a slash at its end: 0 follows the slash."""
+    return f"{key[:-1]}0"
+
+
 def _highest_first(steps: Mapping[str, int]) -> list[str]:
     """Return the names of checkpoints in descending order of their steps."""
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
 def _useless_beside(new: "ObjectAttempt", found: Sequence[str]) -> list[str]:
-    """Return the other attempts of a new checkpoint; if it replaces one, the old ones: a reader may read the others."""
+    """Return the other attempts of a new checkpoint.
+
+    If it replaces one, only those an hour old: a reader may still read the data of the one that was there.
+    """
     others = [attempt for attempt in found if attempt != new.data]
     if new.previous.data is None:
         return others
@@ -436,7 +444,7 @@ class ObjectStorage(attempts.Storage):
         return self._objects.read(self._key(key)).data
 
     def names(self, key: str) -> list[str]:
-        keys = self._objects.list(self._key(key), f"{self._key(key)[:-1]}0")  # 0 follows the slash
+        keys = self._objects.list(self._key(key), _end_of(self._key(key)))
         return [found.removeprefix(self._key(key)) for found in keys]
 
     def write(self, key: str, data: bytes) -> object:

@@ -15,7 +15,7 @@ class Claimed(NamedTuple):
 
     Attributes:
         step: The step of the newest checkpoint; None if there is none.
-        extra: What that one holds beside the state; None if it cannot be read, which `restore` reports.
+        extra: What that one holds beside the state; None if it cannot be read: restoring it then raises the reason.
         is_claimed: Whether no other process may write now. A run that has no step left only reads.
     """
 

@@ -50,7 +50,7 @@ class PartWatch:
         self._changed_at = instant
 
     def quiet_secs(self, instant: float) -> float:
-        """Return the seconds since the part last changed, as far as polls every few seconds show."""
+        """Return the seconds since the part last changed, after polling it if the last poll was a few seconds ago."""
         if instant - self._polled_at >= min(_POLL_SECS, self._patience / 4):
             self._polled_at = instant
             progress = self._progress()
@@ -60,9 +60,9 @@ class PartWatch:
         return instant - self._changed_at
 
     def is_stuck(self, instant: float) -> bool:
-        """Return whether the part has not changed for too long."""
+        """Return whether the part has not changed for too long; polls it, as `quiet_secs` does."""
         return self.quiet_secs(instant) > self._patience
 
     def left_secs(self, instant: float) -> float:
-        """Return the seconds until `is_stuck`, if nothing changes."""
+        """Return the seconds until `is_stuck`, if nothing changes; does not poll it."""
         return self._patience - (instant - self._changed_at)

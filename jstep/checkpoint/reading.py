@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import enum
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,10 @@ from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
 from jstep.stores.urls import is_url
 
-CORRUPTED = "is corrupted"
-"""The verdict on a checkpoint whose bytes have changed."""
-UNREADABLE = "cannot be restored"
-"""The verdict on a checkpoint whose bytes are intact."""
+_IS_CORRUPTED = "is corrupted"
+"""What an error says of a checkpoint whose bytes have changed."""
+_IS_UNREADABLE = "cannot be restored"
+"""What an error says of a checkpoint whose bytes are intact."""
 SHOWN = 3
 """The maximum number of problems in a message."""
 VERIFIED = 2**28
@@ -47,10 +48,15 @@ _SHARED_AGES = (
     "and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
-# Outcomes of a read on one of several processes, of which the greatest counts; 0 is success.
-_FAILED = 1
-_CORRUPTED = 2
 _MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
+
+
+class _Outcome(enum.IntEnum):
+    """The outcome of a read on one of several processes, of which the greatest counts."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    CORRUPTED = 2
 
 
 class GoneError(CheckpointError):
@@ -80,8 +86,8 @@ class CheckpointReader:
         self._store = store
         self._prefix = prefix
         self._has_warned = False  # of a raw model state
-        # The step, path and manifest that `find` returned last: a process that reads files of this checkpoint need
-        # not read its manifest, which all of them would otherwise do. The checkpoint may be gone meanwhile.
+        # The step, path and manifest that `find` returned last, so that reading a file of it needs no second read of
+        # the manifest, by every process. The checkpoint may be gone meanwhile.
         self._found: tuple[int, str, Manifest] | None = None
 
     def extra(self, step: int | None) -> Any:
@@ -116,7 +122,8 @@ class CheckpointReader:
         """See `Saver.read_file`. Each process reads on its own."""
         found = self._found
         if found is not None and found[0] == step:
-            with contextlib.suppress(CheckpointError, OSError):  # it is gone, or that is found again below
+            # If this fails, the manifest is read anew: the checkpoint is gone, or its error is raised below.
+            with contextlib.suppress(CheckpointError, OSError):
                 return self._store.reader(*found[1:]).read_file(name)
         path = self._store.find_path(self._prefix, step)
         if path is None:
@@ -125,7 +132,7 @@ class CheckpointReader:
             manifest = self._store.manifest(path)
             return self._store.reader(path, manifest).read_file(name)
         except CorruptedCheckpointError as error:
-            text = f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}"
+            text = f"{path} {_IS_CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}"
             raise CorruptedCheckpointError(text) from error
 
     def restore(
@@ -219,15 +226,16 @@ class CheckpointReader:
             raise _gone(path) from None
         except UnsupportedFormatError as error:
             # No advice about older checkpoints: this one is intact, and a run that went back would lose steps.
-            raise UnsupportedFormatError(f"{path} {UNREADABLE}: {error}.") from error
+            raise UnsupportedFormatError(f"{path} {_IS_UNREADABLE}: {error}.") from error
         except CheckpointError as error:
-            raise self.unusable(path, [str(error)], CORRUPTED) from error
+            raise self.unusable(path, [str(error)], _IS_CORRUPTED) from error
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
-            raise self.unusable(path, [f"{short(error)}; make it readable for this user"], UNREADABLE) from error
+            problem = f"{error_text(error)}; make it readable for this user"
+            raise self.unusable(path, [problem], _IS_UNREADABLE) from error
         if manifest.step != step:
-            raise self.unusable(path, [misnaming_text(self._prefix, step, manifest.step)], UNREADABLE)
+            raise self.unusable(path, [misnaming_text(self._prefix, step, manifest.step)], _IS_UNREADABLE)
         return manifest
 
     def _newest(self) -> int:
@@ -236,7 +244,7 @@ class CheckpointReader:
         broken = self._store.find_broken(self._prefix, step)
         if broken:
             path, lacks = broken[0]
-            raise self.unusable(path, [lacks], CORRUPTED)
+            raise self.unusable(path, [lacks], _IS_CORRUPTED)
         if step < 0:
             others = next((path for _, path in self._store.newest_first(None)), None)
             hint = f"; it has {others}: give its prefix, Saver(directory, prefix=…)" if others else ""
@@ -306,8 +314,8 @@ class CheckpointReader:
         model_state = (SLOTS, MODEL_STATE)
         raw: list[match.WantedLeaf] = []
         for want in matched.wanted:
-            is_restored = want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
-            if is_restored and trees.is_floating(want.dtype):
+            is_raw = want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
+            if is_raw and trees.is_floating(want.dtype):
                 raw.append(want)
         if raw and not self._has_warned and any(want.keys[0] == PARAMS for want in matched.wanted):
             self._has_warned = True
@@ -355,23 +363,23 @@ class CheckpointReader:
             problem = processes.text_from_first(reader.foreign_content)
             if problem:
                 raise CorruptedCheckpointError(problem)
-            plan = shared_reads().ReadPlan(reader.kinds(shardings), shardings)
-            arrays, boxes = shared_reads().read_arrays(reader, plan)
+            plan = shared_reads_module().ReadPlan(reader.kinds(shardings), shardings)
+            arrays, boxes = shared_reads_module().read_arrays(reader, plan)
         except CorruptedCheckpointError as error:
             problems = error.problems
         except Exception as error:
             failure = error
-        outcome = 0
+        outcome = _Outcome.SUCCEEDED
         if problems:
-            outcome = _CORRUPTED
+            outcome = _Outcome.CORRUPTED
         elif failure is not None:
-            outcome = _FAILED
+            outcome = _Outcome.FAILED
         digest = 0 if plan is None else plan.digest
         # In one exchange: the worst outcome, and the largest and the smallest digest.
         maxima = processes.max_over_processes(np.array([outcome, digest, -digest]))
         worst, largest, negated_smallest = map(int, maxima)
-        if worst:
-            self._raise_read_error(path, manifest, worst == _CORRUPTED, problems, failure)
+        if worst != _Outcome.SUCCEEDED:
+            self._raise_read_error(path, manifest, worst == _Outcome.CORRUPTED, problems, failure)
         if largest != -negated_smallest:
             raise ValueError(
                 "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
@@ -401,24 +409,24 @@ class CheckpointReader:
 
             def describe() -> str:
                 files = self._store.describe_files(path, manifest)
-                return str(self.unusable(path, [*files, *found], CORRUPTED))
+                return str(self.unusable(path, [*files, *found], _IS_CORRUPTED))
 
             raise CorruptedCheckpointError(processes.text_from_first(describe))
-        reason = "see the error of another process" if failure is None else short(failure)
+        reason = "see the error of another process" if failure is None else error_text(failure)
         raise CheckpointError(f"{path} could not be read: {reason}") from failure
 
     def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
         """Return an error that says what is wrong with a checkpoint, and which one is intact instead.
 
         Args:
-            verdict: `CORRUPTED` or `UNREADABLE`.
+            verdict: `_IS_CORRUPTED` or `_IS_UNREADABLE`.
         """
         try:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
         text = f"{path} {verdict}: {format_list(problems, SHOWN, '; ')}. {advice}."
-        return CorruptedCheckpointError(text) if verdict == CORRUPTED else CheckpointError(text)
+        return CorruptedCheckpointError(text) if verdict == _IS_CORRUPTED else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
         """Name the newest intact checkpoint beside an unusable one, and the command to resume from it."""
@@ -464,8 +472,8 @@ class LeafRead(NamedTuple):
     sharding: Any
 
 
-def shared_reads() -> Any:
-    """Return the module, which is imported on first use: importing tensorstore is slow."""
+def shared_reads_module() -> Any:
+    """Return the module `shared_reads`, which is imported on first use: importing tensorstore is slow."""
     from jstep.checkpoint import shared_reads
 
     return shared_reads
@@ -528,7 +536,8 @@ def _warn_of_changed(path: str, wanted: Sequence[match.WantedLeaf], values: Sequ
         )
 
 
-def short(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")

@@ -33,7 +33,7 @@ class _Announced(NamedTuple):
 
     Attributes:
         path: Its path of the directory.
-        name: The name of the file below it; empty if it may not write there.
+        name: The name of the file below it; empty if a PermissionError says that it may not write there.
         space: Its host and container.
     """
 
@@ -45,7 +45,8 @@ class _Announced(NamedTuple):
 def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
     """Check that `directory` is the same one on all processes, which all must call this.
 
-    If the first process may not write there, nothing is checked: a run that has something to save fails by itself.
+    If the first process may not write there (a PermissionError), nothing is checked: a run that has something to save
+    fails by itself.
 
     Args:
         directory: The path or URL of this process.
@@ -53,7 +54,7 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
 
     Raises:
         ValueError: A process does not find the file of the first one; names both paths. It is raised on all processes.
-        OSError: The first process cannot write there. It is raised on all processes.
+        OSError: The first process cannot write there, for another reason. It is raised on all processes.
     """
     if processes.is_single_process():
         return

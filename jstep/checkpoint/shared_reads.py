@@ -10,36 +10,38 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.checkpoint.array_reader import ArrayKind, ArrayReader, boxes_of, place_boxes
-from jstep.checkpoint.array_writer import SMALLEST, divide_replicas, stride
+from jstep.checkpoint.array_writer import MIN_PART_BYTES, divide_replicas, stride
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, bounds, lengths
 from jstep.core.threads import AGREEING, doing
 
-_ROUND = 2**25
+_ROUND_BYTES = 2**25
 """The bytes that a process receives in a round."""
-_SMALLEST_ROUND = 2**12
+_MIN_ROUND_BYTES = 2**12
 _AXES = ("group", "member", "device")
 """The axes of the mesh on which the processes exchange what they have read."""
 
-Boxes = tuple[ShardBounds, ...]
+Boxes: TypeAlias = tuple[ShardBounds, ...]
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+"""Processes, in groups of one size."""
 
 
 class _Needs(NamedTuple):
     """Which processes need the same boxes of an array.
 
     Attributes:
-        groups: The processes, in groups of one size, each of which needs other boxes than the others.
+        groups: All processes; each group needs other boxes than the others.
         boxes: The boxes of each group.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     boxes: tuple[Boxes, ...]
 
 
@@ -68,12 +70,12 @@ class ReadPlan:
         self._kinds = kinds
         self._shardings = shardings
         self.alone: dict[str, Any] = {}
-        self._together: dict[tuple[tuple[int, ...], ...], list[_SharedArray]] = {}
+        self._together: dict[Groups, list[_SharedArray]] = {}
         if jax.process_count() == 1:
             self.alone = dict(shardings)
             self.digest = 0
             return
-        turns: dict[tuple[tuple[int, ...], ...], _Turn] = {}
+        turns: dict[Groups, _Turn] = {}
         for name, sharding in shardings.items():
             kind = kinds[name]
             divided = _divided(sharding, kind.shape, kind.dtype.itemsize)
@@ -112,7 +114,7 @@ class ReadPlan:
 
 
 class _Turn:
-    """The member of a group whose turn it is to read: each in turn reads `SMALLEST` bytes, as they were written."""
+    """The member of a group whose turn it is to read: each in turn reads `MIN_PART_BYTES`, as they were written."""
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -125,7 +127,7 @@ class _Turn:
 
     def add(self, nbytes: int) -> None:
         self._nbytes += nbytes
-        if self._nbytes >= SMALLEST:
+        if self._nbytes >= MIN_PART_BYTES:
             self._number += 1
             self._nbytes = 0
 
@@ -161,7 +163,7 @@ def _needs(sharding: Any, shape: tuple[int, ...]) -> _Needs | None:
     return _Needs(tuple(map(tuple, groups.values())), tuple(groups))
 
 
-def _position(groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _position(groups: Groups) -> tuple[int, int]:
     """Return the number of the group of this process, and its number there."""
     process = jax.process_index()
     for i, group in enumerate(groups):
@@ -171,7 +173,7 @@ def _position(groups: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 def _received(
-    groups: tuple[tuple[int, ...], ...], arrays: Sequence[_SharedArray], read: Mapping[str, Mapping[ShardBounds, Any]]
+    groups: Groups, arrays: Sequence[_SharedArray], read: Mapping[str, Mapping[ShardBounds, Any]]
 ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
     """Yield arrays and their boxes, as they arrive from the members of the group of this process."""
     own_group, own_member = _position(groups)
@@ -179,13 +181,15 @@ def _received(
     for array in arrays:
         arrays_of_members[array.reader].append(array)
     # The members send equally long streams, of all their arrays one after the other; in each round as many bytes, a
-    # power of two.
+    # power of two: the greatest one that is not above the limit, or a smaller one that takes the longest stream whole.
     longest = 0
     for arrays_of_member in arrays_of_members:
         for group in range(len(groups)):
             longest = max(longest, sum([array.nbytes(group) for array in arrays_of_member]))
-    limit = max(_SMALLEST_ROUND, _ROUND // len(groups[0]))
-    size = min(1 << (limit.bit_length() - 1), max(_SMALLEST_ROUND, 1 << (longest - 1).bit_length()))
+    limit = max(_MIN_ROUND_BYTES, _ROUND_BYTES // len(groups[0]))
+    greatest_size = 1 << (limit.bit_length() - 1)
+    whole_size = max(_MIN_ROUND_BYTES, 1 << (longest - 1).bit_length())
+    size = min(greatest_size, whole_size)
     sent = _Stream(arrays_of_members[own_member], own_group, read)
     received = [_Stream(arrays_of_member, own_group) for arrays_of_member in arrays_of_members]
     gather = _Gather(groups, size)

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import BackgroundWrite, SaveJob, Storage, array_writer
+from jstep.checkpoint.attempts import BackgroundWrite, SaveJob, Storage, writer_module
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -55,7 +55,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def own_paths(self) -> dict[int, str]:
-        """Return step → path of what has the name of a checkpoint of this writer, complete or not."""
+        """Return step → path of the checkpoints of this prefix, as the writer knows them without reading one.
+
+        In a directory these are all that have the name of one, complete or not; below a URL those that were complete
+        when the prefix was claimed, or have been saved since.
+        """
 
     @abc.abstractmethod
     def find_path(self, prefix: str, step: int) -> str | None:
@@ -122,7 +126,7 @@ class Store(abc.ABC):
         """Describe the files that only Orbax reads and that differ from what was written."""
         storage = self.storage(path, manifest)
         corrupted: dict[str, str] = {}
-        for name, written in array_writer().orbax_files(manifest.leaves_by_array, manifest.saved_at).items():
+        for name, written in writer_module().orbax_files(manifest.leaves_by_array, manifest.saved_at).items():
             try:
                 data = storage.read(name)
             except OSError as error:

@@ -94,7 +94,8 @@ def has_value(leaf: object) -> bool:
     return not isinstance(leaf, jax.ShapeDtypeStruct) and not trees.is_donated(leaf)
 
 
-def check_value(wanted: TargetLeaf[Any]) -> None:
+def check_has_value(wanted: TargetLeaf[Any]) -> None:
+    """Raise an error if a leaf that nothing is restored into is a shape, or was deleted."""
     if not has_value(wanted.leaf):
         raise ValueError(
             f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of what was saved or "

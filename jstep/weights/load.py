@@ -112,7 +112,7 @@ def load_weights(
     plain: list[int] = []
     for i, wanted in enumerate(matched.wanted):
         if wanted.source is None:
-            targets.check_value(wanted)
+            targets.check_has_value(wanted)
         elif wanted.transform is None:
             plain.append(i)
     for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import check_value
+from jstep.checkpoint.leaf_records import check_saveable
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import share_errors
@@ -323,7 +323,7 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
 
 def _as_saved(leaf: object, path: str) -> Any:
     what = f"params: {trees.quote_path(path)}"
-    check_value(leaf, what)
+    check_saveable(leaf, what)
     if trees.is_python_number(leaf):
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):

@@ -59,7 +59,7 @@ def test_zeros_are_stored(tmp_path):
     ],
 )
 def test_chunks_of_a_part(monkeypatch, part, shape, expected):
-    monkeypatch.setattr(array_writer, "LARGEST", 140_000)
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", 140_000)
     chunk = array_writer.chunk_shape(part, shape, 4)
     assert chunk == expected
     assert math.prod(chunk) * 4 <= 140_000
@@ -67,7 +67,7 @@ def test_chunks_of_a_part(monkeypatch, part, shape, expected):
 
 @pytest.mark.parametrize("part", [*itertools.product([1, 2, 7, 12], [1, 5, 16])])
 def test_no_chunk_belongs_to_two_parts(monkeypatch, part):
-    monkeypatch.setattr(array_writer, "LARGEST", 40)
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", 40)
     chunk = array_writer.chunk_shape(part, tuple(2 * size for size in part), 4)
     assert all(size % step == 0 for size, step in zip(part, chunk, strict=True))
 

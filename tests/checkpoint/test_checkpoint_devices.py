@@ -94,7 +94,7 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Arrays are divided between replicas like those of 1 MiB and more."""
-    monkeypatch.setattr(array_writer, "SMALLEST", 32)
+    monkeypatch.setattr(array_writer, "MIN_PART_BYTES", 32)
     array_writer._division.cache_clear()
     yield
     array_writer._division.cache_clear()

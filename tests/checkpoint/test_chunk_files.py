@@ -65,7 +65,7 @@ def same(found, arrays):
 
 @pytest.mark.parametrize("largest", [2**25, 20_000])
 def test_every_array_comes_from_the_files(tmp_path, monkeypatch, without_tensorstore, largest):
-    monkeypatch.setattr(array_writer, "LARGEST", largest)
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", largest)
     base, manifest = save(tmp_path, ARRAYS)
     same(ArrayReader(base, manifest, result_of).read(dict.fromkeys(ARRAYS)), ARRAYS)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -75,7 +75,7 @@ def test_every_array_comes_from_the_files(tmp_path, monkeypatch, without_tensors
 
 def test_boxes_of_chunks(tmp_path, monkeypatch, without_tensorstore):
     """Boxes begin and end within chunks, along any axis."""
-    monkeypatch.setattr(array_writer, "LARGEST", 400)
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", 400)
     array = np.arange(23 * 17 * 5, dtype=np.int32).reshape(23, 17, 5)
     base, manifest = save(tmp_path, {"x": array})
     draw = random.Random(0)

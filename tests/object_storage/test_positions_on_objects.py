@@ -41,8 +41,8 @@ def same(one, other):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(array_writer, "LARGEST", 50_000)
-    monkeypatch.setattr(array_writer, "_OBJECT", 50_000)  # a buffer takes several objects
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(array_writer, "OBJECT_BYTES", 50_000)  # a buffer takes several objects
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from jstep.stores.objects import Objects
 
 SAVE = """
 from jstep.checkpoint import array_writer
-array_writer.LARGEST = 64
+array_writer.MAX_CHUNK_BYTES = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
 
@@ -45,7 +45,7 @@ with jstep.Saver(directory) as saver:
             print("FAILED", which, "on fire" in str(error), flush=True)
     array_writer.write = write
     saver.save(state_at(4))
-array_writer.LARGEST = 2**20
+array_writer.MAX_CHUNK_BYTES = 2**20
 """
 
 

@@ -92,7 +92,7 @@ def test_the_call_after_ctrl_c_waits_for_the_save_in_progress(interrupted, gcs, 
 
 @pytest.mark.thorough
 def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch):
-    monkeypatch.setattr(array_writer, "LARGEST", 300)
+    monkeypatch.setattr(array_writer, "MAX_CHUNK_BYTES", 300)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     value = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
     layouts = [P(), P("data", "model"), P(None, ("data", "model"))]
