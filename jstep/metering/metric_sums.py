@@ -158,7 +158,8 @@ def _canonical(value: Any) -> Any:
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
 
-    The loop's thread alone calls it. Other threads may read what `follow_ratios` returns, and call `latest`.
+    The loop's thread alone calls it, but for two: any thread may read what `follow_ratios` returns, and the one that ends
+    the process, while the loop hangs in a loader, calls `latest`.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
     program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their
@@ -183,6 +184,7 @@ class MetricSums:
         self._plan: AddPlan | None = None
         self._device = DeviceAccumulator()
         self._host = HostAccumulator()
+        self._cut_piece: Piece | None = None  # the one that the latest cut has ended
         # The program whose metrics are known to fit `_plan`, recognized by the identity of its constants.
         self._planned_for: Constants | None = None
 
@@ -296,6 +298,7 @@ class MetricSums:
         if self._last <= self._first:
             return
         piece = self._make_piece()
+        self._cut_piece = piece
         start_copies([piece.array])
         for interval in self._intervals:
             interval.add(piece)
@@ -306,8 +309,10 @@ class MetricSums:
         self._device.clear()
 
     def latest(self) -> HostSums | None:
-        """Return the sums since the last cut without a cut; waits for the device."""
-        return None if self._last <= self._first else self._make_piece().totals()
+        """Return the sums of the piece with the latest step, without a cut; waits for the device."""
+        # A hook may have cut at this step: then nothing has been added since.
+        piece = self._cut_piece if self._last <= self._first else self._make_piece()
+        return None if piece is None else piece.totals()
 
     def _make_piece(self) -> Piece:
         self.flush()

@@ -148,6 +148,18 @@ def test_a_donated_state_is_reported_as_lost():
     assert "it is lost" in note_of(caught.value)
 
 
+@pytest.mark.parametrize("has_log", [False, True])
+def test_a_bad_loss_within_the_last_call_prevents_a_save_whether_or_not_a_log_has_its_mean(has_log, tmp_path):
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2) + jax.lax.stop_gradient(x), jstep.sgd(0.1))
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1))
+    batches = [np.float32(math.nan if i == 1 else 0.0) for i in range(8)]
+    hooks = [jstep.every(4, lambda *_: os.kill(os.getpid(), signal.SIGTERM))]
+    if has_log:
+        hooks.append(jstep.MetricsHook(lambda step, row: None, every_n_steps=4, mean=True))
+    with pytest.raises(jstep.Preempted, match="which is not saved: its loss is not finite"):
+        train(8, batches, hooks, state, step, steps_per_call=4, checkpoint_dir=tmp_path)
+
+
 @pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_path):
