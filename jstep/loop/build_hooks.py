@@ -26,7 +26,10 @@ NO_LOGS = "the logs cannot be opened"
 
 
 def build_hooks(run: RunContext) -> list[Any]:
-    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state."""
+    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state.
+
+    Sets `writer`, `counter` and `evaluations` of the run.
+    """
     return processes.share_errors(lambda: _list_hooks(run), NO_LOGS)
 
 
@@ -103,7 +106,8 @@ def _mark_start(run: RunContext, writer: SummaryWriter, path: str) -> list[str]:
     is_restored = run.restored is not None
     first = run.course.first
     if is_restored:
-        # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
+        # TensorBoard drops the points from `first` on. That of a restored step is not made again, and is kept. A fresh
+        # run may evaluate at its first step, before it, and so makes that point again.
         first += 1
     is_resumed = is_restored and not run.is_new_branch
     same_place = is_resumed or not _is_another_run(run)
@@ -134,7 +138,7 @@ def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
 
 
 def _is_another_run(run: RunContext) -> bool:
-    """Whether the start before this one is another run's: that has finished, or its process is alive."""
+    """Whether the start before this one is of another run, which has finished, or whose process is alive."""
     earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False

@@ -34,7 +34,10 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             self.add(*failures.popleft())
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Raise the first error, the others as its notes; or pass all to `failed`, if the run has another error."""
+        """Raise the first error, the others as its notes.
+
+        If the run has another error, it is given `failed`, which is called with each of them and makes notes of them.
+        """
         if self._activity is not None:
             self._course.activity = self._activity  # which the note of the first error names
         if failed is not None:

@@ -33,7 +33,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.urls import is_url, join_path, resolve_path
 
-# Keys of what a checkpoint holds beside the state, of which `contents.py` has the table, and of the record of a start.
+# Keys of what a checkpoint holds beside the state; `contents.py` has the table of all, and those that only it needs.
 
 ENDED: Final = "ended"
 """The step at which the hooks of the run have ended."""
@@ -47,12 +47,15 @@ PAST: Final = "past"
 """What an observer saves, so that a restart can compare."""
 START: Final = "start"
 """Within `PAST`: the number of the start, and when it began."""
+
+# Keys of the record of a start; a checkpoint has the first two of them as well.
+
 RUN_KEY: Final = "run"
 """The name of the run."""
 PARENT: Final = "parent"
 """The checkpoint of another run that it began from."""
 PARENT_RUN: Final = "parent_run"
-"""The name of that run; only in the record of a start."""
+"""The name of that run."""
 
 
 class Lineage(NamedTuple):
@@ -80,7 +83,7 @@ class ResumePlan:
     Attributes:
         given_step: The step of the state passed; None if it is abstract or was donated.
         given_values: The values of its hyperparameters that are in the state.
-        first: The step at which the run begins; None if unknown.
+        first: The step at which the run begins, as assumed (see the table of `start.py`); None if unknown.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
         is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
     """
@@ -100,7 +103,8 @@ class Fresh:
     """A run begins with the state passed, at this step.
 
     Attributes:
-        held_values: Name → value of the hyperparameters in the state, when the run began.
+        held_values: Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run
+            began.
     """
 
     step: int = 0
@@ -114,7 +118,8 @@ class Resumed:
     """A run resumes from its own newest checkpoint.
 
     Attributes:
-        is_at_branch_point: Whether it branched off at this step, and its own hook did not stop it there.
+        is_at_branch_point: Whether the run is still where it branched off, and no hook of its own has stopped it there.
+            So what the checkpoint says is of the parent, whose hooks do not stop this run.
     """
 
     step: int
@@ -201,7 +206,7 @@ def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
     assert plan.parent is not None
     parent, extra, state = read_checkpoint(options, plan.parent, state)
-    missing = describe_missing(parent)
+    missing = describe_missing(parent)  # on all processes, which read the manifest together
     if jax.process_index() == 0:
         edited = ", with the state passed" if parent.edited_step else ""
         logger.info("this run begins from %s%s%s", parent.reference["path"], edited, missing)
@@ -245,22 +250,24 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
         warn_of_other_parent(options, lineage.parent)
     if directory is None or is_url(directory):
         return lineage
-    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
+    try:
         starts = read_starts(directory)[prefix]
-        saved_by = extra.get(RUN_KEY)
         newest = valid(starts)[-1]
         source = original_of(directory, starts)
-        if source is not None:
-            parent: Parent | None = None
-            if step is not None:
-                parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
-                if jax.process_index() == 0:
-                    logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
-            return Lineage(new_name, parent, saved_by, is_copy=True)
-        is_copy_begun = newest[PARENT_RUN] != newest[RUN_KEY]
-        if is_copy_begun and saved_by is not None and saved_by == newest[PARENT_RUN]:
-            # An earlier start of this copy has named it, but none has saved anything.
-            return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
+    except (OSError, ValueError, LookupError):  # there is no valid start
+        return lineage
+    saved_by = extra.get(RUN_KEY)
+    if source is not None:
+        parent: Parent | None = None
+        if step is not None:
+            parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+            if jax.process_index() == 0:
+                logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
+        return Lineage(new_name, parent, saved_by, is_copy=True)
+    has_own_name = newest[RUN_KEY] != newest[PARENT_RUN]
+    if has_own_name and saved_by is not None and saved_by == newest[PARENT_RUN]:
+        # An earlier start of this copy has named it, but none has saved anything.
+        return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
     return lineage
 
 
@@ -302,7 +309,7 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
         extra = {key: value for key, value in plan.extra.items() if key not in (STOPPED, RUN_KEY)}
         step = plan.parent.step
         path = plan.parent.reference["path"]
-        return Branched(step, _held_values(plan, state, extra, path), extra), state
+        return Branched(step, _initial_values(plan, state, extra, path), extra), state
     restored = None
     if saver is not None:
         with contextlib.suppress(FileNotFoundError), internal_transfers():
@@ -321,10 +328,12 @@ def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[O
     logger.info("restored %s", name)
     is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
     _warn_of_given(plan, state, restored, name)
-    return Resumed(step, _held_values(plan, restored, extra, name), extra, is_at_branch_point), restored
+    return Resumed(step, _initial_values(plan, restored, extra, name), extra, is_at_branch_point), restored
 
 
-def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
+def _initial_values(
+    plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any], checkpoint: str
+) -> Mapping[str, float]:
     """Return the values of the hyperparameters in the state when the run began; warn if the program has others now."""
     saved = extra.get(HELD_VALUES)
     initial = saved if isinstance(saved, dict) else {}
@@ -332,7 +341,8 @@ def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any
         return initial  # shapes, or a trained state, hold no initial values
     current = _hyperparameters_in(restored)
     for hyperparameter, value in plan.given_values.items():
-        # Not those of the previous start, or only the first start with a new number would be told that it is not used.
+        # Compared with the initial values, not with those of the previous start: then each start with a changed number
+        # is told that it is not used, not only the first one.
         is_initial = _is_same(value, initial.get(hyperparameter, value))
         if is_initial or _is_same(value, current.get(hyperparameter, value)):
             continue
@@ -345,7 +355,7 @@ def _held_values(plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any
             hyperparameter,
             value,
             initial[hyperparameter],
-            name,
+            checkpoint,
             current[hyperparameter],
             setting,
         )

@@ -40,14 +40,14 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     Methods are roughly in the order of a run.
     """
 
+    replaces_log_lines: bool = False
+    """Whether its `progress_hook` shows what log lines would."""
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return None
 
     def on_open(self) -> None:
         """Called once the run may write to its directory, before the state is restored."""
-
-    replaces_log_lines: bool = False
-    """Whether its `progress_hook` shows what log lines would."""
 
     def progress_hook(self) -> Any:
         """Return a hook that shows the progress, or None."""
@@ -157,10 +157,10 @@ class RunContext(RunInfo):
             raise
         except Exception as error:
             self.log_failed(hook, error, call.method)
-            self.course.activity = outer
+            self.course.activity = outer  # the run goes on; otherwise the note of the error names the hook
         except BaseException:
-            # An exit in the user's `write`. The row is lost, so its step must be taken again: a checkpoint of this
-            # boundary would skip it.
+            # An exit in the user's `write`. The row is lost, so its step must be taken again. Back to `WITHIN`, in
+            # which nothing is saved: a checkpoint of this boundary would skip the row.
             self.course.begin_iteration()
             raise
 

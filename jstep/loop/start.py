@@ -11,8 +11,8 @@ The step at which the run begins is assumed first, and known once the state is r
 | the course's `first` | the state, assumed (or 0) while it is read, then known | - |
 | the origin's `step` | the state; 0 until it is read | - |
 
-The plan's `first` may be wrong: `restore` reads the newest checkpoint of its time, and a save of an earlier start may
-have ended meanwhile. Batches that were begun there are then begun again (`_restore`).
+The plan's `first` may be wrong: if a save of an earlier start ends in between, `restore` finds a newer checkpoint than
+`latest`. Batches that were begun at `first` are then begun again (`_restore`).
 """
 
 import contextlib
@@ -97,20 +97,21 @@ def begin_hooks(run: RunContext) -> bool:
     components.runner.use_run(run.closing)
     _flush_before_saves(run)
     first = run.course.first
-    last_step = run.options.stop_step
+    stop_step = run.options.stop_step
     check_stateful(components.hooks)
     for observer in run.observers:
         observer.on_restored()
     is_over = components.runner.begin()
     if run.restored is not None:
-        is_over = _resume_hooks(run) or is_over
+        keeps_stopped = _resume_hooks(run)  # called in any case: the hooks get their states back
+        is_over = is_over or keeps_stopped
     elif run.saver is not None:
         get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
-    if run.restored is None and not is_over and first < last_step:
+    if run.restored is None and not is_over and first < stop_step:
         is_over = components.runner.evaluate(evaluate_first)
     if is_over and run.poll_stop_signal():
         return False  # the evaluation that was owed has been interrupted again: the run goes on in the next start
-    if is_over or first >= last_step:
+    if is_over or first >= stop_step:
         report_done(run)
         for observer in run.observers:
             observer.on_no_steps()
@@ -118,7 +119,7 @@ def begin_hooks(run: RunContext) -> bool:
     stopped_by = run.origin.extra.get(STOPPED)
     if stopped_by is not None:
         logger.info("%s stopped this run at step %d; it resumes", stopped_by, first)
-    components.dispatch.compiler.plan(components.batches.source, first, last_step, run.options.batch_sharding)
+    components.dispatch.compiler.plan(components.batches.source, first, stop_step, run.options.batch_sharding)
     return True
 
 
@@ -139,7 +140,8 @@ def _resume_hooks(run: RunContext) -> bool:
     for hook in run.components.hooks:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
-    # A signal interrupted it before the save. Evaluated even if a hook keeps the run stopped: its result is owed.
+    # An evaluation that a signal interrupted before this checkpoint was saved. It is made even if a hook keeps the run
+    # stopped: its result is owed.
     is_done = run.components.runner.evaluate(repeat_interrupted)
     return is_stopped or is_done
 
@@ -178,7 +180,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
     """Restore the state, while the first batch is made and its program compiled.
 
     Returns:
-        The batches that have begun, at the right step if they can be at another one; None if there are none yet.
+        Batches that can be used: begun at the right step, or of an iterator, which has no step. None if there are none.
     """
     saver = run.saver
     course = run.course
@@ -200,8 +202,10 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
         extra = run.origin.extra
         is_restored = run.restored is not None
         course.begin_at(run.origin.step, state, extra.get(ENDED), extra.get(LAST_BODY), is_restored=is_restored)
-    if early_batches is None or not early_batches.source.is_seekable or course.first == plan.first:
+    if early_batches is None or course.first == plan.first:
         return early_batches
+    if not early_batches.source.is_seekable:
+        return early_batches  # an iterator continues where it is, whatever the step
     early_batches.wait_for_first()  # the thread ends before the batches are opened again
     return None
 
@@ -219,7 +223,7 @@ def _open_record(run: RunContext) -> int:
             observer.on_open()
         return (0 if run.file is None else run.file.fields["number"],)
 
-    (number,) = processes.first_ints_on_all(open_and_number, 1, NO_LOGS)
+    (number,) = processes.first_ints_on_all(open_and_number, count=1, problem=NO_LOGS)
     return number
 
 
@@ -260,13 +264,13 @@ def _make_dispatch(run: RunContext) -> Dispatch:
             *(observer.on_first_call for observer in run.observers),
             functools.partial(_log_start, run),
         ],
-        count_examples=_counts_examples(options),
+        count_examples=_find_example_counter(options),
     )
     run.closing.callback(dispatch.compiler.close)
     return dispatch
 
 
-def _counts_examples(options: Options) -> Callable[..., int | None] | None:
+def _find_example_counter(options: Options) -> Callable[..., int | None] | None:
     """Return how the user's hook counts the examples of a batch; None if it is the size of the leading axis."""
     for hook in options.hooks:
         if isinstance(hook, StepCounterHook):
@@ -301,8 +305,10 @@ def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], rea
 def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
     """Begin to make the first batch and its program, at the assumed step; return None if that is not possible."""
     first = run.plan.first
-    if first is None or first >= run.options.stop_step or are_made_one_by_one(batches):
+    if first is None or first >= run.options.stop_step:
         return None
+    if are_made_one_by_one(batches):
+        return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
     if sequence is None and run.plan.latest is None:
         return None  # nothing is restored meanwhile
@@ -315,9 +321,13 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
         reopen_source = functools.partial(_open_source, run, batches, first, extra)
     reader.start(reopen_source)
     sharding = run.options.batch_sharding
-    peek = reader.peek
-    if sequence is not None and sharding is None:  # its shapes are known without a batch
-        peek = functools.partial(reader.peek_shapes, functools.partial(sequence.shapes, first))
+
+    def peek(is_over: Callable[[], bool]) -> Any:
+        if sequence is None or sharding is not None:
+            return reader.peek(is_over)
+        # Its shapes are known without a batch.
+        return reader.peek_shapes(lambda: sequence.shapes(first), is_over)
+
     dispatch.compiler.begin_first(first, sharding, run.times, peek)
     return reader
 
@@ -342,7 +352,7 @@ def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str,
         saved_position(extra),
         is_saved=options.checkpoint_dir is not None,
         next_save=next_save,
-        state=lambda: run.course.position.state,
+        state=lambda: run.state,
     )
 
 

@@ -38,7 +38,7 @@ class CompileCounts:
     def add(self, other: "CompileCounts") -> None:
         self.programs += other.programs
         self.hits += other.hits
-        self.unfinished = 0.0
+        self.unfinished = 0.0  # the other thread has compiled what this one has traced
 
 
 class _ThreadCounts(threading.local):
@@ -62,6 +62,7 @@ jax.monitoring.register_event_listener(lambda event, **_: thread_counts().follow
 class StartTimes:
     """The seconds of restoring, compiling and so on in a start, which overlap."""
 
+    # Looked up at each call, as tests replace the clocks.
     began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False

@@ -158,8 +158,8 @@ def _canonical(value: Any) -> Any:
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
 
-    The loop's thread alone calls it, but for two: any thread may read what `follow_ratios` returns, and the one that ends
-    the process, while the loop hangs in a loader, calls `latest`.
+    The loop's thread alone calls it, but for two methods: any thread may read what `follow_ratios` returns, and the one
+    that ends the process, while the loop hangs in a loader, calls `latest`.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
     program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their
