@@ -4,6 +4,7 @@ While 64-bit types are off, JAX truncates integers that do not fit 32 bits: they
 """
 
 import contextvars
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
@@ -100,6 +101,17 @@ def are_plain(leaves: Iterable[Any]) -> bool:
         if not is_number or (is_wide and first_wide(leaf) is not None):
             return False
     return True
+
+
+_type_of_array = operator.attrgetter("aval")
+
+
+def array_types(leaves: Iterable[Any]) -> list[Any] | None:
+    """Return the `jax.typeof` of each leaf, if all are arrays of a device, else None. It runs at each step."""
+    try:
+        return list(map(_type_of_array, leaves))
+    except AttributeError:
+        return None
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:

@@ -80,10 +80,16 @@ def make_chunks(
             previous_shapes = shapes
             batch, shapes, position = item
             # A looped program may have been replaced by a longer one: it is looked up for each call.
-            if program is None or program.is_looped or step >= program.stage.stop or shapes != previous_shapes:
+            has_new_shapes = shapes is not previous_shapes and shapes != previous_shapes
+            if program is None or program.is_looped or step >= program.stage.stop or has_new_shapes:
                 program = program_for(step, shapes, functools.partial(_make_args, batch, place_one))
-            chunk = [batch]
             item = None
+            if not program.is_stacked:
+                args = batch_to_args(batch if place_one is None else place_one(batch))  # `_make_args`, without a call
+                yield Chunk(program, args, 1, step, position)
+                step += 1
+                continue
+            chunk = [batch]
             max_steps = min(program.max_steps, end - step)
             # The item that ends this chunk, as its batch has other shapes, begins the next one.
             while len(chunk) < max_steps and (item := next(items, None)) is not None:
@@ -92,12 +98,8 @@ def make_chunks(
                 chunk.append(item[0])
                 position = item[2]
                 item = None
-            place = place_one
-            if program.is_stacked:
-                batch = _stack_batches(chunk, program.max_steps)
-                place = place_stacked
-            args = batch_to_args(batch if place is None else place(batch))  # `_make_args`, without a call
-            yield Chunk(program, args, len(chunk), step, position)
+            batch = _stack_batches(chunk, program.max_steps)
+            yield Chunk(program, _make_args(batch, place_stacked), len(chunk), step, position)
             step += len(chunk)
 
 

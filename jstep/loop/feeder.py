@@ -10,7 +10,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from jstep.core import processes
+from jstep.core.device_values import array_types
 from jstep.core.exceptions import items_until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
@@ -63,10 +66,22 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
         read_position = source.read_position
+        shapes: Any = None
+        types: list[Any] | None = None
+        structure: Any = None
         for batch in items_until_end(source.items):
             self.fetched += 1
-            leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
-            shapes = shapes_of_leaves(leaves, structure)
+            is_known = False
+            # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
+            # the types of all leaves at once, as looking into each of them takes longer than the rest of a step.
+            if types is not None:
+                leaves, new_structure = jax.tree_util.tree_flatten(batch)
+                is_known = new_structure == structure and array_types(leaves) == types
+            if not is_known:
+                leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
+                shapes = shapes_of_leaves(leaves, structure)
+                types = array_types(leaves)
+            # A new container, as the user may fill the old one with the next batch.
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if is_ahead:
                 continue
