@@ -75,6 +75,8 @@ class Dispatch:
         self.call_listeners: list[ChunkListener] = []
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
+        # The latest program, once its calls need nothing but `program.run`: no job of the compiler is left, either.
+        self._settled: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
@@ -92,22 +94,33 @@ class Dispatch:
         if self._agreed is not None:
             # The program stands for the shapes of the batch, by which it was found: it costs nothing to compare.
             self._agreed.check(state, chunk.args, program)
-        if not program.is_called or self.compiler.begun or self.compiler.jobs:
+        is_settled = program is self._settled
+        if not is_settled:
             self.compile_for(state, chunk)
         began = self._watch.clock()
-        if program.is_called and self._auto is None and not _is_traced():  # without contexts, which take a microsecond
+        if is_settled and not _is_traced():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_in_contexts(state, chunk, began)
         # A program that was called before is compiled again for another state.
-        if not program.is_called or counts.programs != programs_before:
+        is_compiled = not program.is_called or counts.programs != programs_before
+        if is_compiled:
             self._note_compiled(state, chunk, result, began)
-        self._latest = program
-        if self.compiler.jobs:
-            self.compiler.begin_next(chunk.step_args)
+        if not is_settled:
+            self._settle(chunk)
         for listener in self.call_listeners:
             listener(chunk, result[0])
         return result
+
+    def _settle(self, chunk: Chunk) -> None:
+        """After a call that was not like the one before: begin the next compilation, if there is one to begin."""
+        program = chunk.program
+        compiler = self.compiler
+        self._latest = program
+        if compiler.jobs:
+            compiler.begin_next(chunk.step_args)
+        is_timed = self._auto is not None and program.is_looped
+        self._settled = None if compiler.jobs or compiler.begun or is_timed else program
 
     def remove_listener(self, listener: ChunkListener) -> None:
         """Call a listener no more. It may be the one that is being called, so the list is replaced, not changed."""

@@ -10,6 +10,7 @@ import pytest
 from waiting import wait_until
 
 import jstep
+from jstep.loop.dispatch import Dispatch
 
 RNG = np.random.default_rng(0)
 CLASSES = RNG.integers(0, 10, 128).astype(np.int32)
@@ -134,3 +135,17 @@ def test_convolutions_on_a_cpu_run_one_step_a_call(caplog):
     assert calls == [0, 1, 2, 3, 4, 5]
     (line,) = [r.getMessage() for r in caplog.records if "one step per call" in r.getMessage()]
     assert line == "train_step runs one step per call: XLA runs convolutions on a CPU much slower in a loop"
+
+
+def test_auto_steps_of_convolutions_are_not_timed(monkeypatch):
+    """There is nothing to choose: their calls are as quick as with K = 1."""
+    slow = []
+    run_in_contexts = Dispatch._run_in_contexts
+
+    def noted(self, state, chunk, began):
+        slow.append(chunk.first)
+        return run_in_contexts(self, state, chunk, began)
+
+    monkeypatch.setattr(Dispatch, "_run_in_contexts", noted)
+    Task(NETS["convolutional"]).trained(6, steps_per_call="auto")
+    assert slow == [0]
