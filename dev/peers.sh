@@ -15,7 +15,9 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 "$venv/bin/pip" install -q torch torchvision --index-url https://download.pytorch.org/whl/cpu ||
     "$venv/bin/pip" install -q torch torchvision
-"$venv/bin/pip" install -q -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
+# By uv, as pip's search for versions that fit each other has taken longer than all tests.
+"$venv/bin/pip" install -q uv
+"$venv/bin/uv" pip install -q --python "$venv/bin/python" -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
     timm diffusers ema_pytorch tensorflow-cpu wandb mlflow nbclient ipykernel
 
 mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --include='test_*.py' |
