@@ -8,12 +8,12 @@ Entering the block pushes what its end has to undo on one stack, which is unwoun
 | pushed | at the end of the block, from the last row up |
 |---|---|
 | `_enter_settings` | the mesh, the log, the cache of programs and the warnings are those of before |
-| `_leave` | a signal that arrived while the run closed is obeyed, by the last exception |
-| `signals.end` | the handlers of signals are those of before; late, as the record may be closing for seconds |
+| `_leave` | a signal that arrived while the run closed is obeyed: its exception is the last one that is raised |
+| `signals.end` | the handlers of signals are those of before. Not earlier: the record may need seconds to close |
 | each observer | the record, the progress line and the watch for stalls close: they have seen how the run ended |
 | `_close_hooks` | `failed`, `closed` and `close` of the user's hooks |
-| `background.wait` | the calls of `saved` in other threads end |
-| `closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
+| `_wait_for_background` | the calls of `saved` in other threads end |
+| `context.closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
 | `_release` | the state is dropped, so that closing needs no device memory |
 | `_rescue` | after an error, the state is saved if it may be, and attached to the error |
 """
@@ -74,11 +74,13 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
         course = self._course
         if error is None:
             return
-        is_at_body = course.activity is Activity.BODY or course.status == CLOSING
-        if isinstance(error, GeneratorExit) and is_at_body:
-            # The iterator is closed where it waits for the body, by the user or once the run is closed. One that the
-            # user's code raises, in a loader or a hook, is an error like any other, also at the end (`ENDING`).
+        is_closed_from_outside = course.activity is Activity.BODY or course.status == CLOSING
+        if isinstance(error, GeneratorExit) and is_closed_from_outside:
+            # `close` of the iterator raises it at the `yield`: the user calls it, or `_release`. A GeneratorExit from
+            # anywhere else comes from the user's loader or hook, and is an error like any other, also in an `end`.
             return
+        # Leaving the contexts of the loop sets `__traceback__`. Some exceptions refuse that, and their refusal arrives
+        # here in their place.
         course.failure = original_error(error)
         if course.failure is not error:
             raise course.failure from None
@@ -209,8 +211,9 @@ class Run(Generic[P]):
         self._context = RunContext(options, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
         self._owner: _Owner | None = None  # what has entered it
+        # Until `__enter__`: empty, and with the `close` that `_release` calls.
         self._iterator: Generator[int, None, None] = (step for step in range(0))
-        self._body_resumed_at = 0.0  # by the stopwatch; of a body that makes its batches
+        self._body_resumed_at = 0.0  # by the stopwatch: when a body that makes its batches began, or went on
         # What the run leaves behind. Here and not in the `Course`, which hooks and observers refer to in cycles: the
         # last state is freed as soon as the user drops the run.
         self._left = LoopState(0, None)
@@ -243,6 +246,7 @@ class Run(Generic[P]):
     @property
     def _latest(self) -> LoopState:
         position = self._context.course.position
+        # The `Course` drops its state when the run closes.
         return self._left if position.state is None else position
 
     def stop(self, by: str = "the loop") -> None:
@@ -255,6 +259,7 @@ class Run(Generic[P]):
         """Return the iterator over the rest of the run, which yields the step of `state`."""
         if self._stack is None:
             raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
+        # A run that is over yields nothing, to anybody.
         if self._owner != _Owner.current() and not self._context.is_over:
             raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
         return self._iterator
@@ -273,7 +278,7 @@ class Run(Generic[P]):
             raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
         if course.status not in (BEGINNING, READY):
             raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
-        iterator = iter(self)
+        iterator = iter(self)  # first, as it raises if the run was not entered
         course.body_interval = interval
         return iterator
 
@@ -292,15 +297,14 @@ class Run(Generic[P]):
         with _KeepFailure(context.course):
             self._take(next(context.components.feeder))
         self._resume_body()
-        return context.metrics
+        return self.metrics
 
     def _require_body(self, what: str) -> None:
         course = self._context.course
         if course.activity is not Activity.BODY or self._owner != _Owner.current():
-            # A loop whose error the block has swallowed raises it again.
-            raise course.failure or RuntimeError(
-                f"{what}: must be in the body of `for step in run:`, before the run has ended"
-            )
+            if course.failure is not None:  # the block has swallowed it
+                raise course.failure
+            raise RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
 
     # The loop.
 
@@ -322,12 +326,12 @@ class Run(Generic[P]):
                     if course.has_body and course.take_due_body():
                         self._resume_body()
                         yield course.position.step
-                        # A step of the body has failed, and the block has swallowed the error: `__exit__` raises it
-                        # again. No hook of the end may run before, and nothing may be saved.
+                        # A `train_step` in the body has failed, and the body has caught its error. `__exit__` raises
+                        # it again; until then no hook runs, and nothing is saved.
                         if course.failure is not None:
                             return
                         self._pause_body()
-                    course.status = BETWEEN  # `end_iteration`, without a call
+                    course.status = BETWEEN  # as `end_iteration`, which costs a call
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break
@@ -362,7 +366,7 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         if context.in_flight.is_full:
-            course.activity = Activity.CALLING  # no batch is waited for, but the device: a stall says so
+            course.activity = Activity.CALLING  # it waits for the device: a stall must not blame the batches
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and chunk.can_interrupt:
             context.signals.check()  # it arrived since the batch was fetched
@@ -370,8 +374,8 @@ class Run(Generic[P]):
         state, metrics = self._run_chunk(course.position.state, chunk)
         step = chunk.first + chunk.steps
         course.position = LoopState(step, state, metrics, chunk.program.rows)
-        # `begin_iteration`, without a call. Not before the call of the step: an error while that is traced or compiled
-        # leaves the state of the boundary, which is saved.
+        # As `begin_iteration`, which costs a call. Only now: if tracing or compiling the step fails, the state is still
+        # that between two iterations, and is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
         context.components.runner.call_after_step(chunk.first)
@@ -427,10 +431,10 @@ class Run(Generic[P]):
         runner = context.components.runner
         # Of several processes only one may have failed to write a log. It asks all to stop, as for a signal, and its
         # error is raised where they do.
-        are_deferred = bool(context.failures) and context.signals.stop_all()
+        defers_failures = bool(context.failures) and context.signals.stop_all()
         if course.has_next and course.position.step >= runner.savers.next:
-            runner.save(raises_failures=not are_deferred)
-        elif course.has_next and context.failures and not are_deferred:
+            runner.save(raises_failures=not defers_failures)
+        elif course.has_next and context.failures and not defers_failures:
             runner.raise_log_errors()
         if context.signals.poll_stop_signal():
             course.leave()
@@ -443,7 +447,7 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         runner = context.components.runner
-        are_batches_used_up = course.has_next
+        are_batches_used_up = course.has_next  # the loop has ended, though another iteration would follow
         was_stopped_before_first = course.status == READY
         course.end()
         if are_batches_used_up:
@@ -456,7 +460,7 @@ class Run(Generic[P]):
             is_cut_short = not make_end(context)
         elif not is_cut_short:
             course.is_finished = True
-        # Asked again, as the `end`s may have taken minutes. If they are whole, they are saved with their mark.
+        # Asked again, as the `end`s may have taken minutes. Those that have all run are saved, and not made again.
         if is_cut_short or context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
@@ -469,7 +473,7 @@ class Run(Generic[P]):
         context = self._context
         if context.is_over:
             return
-        if context.course.status != BEGINNING:
+        if context.course.status != BEGINNING:  # a run that had no step to take was not stopped here
             self.stop()
         if context.course.activity is Activity.BODY:  # the block has left the body, by `break` or `return`
             self._pause_body()
@@ -508,7 +512,7 @@ class Run(Generic[P]):
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         failure = self._context.course.take_failure()
-        is_deliberate = error is not failure and self._is_deliberate(error)
+        is_deliberate = error is not failure and self._has_closed_generator(error)
         stack = self._stack
         if stack is None or self._owner is None:
             return
@@ -527,21 +531,21 @@ class Run(Generic[P]):
             finally:
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
-    def _is_deliberate(self, error: BaseException | None) -> bool:
-        """Whether an error, which is not one of the loop, comes from closing a generator that contains the block.
+    def _has_closed_generator(self, error: BaseException | None) -> bool:
+        """Whether a generator that contains the block was closed between two iterations: the run ends as by `break`.
 
-        Closed between two iterations, the run ends as by `break`. Closed at a `yield` in the body, half an iteration is
-        left, which must not be saved: whoever consumed the generator has failed, or is done.
+        `error` is none of the loop. A generator that is closed at a `yield` of the body leaves half an iteration, which
+        must not be saved.
         """
         return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         progress = self._context.options.progress
         # The progress bar of a notebook shows the rest.
-        least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
+        level = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
         stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
         if progress is not False and jax.process_index() == 0:
-            stack.enter_context(log_to_stderr(least))
+            stack.enter_context(log_to_stderr(level))
         stack.enter_context(persistent_cache(self._cached_in))
         stack.enter_context(warning_once())
 
