@@ -17,7 +17,7 @@ from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Store
 
-NEVER = math.inf
+ALWAYS_TEMPORARY = math.inf
 """The `permanent_every_secs` of a checkpoint that is temporary whatever precedes it."""
 _MAX_CONCURRENT = 16
 """Manifests to read at once."""
@@ -252,7 +252,7 @@ class Retention:
             # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
             # this step by itself.
             return False
-        if permanent_every_secs == NEVER:
+        if permanent_every_secs == ALWAYS_TEMPORARY:
             return True
         newest = self._find_step(others, lambda head: not head.temporary)
         if newest is None:

@@ -1,4 +1,4 @@
-"""What the processes of a run compare before anything is opened.
+"""What the processes of a run compare before anything is written.
 
 Each process runs the program by itself. Without this check, a difference between them, such as another `last_step`,
 would show up as a wait of half an hour, because they would not call the same collectives.

@@ -26,9 +26,9 @@ from jstep.stores.urls import absolute, is_url, location
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
-_NO_END = "or None if the batches, a hook or a signal end the run"
+_LAST_STEP_EXPECTED = "or None if the batches, a hook or a signal end the run"
 MAX_SECS = 600.0
-"""The longest interval of "auto", in seconds, and the time after a permanent checkpoint before the next one."""
+"""The longest interval of "auto", in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Options:
 
     @property
     def stop_step(self) -> int:
-        """`last_step`, or the largest step."""
+        """The step at which the run ends at the latest: `last_step`, or the largest one of int32."""
         return LARGEST_STEP if self.last_step is None else self.last_step
 
     @property
@@ -86,7 +86,7 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         last_step=_as_last_step(given.last_step),
         hooks=list_of_hooks(given.hooks),
         config=as_config(given.config),
-        start_from=_as_parent(given.start_from),
+        start_from=_as_start_from(given.start_from),
         progress=_as_progress(given.progress),
         stop_secs=_as_secs(given.stop_secs, "stop_secs", "a number of seconds or None"),
         save_checkpoint_secs=_save_secs(given),
@@ -100,11 +100,11 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
 def _as_last_step(value: object) -> int | None:
     if value is None:
         return None
-    last_step = as_int(value, "last_step", 0, _NO_END)
-    return None if last_step == LARGEST_STEP else last_step
+    last_step = as_int(value, "last_step", 0, _LAST_STEP_EXPECTED)
+    return None if last_step == LARGEST_STEP else last_step  # as in `Options.stop_step`
 
 
-def _as_parent(value: Any) -> str | None:
+def _as_start_from(value: Any) -> str | None:
     return None if value is None else absolute(location(value, "start_from"))
 
 

@@ -35,7 +35,7 @@ BEFORE_END = "before_end"
 
 
 class Contents(NamedTuple):
-    """What hooks and the body of a loop may change without a step, so that the same step is saved again."""
+    """What hooks and the body of a loop may change without a step: then a step that is saved is saved again."""
 
     positions: CheckpointExtra
     hooks: CheckpointExtra
@@ -57,7 +57,7 @@ class RunContents:
             self._take_positions(), self._take_hooks() if hooks is None else hooks, self._run.course.iterations
         )
 
-    def are_still(self, saved: Contents) -> bool:
+    def equals(self, saved: Contents) -> bool:
         """Whether `take` would return the same; several processes, which must all ask, come to one answer.
 
         Positions are asked only where they may differ at one step, as that may take long: the objects of `from_loop`
@@ -103,6 +103,7 @@ class RunContents:
             self._run.log_failed(writer, error)
 
     def _take_hooks(self) -> CheckpointExtra:
+        """Return the states of the hooks, and what they and the end have made of the run: see the table above."""
         run = self._run
         course = run.course
         entries = {

@@ -102,6 +102,8 @@ def _acts_at_end(run: RunContext, hook: Any) -> bool:
     """Whether the `end` of a hook changes anything: one of the user's, or an evaluation that has not been made."""
     if hook in run.evaluations:
         return run.step not in hook.results
+    # jstep's own classes only check, write and close in `end`, which a restart may do again. A subclass of the user's
+    # may do more.
     is_given = any(hook is option for option in run.options.hooks)
     return is_given and defines(hook, "end") and not is_public(type(hook))
 

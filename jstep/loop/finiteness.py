@@ -88,7 +88,10 @@ class Finiteness:
         )
 
     def hooks_that_may_save(self, error: BaseException | None = None) -> tuple[list[SaverHook], str]:
-        """Return the hooks that may save after a signal, this error or a stall, and why the others must not."""
+        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
+
+        The reason is "" if all may, or if the error says it.
+        """
         if not self.savers:
             return [], ""
         allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
@@ -97,7 +100,7 @@ class Finiteness:
         if isinstance(error, WrongStateError) and not error.may_save:
             return [], ""  # a Saver allows NaN and infinity, but not bits that differ from the run's
         bad: dict[str, int] = {}
-        with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
+        with contextlib.suppress(Exception):  # the device failed: `_loss_problem` says so, as it reads the loss
             bad = self.nonfinite_params()
         if processes.any_process(bool(bad)):
             return allowing, describe_contents(bad) or _ELSEWHERE

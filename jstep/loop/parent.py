@@ -104,7 +104,7 @@ def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
-    """Whether a path is this directory, or a checkpoint in it; of this prefix it need not exist."""
+    """Whether a path is this directory, or a checkpoint in it; one of this prefix counts even if it does not exist."""
     resolved = resolve_path(directory)
     named = _parse_path(path)
     if named is None or resolve_path(named.directory) != resolved:
@@ -120,11 +120,11 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
         if store.find_path(named.prefix, named.step) is not None:
             saver = Saver(named.directory, prefix=named.prefix)
             return ParentCheckpoint(saver, named.step, is_named=True, edited_step=edited_step)
-        _check_intact(store, named.prefix, newest=named.step - 1, only=named.step)
+        _check_intact(store, named.prefix, above=named.step - 1, only=named.step)
     if is_directory(path):
         store = open_store(path)
         newest = next((step for step, _ in store.newest_first(prefix)), -1)
-        _check_intact(store, prefix, newest)
+        _check_intact(store, prefix, above=newest)
         if newest >= 0:
             return ParentCheckpoint(Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step)
     other_prefix = prefix if named is None else named.prefix
@@ -133,9 +133,9 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
 
 
-def _check_intact(store: Store, prefix: str, newest: int, only: int | None = None) -> None:
-    """Check that no checkpoint newer than the newest readable one is corrupted, or only that of a step."""
-    for path, problem in store.find_broken(prefix, newest):
+def _check_intact(store: Store, prefix: str, *, above: int, only: int | None = None) -> None:
+    """Check that no checkpoint above a step is corrupted; if `only` is given, that the one of this step is not."""
+    for path, problem in store.find_broken(prefix, above):
         if only is None or split_path(path)[1] == checkpoint_name(prefix, only):
             raise CheckpointError(f"start_from: {path} is corrupted: {problem}; give another checkpoint")
 
@@ -198,7 +198,7 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
     def read_file(name: str) -> bytes:
         try:
             return saver.read_file(name, step)
-        except FileNotFoundError:  # as seen below, on all processes
+        except FileNotFoundError:  # it was replaced meanwhile, which all processes find out below
             return b""
 
     def load(name: str) -> tagged_json.ExternalBytes:

@@ -14,7 +14,7 @@ import jax
 
 from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.names import checkpoint_name, open_store
-from jstep.checkpoint.retention import NEVER
+from jstep.checkpoint.retention import ALWAYS_TEMPORARY
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import processes
 from jstep.core.logs import logger
@@ -43,6 +43,8 @@ _WRITER_SHARE = 0.1
 """The share of the time for which a writer may be busy."""
 _EARLY_SECS = 0.1
 """How much earlier than due a save may be."""
+_PERMANENT_SECS = 600.0
+"""The seconds after a permanent checkpoint for which automatic ones are temporary."""
 
 
 class SaveInterval:
@@ -112,8 +114,8 @@ class RunSaverHook(SaverHook):
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
         self._is_temporary = False
-        # From the boundary before the `end`s until these are whole, what a checkpoint of it holds: the `end`s change
-        # the memories of hooks, and nobody can set them back. None at all other times.
+        # While the `end`s run, the contents as they were before; None at all other times. The `end`s change the
+        # memories of hooks, so a checkpoint that is still to be made of that boundary takes them from here.
         self._boundary: Contents | None = None
 
     def save(
@@ -121,7 +123,8 @@ class RunSaverHook(SaverHook):
     ) -> bool:
         """Save, unless the latest checkpoint holds the same; return False if a hook prevented it."""
         run = self._context
-        # The device is waited for here, so that this is not counted as saving. Saving explains an error better.
+        # The device is waited for here, so that this is not counted as saving. The save raises an error of the device
+        # again, and explains it better.
         with contextlib.suppress(Exception):
             jax.block_until_ready(state)
         timing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -142,7 +145,8 @@ class RunSaverHook(SaverHook):
         run = self._context
         is_finite = run.require_finite(step, self.saver)
         contents = self._contents.take() if self._boundary is None else self._boundary
-        extra = self._contents.as_extra(contents, is_before_end=permanent_every_secs == NEVER)
+        is_before_end = permanent_every_secs == ALWAYS_TEMPORARY  # as `save_boundary` alone saves
+        extra = self._contents.as_extra(contents, is_before_end=is_before_end)
         write(run, self.saver, state, extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs))
         self._mark_saved(step, state, contents)
         self._is_temporary = permanent_every_secs is not None
@@ -154,7 +158,7 @@ class RunSaverHook(SaverHook):
         if self._boundary is not None:
             # It is saved again if its checkpoint is temporary: no other one may ever replace it.
             return self._saved_contents is self._boundary and not self._is_temporary
-        return self._contents.are_still(self._saved_contents)
+        return self._contents.equals(self._saved_contents)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether the latest save of this process holds this state, be it on disk or on its way."""
@@ -175,20 +179,20 @@ class RunSaverHook(SaverHook):
             raise
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save; an automatic checkpoint may be temporary. One of the last step is left to the end."""
+        """Save, unless the interval has grown meanwhile; an automatic checkpoint may be temporary."""
         interval = self._interval
         if interval is None:
             self.save(step, state)
             return
         (is_too_early,) = processes.broadcast_ints(interval.is_too_early())
         if not is_too_early:
-            self.save(step, state, permanent_every_secs=MAX_SECS)
+            self.save(step, state, permanent_every_secs=_PERMANENT_SECS)
 
     # The end, in the order of `ending.py`.
 
     def save_boundary(self, step: int, state: TrainState) -> None:
         """Begin to save the boundary before the `end`s; from here on, every save is one of this boundary."""
-        if self.save(step, state, permanent_every_secs=NEVER):
+        if self.save(step, state, permanent_every_secs=ALWAYS_TEMPORARY):
             self._boundary = self._saved_contents
 
     def save_end(self, step: int, state: TrainState) -> None:
@@ -224,6 +228,7 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
+        """Called once, as `RunInfo.poll` calls a check: `wait` says nothing here, as the contents are read anyway."""
         bad = self._context.initial_contents.paths_with_nan()
         if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
@@ -255,7 +260,10 @@ def why_not_saved(run: RunContext) -> str:
 
 
 def where_resumed(run: RunContext) -> str:
-    """Say from which checkpoint the next start resumes, as the rest of a sentence; "" without checkpoints."""
+    """Say from which checkpoint the next start resumes, as the rest of a sentence; "" without checkpoints.
+
+    It waits for a save in progress, and lists the checkpoints.
+    """
     saver = run.saver
     if saver is None:
         return ""

@@ -29,7 +29,7 @@ from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
 
-_OTHERS = signal.SIGUSR1, signal.SIGHUP
+_OPTIONAL_SIGNALS = signal.SIGUSR1, signal.SIGHUP
 """Signals that schedulers and terminals send; obeyed only if they have their default action."""
 
 
@@ -134,9 +134,9 @@ class StopSignals:
             handled.append(signal.SIGTERM)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             handled.append(signal.SIGINT)
-        for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
+        for number in itertools.chain(handled, filter(_is_free, _OPTIONAL_SIGNALS)):
             self._previous_handlers[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
         _active.append(self)
 
     def end(self) -> None:
@@ -151,7 +151,7 @@ class StopSignals:
     def restore(self) -> None:
         """Set the previous handlers again."""
         for number, handler in self._previous_handlers.items():
-            later = next((run for run in _active if run._previous_handlers.get(number) == self._note), None)
+            later = next((run for run in _active if run._previous_handlers.get(number) == self._handle), None)
             if later is not None:  # a run that began later goes on, and restores the handler when it ends
                 later._previous_handlers[number] = handler
                 continue
@@ -177,13 +177,13 @@ class StopSignals:
         """Send a signal to the main thread, where it ends a wait; return whether this run handles it."""
         main = threading.main_thread().ident
         # The run may be in another thread, or a hook may have set a handler.
-        if main is None or number not in self._previous_handlers or signal.getsignal(number) != self._note:
+        if main is None or number not in self._previous_handlers or signal.getsignal(number) != self._handle:
             return False
         signal.pthread_kill(main, number)
         return True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. What it raises, it raises wherever the main thread is."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal. What this raises, it raises wherever the main thread is."""
         if self.received is not None:
             if number == signal.SIGINT:
                 self.received_twice = True
@@ -198,7 +198,8 @@ class StopSignals:
             return
         # Several processes stop after the same call, so here nothing is interrupted.
         if not self.stop_all():
-            # Nobody can be told: this process ends as without a handler, instead of ignoring the signal.
+            # Nobody can be told, so the process ends by a SIGTERM, which this run does not handle without the service.
+            # Otherwise the signal would be ignored.
             processes.request_stop()
 
     # Waits that a signal interrupts.
@@ -223,8 +224,8 @@ class StopSignals:
         if self.is_single_process and self.received is not None:
             raise StopWaiting
 
-    def wait_for(self, future: Task[Any], *, can_interrupt: bool = True) -> None:
-        wait_until_done(future, self.check if can_interrupt else None)
+    def wait_for(self, task: Task[Any], *, can_interrupt: bool = True) -> None:
+        wait_until_done(task, self.check if can_interrupt else None)
 
     def poll_stop_signal(self) -> bool:
         """Whether the run stops; called after each call and between evaluation batches."""
@@ -252,7 +253,7 @@ class StopSignals:
             return False
         if not self._has_asked:
             self._has_asked = True
-            self._restore_handler_of_jax()
+            self._restore_handler_of_jax()  # which receives the signal that is sent now
             processes.request_stop()
         return True
 
@@ -272,7 +273,7 @@ class StopSignals:
             if number:
                 receivers.append(_Receiver(microseconds, number, process))
         if self.received != signal.SIGINT:
-            agreed = max((receiver.number for receiver in receivers if receiver.number in _OTHERS), default=0)
+            agreed = max((receiver.number for receiver in receivers if receiver.number in _OPTIONAL_SIGNALS), default=0)
             self.received = signal.Signals(agreed or signal.SIGTERM)
         if not receivers or len(receivers) == len(rows):
             return

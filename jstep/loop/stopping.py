@@ -18,9 +18,9 @@
 A second SIGINT exits immediately, in each phase. In `train` and in `Run`, an iteration is a call, its hooks, and the
 body of the loop. If the body makes the batches, the iteration is the body with all its calls, and the time of the body
 itself counts as waiting. A restart resumes only between two iterations, so if an error or an exit ends an iteration
-early, nothing of it is saved. An evaluation is the last one of its iteration if neither a body nor a hook that may
-replace the state follows it; evaluations before the first step and at the end are, too. `ending.py` defines the end;
-the boundary is the state before it.
+early, nothing of it is saved. "The last evaluation" is that of an iteration, not of the run: neither a body nor a hook
+that may replace the state follows it. Those before the first step and at the end count as such, too. `ending.py`
+defines the end; the boundary is the state before it.
 
 The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
 or the parameters are not finite, or if a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
@@ -118,7 +118,8 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
-        # A start that has found the mark and takes no step writes nothing: before the mark, all savers had saved.
+        # A start that has found the mark and takes no step writes nothing: the mark is written after all savers have
+        # saved.
         if is_idle and not isinstance(hook, RunSaverHook):
             continue
         with errors:
@@ -176,13 +177,13 @@ def rescue(run: RunContext, error: BaseException) -> None:
     """Save the state, if a restart may resume from it, and attach it to the error with a note that says so."""
     where = _describe_place(run)  # before the state is saved, which is another activity
     obeys_signal = _obeys_signal(run, error)
-    text = f"{where}{_save_and_attach(run, error)}."
+    text = f"{where}{_save_and_attach(run, error, obeys_signal=obeys_signal)}."
     note(error, f"jstep: {text}")
     if isinstance(error, _UNPRINTED) and not obeys_signal:
         logger.warning("%s ends the run %s", type(error).__name__, text, extra=BELOW_BAR)
 
 
-def _save_and_attach(run: RunContext, error: BaseException) -> str:
+def _save_and_attach(run: RunContext, error: BaseException, *, obeys_signal: bool) -> str:
     """Save and attach the state; return what the note of the error says of it."""
     signals = run.signals
     runner = run.components.runner
@@ -201,31 +202,12 @@ def _save_and_attach(run: RunContext, error: BaseException) -> str:
     if not run.course.is_resumable:
         why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
         saved = why if run.components.finiteness.savers else ""
-    elif not _obeys_signal(run, error) and run.course.has_trained and run.components.finiteness.savers:
+    elif not obeys_signal and run.course.has_trained and run.components.finiteness.savers:
         saved = _save_after_error(run, error)
         runner.raise_log_errors(failed)
     is_kept = run.course.has_trained and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     return f"; the state after step {run.step} is in the exception's `state`{also}{saved}"
-
-
-def interrupted_state() -> TrainState | None:
-    """Return the last complete state of the last run in this process that an exception ended.
-
-    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or Python's prompt. No
-    copy is made: a run donates it.
-
-    Returns:
-        The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.
-        A run that fails before its first step leaves the kept state unchanged.
-
-    Example:
-        >>> import jstep
-        >>> print(jstep.interrupted_state())
-        None
-    """
-    kept: TrainState | None = interactive.kept_state()
-    return kept
 
 
 def _obeys_signal(run: RunContext, error: BaseException) -> bool:
@@ -247,7 +229,7 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
         grace_secs: How long it waits before it ends, so that other processes come here as well.
     """
     if may_save and run.is_open and run.saver is not None and run.course.has_trained:
-        if not _done_in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), save_secs):
+        if not _done_in_time(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
         _done_in_time(engine_of(run.saver).wait_until_finished, save_secs)  # the boundary before the `end`s
@@ -266,7 +248,7 @@ def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
     return done_in_time(fn, seconds, name="jstep-stall")
 
 
-def save_while_it_hangs(run: RunContext) -> str:
+def save_stalled_run(run: RunContext) -> str:
     step = run.step
     finiteness = run.components.finiteness
     own_saver = find_own_saver(run)
@@ -343,10 +325,33 @@ def _describe_place(run: RunContext) -> str:
     if activity is Activity.FETCHING and run.components.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{place}, while batch {course.first + run.components.batches.count} was fetched"
-    is_in_call = activity in (Activity.COMPILING, Activity.CALLING) and run.signals.received is None
-    if not is_in_call:
+    if activity not in (Activity.COMPILING, Activity.CALLING):
         return place
+    if run.signals.received is not None:
+        return place  # what a signal raises comes here by chance, and not from the batch
     first = run.step
     steps = run.components.feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{place}, while running the step on {batches}"
+
+
+# For the user.
+
+
+def interrupted_state() -> TrainState | None:
+    """Return the last complete state of the last run in this process that an exception ended.
+
+    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or Python's prompt. No
+    copy is made: a run donates it.
+
+    Returns:
+        The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.
+        A run that fails before its first step leaves the kept state unchanged.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.interrupted_state())
+        None
+    """
+    kept: TrainState | None = interactive.kept_state()
+    return kept

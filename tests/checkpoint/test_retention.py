@@ -104,19 +104,19 @@ class TestRetention:
         names = [str(tmp_path / f"model-{step}") for step in range(6)]
         with Saver(tmp_path, max_to_keep=2) as saver, Saver(tmp_path) as reader:
             save_all(saver, [1, 2, 3])
-            saver.save(state_at(4), CheckpointExtra(None, {}, True, retention.NEVER))
+            saver.save(state_at(4), CheckpointExtra(None, {}, True, retention.ALWAYS_TEMPORARY))
             assert saver.all_steps() == [2, 3, 4]
             assert saver.last_checkpoints == reader.last_checkpoints == names[2:4]
             # The temporary one becomes permanent, under the same name.
             save_all(saver, [4])
             assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
-            saver.save(state_at(5), CheckpointExtra(None, {}, True, retention.NEVER))
+            saver.save(state_at(5), CheckpointExtra(None, {}, True, retention.ALWAYS_TEMPORARY))
             assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
 
     def test_a_temporary_checkpoint_that_stays_because_it_is_finite_takes_no_place(self, tmp_path):
         with Saver(tmp_path, max_to_keep=2) as saver:
             save_all(saver, [1])
-            saver.save(state_at(2), CheckpointExtra(None, {}, True, retention.NEVER))
+            saver.save(state_at(2), CheckpointExtra(None, {}, True, retention.ALWAYS_TEMPORARY))
             saver.save(state_at(3, math.nan))
             assert saver.all_steps() == [1, 2, 3]
             saver.save(state_at(4, math.nan))

@@ -132,10 +132,10 @@ def test_all_processes_leave_with_the_signal_of_one(three, monkeypatch):
     def stopped(index):
         stop = StopSignals()
         if index == 1:
-            stop._note(signal.SIGHUP, None)
-            stop._note(signal.SIGTERM, None)  # the service's, and the first one counts
+            stop._handle(signal.SIGHUP, None)
+            stop._handle(signal.SIGTERM, None)  # the service's, and the first one counts
         if index == 2:
-            stop._note(signal.SIGINT, None)
+            stop._handle(signal.SIGINT, None)
         stop.check()  # waits do not end here: the others would wait for this process
         first = stop.poll_stop_signal()
         last = [stop.poll_stop_signal(), stop.poll_stop_signal()]  # the service is asked no more

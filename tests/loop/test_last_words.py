@@ -34,7 +34,7 @@ def steps_in(directory):
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkeypatch):
     def at_step_3(run):
         run.course.position = run.position._replace(metrics={"loss": np.float32(math.nan)})
-        return stopping.save_while_it_hangs(run)
+        return stopping.save_stalled_run(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"
     assert steps_in(tmp_path / "a") == [5]
@@ -43,11 +43,11 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkey
 
     with monkeypatch.context() as lost:
         lost.setattr(stopping, "why_not_saved", lambda run: "because the data source has advanced")
-        said = said_in(tmp_path / "d", stopping.save_while_it_hangs)
+        said = said_in(tmp_path / "d", stopping.save_stalled_run)
     assert said.startswith("step 3 is not saved, because the data source has advanced; there is no checkpoint yet")
 
     monkeypatch.setattr(RunSaverHook, "save_without_peers", raising(OSError("the disk is full")))
-    said = said_in(tmp_path / "c", stopping.save_while_it_hangs)
+    said = said_in(tmp_path / "c", stopping.save_stalled_run)
     assert said == "step 3 could not be saved: OSError: the disk is full"
 
 
