@@ -43,7 +43,7 @@ class Chunk:
         return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:
-        axis = int(self.program.is_stacked)
+        axis = 1 if self.program.is_stacked else 0  # that of rows
         shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
         sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
         return sizes.pop() if len(sizes) == 1 else None
@@ -89,18 +89,18 @@ def make_chunks(
                 yield Chunk(program, args, 1, step, position)
                 step += 1
                 continue
-            chunk = [batch]
+            batches_of_call = [batch]
             max_steps = min(program.max_steps, end - step)
             # The item that ends this chunk, as its batch has other shapes, begins the next one.
-            while len(chunk) < max_steps and (item := next(items, None)) is not None:
+            while len(batches_of_call) < max_steps and (item := next(items, None)) is not None:
                 if item[1] != shapes:
                     break
-                chunk.append(item[0])
+                batches_of_call.append(item[0])
                 position = item[2]
                 item = None
-            batch = _stack_batches(chunk, program.max_steps)
-            yield Chunk(program, _make_args(batch, place_stacked), len(chunk), step, position)
-            step += len(chunk)
+            batch = _stack_batches(batches_of_call, program.max_steps)
+            yield Chunk(program, _make_args(batch, place_stacked), len(batches_of_call), step, position)
+            step += len(batches_of_call)
 
 
 def _make_args(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def _stack_batches(batches: list[Any], max_steps: int) -> Any:
     return jax.tree.map(stack, *batches, *padding)
 
 
-_stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
+_stack_arrays = jax.jit(jnp.stack)  # one dispatch, and not one for each batch
 
 
 # The steps at which calls end.

@@ -52,7 +52,7 @@ class Activity(enum.Enum):
     CHECKING = "the check of the step"
     BODY = "the body of the loop"
     AFTER_LOOP = "the code after the loop"
-    CLOSING = "the end"
+    ENDING = "the end"
 
 
 class Course:
@@ -63,14 +63,16 @@ class Course:
         has_body: Whether a body of the user may follow the hooks of a step; not in `train`.
 
     Attributes:
-        activity: What the run is doing: the call of a hook, or something else. After an error, what raised it.
+        activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins: assumed from `expect` on, known from `begin_at` on.
         has_first: Whether it is assumed or known.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
-        body_ended_at: The latest step after which no body is owed any more; None if an earlier start may owe one.
+        restoring_step: The step of the checkpoint that is being read.
+        is_restored: Whether the run began from a checkpoint of its own.
+        body_taken_at: The latest step whose body has begun, or needs none; None if an earlier start may owe one.
         ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
         has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
@@ -88,11 +90,11 @@ class Course:
         self.body_interval: int | None = None
         self.first = 0
         self.has_first = False
-        self.restoring: int | None = None
+        self.restoring_step: int | None = None
         self.is_restored = False
         self.has_begun = False
         self.iterations = 0
-        self.body_ended_at: int | None = None
+        self.body_taken_at: int | None = None
         self.ended_at: int | None = None
         self.has_found_end = False
         self.is_finished = False
@@ -145,11 +147,11 @@ class Course:
 
     # The start.
 
-    def expect(self, first: int, restoring: int | None) -> None:
-        """Assume the step at which the run begins, while the checkpoint of `restoring` is read."""
+    def expect(self, first: int, restoring_step: int | None) -> None:
+        """Assume the step at which the run begins, while the checkpoint of `restoring_step` is read."""
         self.first = first
         self.has_first = True
-        self.restoring = restoring
+        self.restoring_step = restoring_step
 
     def begin_at(
         self,
@@ -160,14 +162,18 @@ class Course:
         *,
         is_restored: bool = False,
     ) -> None:
-        """Begin with this state. A restored run may owe the body of its step: see `owes_body`."""
+        """Begin with this state.
+
+        A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were made there, as the
+        body ran before them, nor if the checkpoint says that the body has run: an `end` has failed after it.
+        """
         self.expect(step, None)
         self.position = LoopState(step, state)
         self.ended_at = ended_at
         self.has_found_end = ended_at == step
         self.is_restored = is_restored
         may_owe_body = is_restored and step not in (ended_at, last_body)
-        self.body_ended_at = None if may_owe_body else step
+        self.body_taken_at = None if may_owe_body else step
 
     def get_ready(self) -> None:
         """`BEGINNING` → `READY`: the hooks have begun, and there is a step to take."""
@@ -185,38 +191,38 @@ class Course:
         self.status = WITHIN
 
     def take_due_body(self) -> bool:
-        """Whether the body follows the call that has just ended, in a run that has one; then it is not owed later."""
+        """Return whether the body follows the call that has just ended, and note that it has had its turn."""
         step = self.position.step
         # As `_is_between_bodies`, without a call at each step.
         if self.body_interval is not None and step % self.body_interval > 0 and not self.is_last_step:
             return False
-        self.body_ended_at = step
+        self.body_taken_at = step
         return True
 
     def end_iteration(self) -> None:
         """`WITHIN` → `BETWEEN`: from here on, a checkpoint may hold this step."""
         self.status = BETWEEN
 
+    @property
     def owes_body(self) -> bool:
-        """Whether the batches have ended after a step that had no body: the end of the loop is a multiple, too.
+        """Whether the body of the last step is still to run.
 
-        An earlier start may owe it as well: if it was stopped at such a step, and the batches turn out to be used up
-        there. It does not if its hooks have ended at that step, as the body ran before them, nor if the checkpoint says
-        that the body has run: an `end` has failed after it.
+        With `run.every(n)` the body also runs at the end of the loop, which is known only once the batches have ended:
+        the step before may be no multiple of n. A restart at such a step may owe it, too (`begin_at`).
         """
         if not self.has_body or not self.has_begun or self.is_leaving:
             return False
-        return self._is_between_bodies() and self.body_ended_at != self.position.step
+        return self._is_between_bodies() and self.body_taken_at != self.position.step
 
     def begin_last_body(self) -> None:
         """→ `WITHIN`, before a body that was owed. If it fails, nothing is saved, and the next start owes it again."""
-        self.body_ended_at = self.position.step
+        self.body_taken_at = self.position.step
         self.begin_iteration()
 
     @property
     def has_run_last_body(self) -> bool:
         """Whether the body of this step has run only because the run ends here: the next start cannot know it."""
-        return self.has_body and self._is_between_bodies() and self.body_ended_at == self.position.step
+        return self.has_body and self._is_between_bodies() and self.body_taken_at == self.position.step
 
     def _is_between_bodies(self) -> bool:
         return self.body_interval is not None and self.position.step % self.body_interval > 0
@@ -266,7 +272,7 @@ class Course:
         """→ `ENDING`: no iteration follows. A run that leaves by a signal goes on leaving."""
         if not self.is_leaving:
             self.status = ENDING
-        self.activity = Activity.CLOSING
+        self.activity = Activity.ENDING
 
     def fail(self) -> None:
         """→ `ENDING` or `BROKEN`, by an error: which one decides what is saved."""
@@ -276,7 +282,7 @@ class Course:
         """→ `CLOSING`. The state is dropped here, so that nothing of jstep holds its memory."""
         self.position = LoopState(self.position.step, None)
         self.status = CLOSING
-        self.activity = Activity.CLOSING
+        self.activity = Activity.ENDING
 
     def take_failure(self) -> BaseException | None:
         """Return the error and drop it: its traceback holds the frames of the run."""

@@ -77,7 +77,7 @@ class Dispatch:
         self._latest: Program | None = None
         # The latest program, once its calls need nothing but `program.run`: no job of the compiler is left, either.
         self._settled: Program | None = None
-        # A step that is not compiled may make arrays of equal shapes from batches of different ones.
+        # `on_device`: some step is not compiled. It may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
     def compile_for(self, state: Tree, chunk: Chunk) -> None:
@@ -92,7 +92,7 @@ class Dispatch:
         counts = self.compiler.counts
         programs_before = counts.programs
         if self._agreed is not None:
-            # The program stands for the shapes of the batch, by which it was found: it costs nothing to compare.
+            # The program stands for the shapes of the batch: it was found by them, and is compared by identity.
             self._agreed.check(state, chunk.args, program)
         is_settled = program is self._settled
         if not is_settled:
@@ -292,17 +292,17 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
 
 def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
     """Return the largest learning rate at each of these steps; None if no rate depends on the step."""
-    scheduled = list[bool]()
+    are_scheduled: list[bool] = []  # filled while `largest_rate` is traced
 
     def largest_rate(step: Any) -> Any:
         rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
-        scheduled.extend(map(trees.is_traced, rates))
+        are_scheduled.extend(map(trees.is_traced, rates))
         return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
 
     steps_array = np.asarray(steps, trees.default_int())
     try:
         traced = jax.jit(jax.vmap(largest_rate)).trace(steps_array)
-        if not any(scheduled):
+        if not any(are_scheduled):
             return None
         with internal_transfers():
             rates: list[float] = traced.lower().compile()(steps_array).tolist()

@@ -170,7 +170,7 @@ class _WaitCheck(NamedTuple):
 
 
 _NEVER_AGAIN = _WaitCheck(checked_at=math.inf)
-"""No other check follows this one: no second has ever passed since."""
+"""As if the waits had been checked in the future: the next check is never due."""
 
 
 class BatchFeeder(Iterator[Chunk]):
@@ -194,6 +194,7 @@ class BatchFeeder(Iterator[Chunk]):
         self._thread: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
         self._requests = 0
+        # The first batch only starts the clock: of an infinite time, no wait is a twentieth.
         self._last_check = _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
         self.waiting = False
         self.can_interrupt = False

@@ -151,17 +151,17 @@ class HookRunner:
                 savers.next = step
 
     def save(self, *, raises_failures: bool) -> None:
-        """Call the savers that are due, and perhaps raise the errors of logs, which must not prevent a save.
+        """Call the savers that are due; then, with `raises_failures`, raise the errors of logs.
 
-        The error of a best checkpoint must: from what is saved here, its evaluation would not be made again. On several
-        processes the savers agree on it (`may_save`).
+        The error of a best checkpoint is raised before the save: a restart from what is saved here would not repeat its
+        evaluation. On several processes the savers agree on it (`may_save`).
         """
         if self._run.best_failure is not None and processes.is_single_process():
             self.raise_log_errors()
         self._call_due(self.savers, raises_failures=raises_failures)
 
     def _check_step(self, first: int) -> None:
-        """Read the step from the device, after the first call of each stage: the only such wait of the loop.
+        """Read the step from the device, after the first call of each stage. Only here the loop waits for it.
 
         From then on the step is counted on the host, which is right only if the stage advances it by one.
         """
@@ -210,14 +210,14 @@ class HookRunner:
         errors.end()
         group.update()
 
-    def _poll(self, errors: HookErrors, **options: bool) -> None:
+    def _poll(self, errors: HookErrors, *, wait: bool = False) -> None:
         """Call what hooks wait for (`RunInfo.poll`); what returns True is called again after the next call."""
         pending = self._run.pending
         for _ in range(len(pending)):
             # Put back only once it has returned, so that a check that raises is not called again.
             hook, check = pending.popleft()
             with errors:
-                if self._course.call_hook(HookCall(hook, "after_step"), check, **options):
+                if self._course.call_hook(HookCall(hook, "after_step"), check, wait=wait):
                     pending.append((hook, check))
 
     def _apply_after_step(self, call: HookCall) -> None:
@@ -262,7 +262,9 @@ class HookRunner:
     # After the last step.
 
     def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Call the hooks that want the last step, due or not. Once: an error among them ends here again.
+        """Call the hooks that want the last step, due or not. Only the first call does anything.
+
+        If one of them raises, `rescue` calls this again.
 
         These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
 
@@ -276,13 +278,13 @@ class HookRunner:
             return
         self._has_called_at_last_step = True
         errors = HookErrors(course)
-        calls: dict[int, HookCall] = {}
+        calls: list[HookCall] = []
         for schedule in (*self._non_savers.schedules, *self.savers.schedules):
             if schedule.is_due_at_last_step(course.position.step):
-                calls[id(schedule.hook)] = HookCall(schedule.hook, "after_step")  # each hook once
+                calls.append(HookCall(schedule.hook, "after_step"))
         with run.watch.phase(HOOKS):
             self._poll(errors, wait=True)
-            for call in calls.values():
+            for call in calls:
                 with errors:
                     course.call_hook(call, self._apply_after_step, call)
         self.deliver_all(errors)

@@ -132,6 +132,7 @@ class Program:
         if isinstance(self.step, TrainStep):
             new, metrics = call_step(self.step, state, chunk.args)
             self.constants = metrics.constants
+            # Metrics that are no dict are rejected by `check_result`.
             if (sums.is_wanted or metrics.constants.has_ratios) and type(metrics.computed) is dict:
                 sums.add(chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants)
             return new, metrics.merged()
@@ -201,7 +202,8 @@ class ProgramTable:
     Attributes:
         max_steps: The maximum number of steps of a call; None for calls that are not stacked, as "auto" begins.
         compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
-        on_device: Whether batches without a sharding are put on the default device: not all steps are compiled.
+        on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
+            otherwise get NumPy arrays.
         tracing: Held while any thread traces a program for new shapes.
     """
 

@@ -340,7 +340,7 @@ class Run(Generic[P]):
                 # A signal has ended the wait for a batch or a program. The state is that of the boundary before, and
                 # the batch is made again after the restart.
                 course.leave()
-            if course.owes_body():
+            if course.owes_body:
                 course.begin_last_body()
                 self._resume_body()
                 yield course.position.step

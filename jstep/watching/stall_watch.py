@@ -234,10 +234,10 @@ class StallWatch(Observer):
         match activity:
             case Activity.BODY | Activity.AFTER_LOOP:
                 return Wait("hook", f"in {activity.value} at step {step}", activity)
-            case Activity.CLOSING:
+            case Activity.ENDING:
                 return Wait("close", f"closing after step {step}", "close")
             case Activity.RESTORING:
-                return Wait("restore", f"restoring step {course.restoring}", "restore")
+                return Wait("restore", f"restoring step {course.restoring_step}", "restore")
             case Activity.STARTING:
                 what = f"starting at step {step}" if course.has_first else "starting: it looks for checkpoints"
                 return Wait(_START, what, _START)
