@@ -60,6 +60,17 @@ class BegunJob(NamedTuple):
     task: Task[None]
 
 
+class _Shapes(NamedTuple):
+    """The shapes that a program was compiled for."""
+
+    batch: Tree
+    state: Tree
+
+
+Peek = Callable[[Callable[[], bool]], Any]
+"""`peek(is_over)` waits for the first batch, or its shapes; it returns None if there is none, or once `is_over()`."""
+
+
 class Compiler:
     """Compiles a run's programs: in background threads, one at a time, and at the first call of each.
 
@@ -88,12 +99,11 @@ class Compiler:
 
     # In the background.
 
-    def begin_first(
-        self, first: int, batch_sharding: object, times: StartTimes, peek: Callable[[Callable[[], bool]], Any]
-    ) -> None:
-        """Compile the first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
+    def begin_first(self, first: int, batch_sharding: object, times: StartTimes, peek: Peek) -> None:
+        """Begin to compile the first program, once `peek` knows its shapes."""
         stage = self.table.stage_of(first)
 
+        # Its args are not known yet, when the job is made.
         def make(_: tuple[Any, ...]) -> None:
             batch = peek(self.closed.is_set)
             if batch is None:
@@ -122,7 +132,7 @@ class Compiler:
             args = None
             is_first = step == first
             begins_stage = step == stage.first
-            # An item may take as long to fetch as a batch to make, so it is fetched only where a stage needs it.
+            # `source.item` may take as long as to make a batch, so it is called only where a stage needs it.
             if source.knows_shapes or (source.has_items and begins_stage and not is_first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier
@@ -132,7 +142,7 @@ class Compiler:
                     continue
                 seen.add(key)
                 if not is_first:
-                    _check(stage, table.state_shapes, args, step)
+                    _check_stage(stage, table.state_shapes, args, step)
             # Without shapes of its own, a new stage is compiled for those of the latest chunk.
             if not is_first and (begins_stage or args is not None):
                 self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
@@ -177,7 +187,7 @@ class Compiler:
         program = chunk.program
         stage = program.stage
         if program is self._latest_due:
-            return
+            return  # it was compiled before the hooks of the call (`HookRunner.make_run_chunk`)
         self._latest_due = program
         can_interrupt = chunk.can_interrupt
         self._log_compilation(chunk)
@@ -225,7 +235,7 @@ class Compiler:
             self._log_recompilation(chunk, previous, self._shapes)
         return is_first
 
-    def _log_recompilation(self, chunk: Chunk, old: "_Shapes", new: "_Shapes") -> None:
+    def _log_recompilation(self, chunk: Chunk, old: _Shapes, new: _Shapes) -> None:
         stage = chunk.program.stage
         batch_difference = _recompilation_cause("batch", old.batch, new.batch)
         state_difference = _recompilation_cause("state", old.state, new.state)
@@ -244,13 +254,6 @@ class Compiler:
                 stage.name,
                 _MANY_PROGRAMS,
             )
-
-
-class _Shapes(NamedTuple):
-    """The shapes that a program was compiled for."""
-
-    batch: Tree
-    state: Tree
 
 
 def _recompilation_cause(name: str, old: Tree, new: Tree) -> str:
@@ -331,7 +334,8 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
     return shapes_of(trees.batch_to_args(placed))
 
 
-def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
+def _check_stage(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
+    """Check that a stage takes the batch of a step, and returns a state of the same structure."""
     if step == stage.first:
         name = f"train_step[{step}]"
         which = "the first of its stage"
