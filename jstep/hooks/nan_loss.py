@@ -121,9 +121,9 @@ class NanLossHook(RunHook):
         if totals is None:
             return
         if self._bad_gradient is None:
-            self._bad_gradient = totals.bad_gradient
+            self._bad_gradient = totals.bad_gradient_step
         bad = totals.bad
-        limit_step = totals.skip_limit if self.max_skipped_steps else None
+        limit_step = totals.skip_limit_step if self.max_skipped_steps else None
         if bad is not None and (limit_step is None or bad.step <= limit_step):
             # Set before raising, so that the state is not saved when the run fails.
             self._is_bad = True

@@ -1,5 +1,7 @@
 """What are the numbers of steps? They are summed on the device, and brought to the host without waiting for it.
 
+A *ratio* is a metric that is a `mean_of`: its total is divided by its own count, not by the number of steps.
+
 - `device_sums`: sums of metrics on the device.
 - `in_flight`: the step that the device has finished.
 - `intervals`: these sums over intervals of steps, on the host.

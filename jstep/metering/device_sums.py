@@ -30,20 +30,20 @@ class Watched(NamedTuple):
 
     Attributes:
         seen: The number of steps.
-        bad: The first step whose loss is not finite, unless its update was skipped.
+        bad_step: The first step whose loss is not finite, unless its update was skipped.
         bad_loss: The loss of that step.
-        bad_gradient: The first step whose gradient norm is not finite, unless its update was skipped.
-        skip_limit: The first step that reached the limit of consecutive skipped updates.
+        bad_gradient_step: The first step whose gradient norm is not finite, unless its update was skipped.
+        skip_limit_step: The first step that reached the limit of consecutive skipped updates.
     """
 
     seen: Any
-    bad: Any
+    bad_step: Any
     bad_loss: Any
-    bad_gradient: Any
-    skip_limit: Any
+    bad_gradient_step: Any
+    skip_limit_step: Any
 
 
-_NOTHING_WATCHED = Watched(seen=0, bad=-1, bad_loss=0, bad_gradient=-1, skip_limit=-1)
+_NOTHING_WATCHED = Watched(seen=0, bad_step=-1, bad_loss=0, bad_gradient_step=-1, skip_limit_step=-1)
 
 
 class SumBlocks(NamedTuple):
@@ -157,13 +157,13 @@ class Columns(NamedTuple):
 
         watched = blocks.watched
         dtype = watched.seen.dtype
-        is_first_bad = (watched.bad < 0) & bad.any()
+        is_first_bad = (watched.bad_step < 0) & bad.any()
         new_watched = Watched(
             seen=watched.seen + num_steps.astype(dtype),
-            bad=_first_index(watched.bad, bad, watched.seen),
+            bad_step=_first_index(watched.bad_step, bad, watched.seen),
             bad_loss=jnp.where(is_first_bad, loss[jnp.argmax(bad)], watched.bad_loss),
-            bad_gradient=_first_index(watched.bad_gradient, bad_gradient, watched.seen),
-            skip_limit=_first_index(watched.skip_limit, reaches_limit, watched.seen),
+            bad_gradient_step=_first_index(watched.bad_gradient_step, bad_gradient, watched.seen),
+            skip_limit_step=_first_index(watched.skip_limit_step, reaches_limit, watched.seen),
         )
         counts = blocks.counts + jnp.sum(used, axis=0).astype(rows.dtype)
         errors = blocks.errors + (lost + row_error)
@@ -315,8 +315,8 @@ class DeviceAccumulator:
                 self._zeros[key] = DeviceSums(array, _put(np.int32(0), sharding))
         return self._zeros[key]
 
-    def sums_like(self, like: Tree, columns: Columns) -> DeviceSums:
-        """Return the sums, which are on the devices of `like`, or move there if the run has."""
+    def sums_like(self, columns: Columns, like: Tree) -> DeviceSums:
+        """Return the sums since the last cut; the first ones after it are made on the devices of `like`."""
         if self._sums is not None:
             return self._sums
         sums = self.zeros(columns, like)
@@ -339,7 +339,7 @@ class DeviceAccumulator:
         self.calls = []
         # A committed array decides on which devices the program runs, and the sums must be on the same ones.
         committed = (x for x in jax.tree.leaves(calls[0]) if getattr(x, "committed", False))
-        sums = self.sums_like(next(committed, None), plan.columns)
+        sums = self.sums_like(plan.columns, next(committed, None))
         num_steps = np.int32(len(calls))
         # The last call is repeated as padding, so that one program serves any number of calls.
         calls += calls[-1:] * (plan.max_calls - len(calls))

@@ -36,16 +36,16 @@ class HostSums(NamedTuple):
 
     Attributes:
         last: The last of the steps.
-        bad: The first step with a loss that is not finite.
-        bad_gradient: The first step with a gradient norm that is not finite.
-        skip_limit: The step at which too many consecutive updates had been skipped.
+        bad: The first step with a loss that is not finite, and that loss.
+        bad_gradient_step: The first step with a gradient norm that is not finite.
+        skip_limit_step: The step at which too many consecutive updates had been skipped.
     """
 
     last: int
     sums: SumsAndCounts
     bad: BadStep | None = None
-    bad_gradient: int | None = None
-    skip_limit: int | None = None
+    bad_gradient_step: int | None = None
+    skip_limit_step: int | None = None
 
     def merge(self, later: "HostSums") -> "HostSums":
         # Steps are counted from 1, so that `or` never takes one for None.
@@ -53,8 +53,8 @@ class HostSums(NamedTuple):
             last=later.last,
             sums=merge_sums(self.sums, later.sums),
             bad=self.bad or later.bad,
-            bad_gradient=self.bad_gradient or later.bad_gradient,
-            skip_limit=self.skip_limit or later.skip_limit,
+            bad_gradient_step=self.bad_gradient_step or later.bad_gradient_step,
+            skip_limit_step=self.skip_limit_step or later.skip_limit_step,
         )
 
 
@@ -98,13 +98,13 @@ class Piece(NamedTuple):
             add_pair(sums, name, values[i], count)
 
         watched = blocks.watched
-        bad_step = self._as_step(watched.bad)
+        bad_step = self._as_step(watched.bad_step)
         return HostSums(
             last=self.last,
             sums=sums,
             bad=None if bad_step is None else BadStep(bad_step, float(watched.bad_loss)),
-            bad_gradient=self._as_step(watched.bad_gradient),
-            skip_limit=self._as_step(watched.skip_limit),
+            bad_gradient_step=self._as_step(watched.bad_gradient_step),
+            skip_limit_step=self._as_step(watched.skip_limit_step),
         )
 
     def _as_step(self, index: Any) -> int | None:
@@ -118,7 +118,7 @@ class Interval:
     It has several pieces if other hooks cut it, or if the run changed its program in between.
     """
 
-    def __init__(self, ratios_only: bool = False) -> None:
+    def __init__(self, *, ratios_only: bool = False) -> None:
         self.ratios_only = ratios_only
         self.names: dict[str, None] = {}  # an ordered set
         self._merged: HostSums | None = None
@@ -177,10 +177,10 @@ class NewestRatios:
     def add(self, piece: Piece) -> None:
         if piece.columns.ratios:
             self._pieces.append(piece)
-            self.arrived()
+            self.newest_values()
 
-    def arrived(self) -> dict[str, float]:
-        """Return the values that have arrived, without waiting."""
+    def newest_values(self) -> dict[str, float]:
+        """Return the newest values that have arrived, without waiting."""
         with self._lock:
             while self._pieces and is_ready([self._pieces[0].array]):
                 piece = self._pieces.popleft()

@@ -86,7 +86,7 @@ class SplitMetrics(NamedTuple):
 
 
 class PlanTable:
-    """How the metrics of calls of one step are added, by their names and kinds.
+    """Plans how the metrics of calls of one step are added, once for metrics of the same names and kinds.
 
     Attributes:
         limit: The number of consecutive skipped updates to report.
@@ -102,9 +102,9 @@ class PlanTable:
         """Split metrics into those that are added on the device and on the host.
 
         Args:
-            may_reuse: Whether an earlier plan for metrics of these names is right. It is for a step that is not
-                compiled, which comes here at each call. A compiled one comes here when it takes over from another,
-                whose metrics of the same names may have had other dtypes.
+            may_reuse: Whether an earlier plan for metrics of these names may be used. True for a step that is not
+                compiled, which comes here at each call. False for a compiled one, which comes here only when it takes
+                over from another: the metrics of that one may have had other dtypes.
         """
         losses = losses_in(metrics)
         if not self.has_means:
@@ -199,7 +199,8 @@ class MetricSums:
     def subscribe(self, *, means: bool = True, ratios: bool = False) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
-        Without `means` it needs only the loss and the `mean_of`, with `ratios` only the latter.
+        It needs the means of all metrics; without `means`, only those of the loss and the ratios, and with `ratios`
+        only those of the latter.
         """
         self._intervals.append(Interval(ratios_only=ratios))
         if not ratios:
@@ -233,7 +234,7 @@ class MetricSums:
         if self._plan is None or self._plan.columns != columns:
             self._switch_plan(AddPlan(columns))
         self._planned_for = None
-        return self._device.sums_like(like, columns)
+        return self._device.sums_like(columns, like)
 
     def zeros(self, columns: Columns, like: Tree) -> DeviceSums:
         return self._device.zeros(columns, like)
@@ -290,7 +291,7 @@ class MetricSums:
         """Return the interval of a hook, up to the current step, and begin its next one."""
         self.cut()
         interval = self._intervals[number]
-        self._intervals[number] = Interval(interval.ratios_only)
+        self._intervals[number] = Interval(ratios_only=interval.ratios_only)
         return interval
 
     def cut(self) -> None:

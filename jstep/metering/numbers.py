@@ -74,7 +74,9 @@ def real_parts(losses: Iterable[Any]) -> list[Any]:
     """Return the numbers of losses, any trees: real ones as they are, complex ones as two."""
     parts: list[Any] = []
     for leaf in jax.tree.leaves(list(losses)):
-        if isinstance(leaf, complex) or jnp.issubdtype(getattr(leaf, "dtype", np.str_), jnp.complexfloating):
+        dtype = getattr(leaf, "dtype", None)
+        is_complex_array = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        if is_complex_array or isinstance(leaf, complex):
             parts += [leaf.real, leaf.imag]
         elif is_numeric(leaf):
             parts.append(leaf)
@@ -129,7 +131,7 @@ def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingT
 Deliver = Callable[[int, Any], None]
 
 
-def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
+def _deliver_to(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
     deliver(step, numbers)
 
 
@@ -148,16 +150,16 @@ class _Delivery(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of transfers to the host; `call(owner, deliver, step, numbers)` delivers to a hook."""
+    """A queue of transfers to the host; `deliver_to(owner, deliver, step, numbers)` calls the `deliver` of a hook."""
 
     def __init__(
         self,
         waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-        call: Callable[[Any, Deliver, int, Any], None] = _call,
+        deliver_to: Callable[[Any, Deliver, int, Any], None] = _deliver_to,
     ) -> None:
         self._queue: deque[_Delivery] = deque()
         self._waiting = waiting
-        self._call = call
+        self._deliver_to = deliver_to
 
     def add(self, step: int, pending: PendingTransfer, deliver: Deliver, owner: object) -> None:
         self._queue.append(_Delivery(step, pending, deliver, owner))
@@ -176,4 +178,4 @@ class TransferQueue:
         step, pending, deliver, owner = self._queue.popleft()
         with contextlib.nullcontext() if pending.is_ready() else self._waiting():
             numbers = pending.read()
-        self._call(owner, deliver, step, numbers)
+        self._deliver_to(owner, deliver, step, numbers)

@@ -89,10 +89,12 @@ def _work_of_operation(operation: Operation) -> Work:
         largest = max(inner, key=lambda work: work.all + work.factorizations.total())
         return largest._replace(uncounted=frozenset().union(*(work.uncounted for work in inner)))
     if operation.kind == "while":
-        both = inner[0].plus(inner[1])
-        # A loop that loads arrays from the host is one of an offloaded update, counted once.
+        condition, loop_body = inner
+        work = condition.plus(loop_body)
         spaces = [getattr(var.aval, "memory_space", None) for var in operation.eqn.invars]
-        return both._replace(unknown=both.unknown + (jax.memory.Space.Host not in spaces))
+        if jax.memory.Space.Host in spaces:
+            return work  # a loop that loads arrays from the host is one of an offloaded update, counted once
+        return work._replace(unknown=work.unknown + 1)
     if operation.kind == "scan":
         length = operation.options["length"]
         unroll = min(max(1, int(operation.options["unroll"])), max(1, length))

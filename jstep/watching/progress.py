@@ -187,7 +187,7 @@ class _NotebookHook(ProgressHook):
 
     def _numbers(self) -> dict[str, Any]:
         self._run.sums.cut()
-        return scalars({**(self._run.metrics or {}), **self._ratios.arrived()}, self._run.constant_metrics())
+        return scalars({**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.constant_metrics())
 
     def close(self) -> None:
         """End with the run; `finish` also shows the lines that are logged while it closes."""

@@ -91,7 +91,7 @@ class RecordNumbers:
             ready = self._pending
             self._pending = None
             arrived |= read_values(ready)
-        return arrived | self._ratios.arrived()
+        return arrived | self._ratios.newest_values()
 
     def _sort_by_interest(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return values with the loss and the metrics of callbacks first: these are recorded if there are too many."""
