@@ -23,7 +23,7 @@ from jstep.hooks.cadence import Clock, make_cadence
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
 from jstep.hooks.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
+from jstep.metering.numbers import format_numbers, is_numeric, numbers_in, read_values
 from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
@@ -162,7 +162,7 @@ class EvaluationHook(RunHook):
         """
         results = self.results.get(self._run.step)
         return {
-            "results": None if results is None else read_values(as_numbers(results)),
+            "results": None if results is None else read_values(numbers_in(results)),
             "interrupted_step": self._interrupted_step,
             "callbacks": get_states(self._callbacks, _CALLBACKS),
         }
@@ -259,9 +259,9 @@ class EvaluationHook(RunHook):
             self.results.pop(self._restored_step, None)
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}
-        self._newest = as_numbers(named)
+        self._newest = numbers_in(named)
         if jax.process_index() == 0:
-            logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
+            logger.info("step %d  %s", step, format_numbers(named), extra=IN_BAR)
         if self._run.writer is None:
             return
         try:
@@ -342,6 +342,6 @@ def best_checkpoints(hook: EvaluationHook) -> dict[str, Best]:
 
 
 def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: repr(float(value)) for name, value in read_values(as_numbers(values)).items()}
+    numbers = {name: repr(float(value)) for name, value in read_values(numbers_in(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

@@ -21,7 +21,7 @@ from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.intervals import merge_sums
-from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics
+from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, scalars, sort_metrics
 from jstep.showing.drawing import Curve, picture
 from jstep.showing.tables import html_table
 from jstep.state.train_state import TrainState
@@ -359,7 +359,7 @@ class History(ReportingHook):
             for step in self._new_steps(hook):
                 self._pulled[hook.prefix] = step
                 row: Row = {}
-                for name, number in read_values(as_numbers(hook.results[step])).items():
+                for name, number in read_values(numbers_in(hook.results[step])).items():
                     row[f"{hook.prefix}/{name}"] = number
                 self._evaluated |= row.keys()
                 if not row.items() <= self._rows.get(step, {}).items():  # not of an earlier start, which has written it

@@ -152,7 +152,7 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            logger.log(self._level, "step %d  %s%s", step, numbers.format_number(values), self._speed(), extra=IN_BAR)
+            logger.log(self._level, "step %d  %s%s", step, numbers.format_numbers(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
         counter = self._run.counter

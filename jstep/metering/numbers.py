@@ -18,7 +18,7 @@ from jstep.training.metrics import LOSS, Metrics
 # Which values are numbers, their order, and their text.
 
 
-def format_number(values: Mapping[str, Any]) -> str:
+def format_numbers(values: Mapping[str, Any]) -> str:
     numbers = read_values(values).items()
     return "  ".join([f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers])
 
@@ -42,7 +42,7 @@ def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str
     return [*losses, *sorted(rates), *sorted(others)]
 
 
-def as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_in(results: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if is_number(value)}
 
 

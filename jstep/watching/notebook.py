@@ -11,7 +11,7 @@ from jstep.core.logs import is_below_bar
 from jstep.hooks.cadence import Clock
 from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunInfo
-from jstep.metering.numbers import as_numbers, read_values
+from jstep.metering.numbers import numbers_in, read_values
 from jstep.showing.tables import html_table, html_text
 
 _MAX_ROWS = 20
@@ -66,7 +66,7 @@ class BarDetails:
         for hook in self._run.evaluations:
             for step, values in list(hook.results.items())[-_MAX_ROWS:]:
                 row = rows.setdefault(step, {})
-                for name, number in read_values(as_numbers(values)).items():
+                for name, number in read_values(numbers_in(values)).items():
                     row[f"{hook.prefix}/{name}"] = number
         for row in rows.values():
             names |= dict.fromkeys(row)

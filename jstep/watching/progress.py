@@ -18,7 +18,7 @@ from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run_context import Observer, RunContext
-from jstep.metering.numbers import TransferQueue, as_numbers, format_number, scalars, start_transfer
+from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, scalars, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
@@ -146,10 +146,10 @@ class ProgressHook(RunHook):
     def _show(self, numbers: dict[str, Any]) -> None:
         shown = dict(numbers)
         for hook in self._run.evaluations:
-            shown |= as_numbers(newest_results(hook) or {})
+            shown |= numbers_in(newest_results(hook) or {})
         text = ""
         for name, value in shown.items():
-            longer = f"{text}  {format_number({name: value})}".lstrip()
+            longer = f"{text}  {format_numbers({name: value})}".lstrip()
             if len(longer) <= _WIDTH:  # as many as fit, a shorter one after a longer one, too
                 text = longer
         counter = self._run.counter
