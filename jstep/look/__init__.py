@@ -1,4 +1,4 @@
-"""What do the files of a run show? Runs and checkpoints are read from files; JAX is imported only to decode arrays.
+"""What do the files of a run show? JAX is imported only for what needs it: arrays, positions and fingerprints.
 
 - `cli`: the command line.
 - `runs`: the runs below directories, as a tree.

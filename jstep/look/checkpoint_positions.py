@@ -15,10 +15,13 @@ from jstep.look.arrays import is_inexact
 from jstep.record.stall_files import format_ranges
 
 _MAX_NAME = 200
+"""The characters of a name that are shown."""
 _MAX_TEXT = 80
+"""The characters of a value that are shown."""
 _MAX_ITEMS = 8
+"""The items up to which a list is shown item by item."""
 _MAX_GROUPS = 8
-"""The characters of a name and of a value, the items of a list, and the groups of processes that are shown."""
+"""The groups of processes that are shown."""
 
 ReadFile = Callable[[str], bytes]
 """Returns a file of the checkpoint by its name."""
@@ -106,12 +109,12 @@ def lines_of_positions(positions: Positions) -> list[str]:
     for name, groups in groups_by_name.items():
         count = sum(len(processes) for processes in groups.values())
         is_common = len(groups) == 1 and count in (0, positions.process_count)
-        texts = [f"{'' if is_common else _named(processes)}{name} {text}" for (_, text), processes in groups.items()]
+        texts = [f"{'' if is_common else _lead_of(processes)}{name} {text}" for (_, text), processes in groups.items()]
         lines.append(format_list(texts, _MAX_GROUPS, "; "))
     return lines
 
 
-def _named(processes: Sequence[int]) -> str:
+def _lead_of(processes: Sequence[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {format_list(format_ranges(processes), _MAX_GROUPS)}: "
 
 
@@ -133,13 +136,13 @@ def position_differences(a: Positions | None, b: Positions | None) -> list[tuple
 def _differences_of_process(a: Positions, b: Positions, process: int | None) -> list[tuple[str, str]]:
     first = a.position(process)
     second = b.position(process)
-    begin = "" if process is None else f"process {process}: "
+    lead = "" if process is None else f"process {process}: "
     if first is None or second is None:
-        return [(f"{begin}position", f"only in {'B' if first is None else 'A'}")]
+        return [(f"{lead}position", f"only in {'B' if first is None else 'A'}")]
     if first.later_batches != second.later_batches:
         # They were read after other batches, as time allowed, and may differ for that alone.
         return []
-    return [(f"{begin}{name}", how) for name, how in _differing(first.entries, second.entries)]
+    return [(f"{lead}{name}", how) for name, how in _differing(first.entries, second.entries)]
 
 
 def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterator[tuple[str, str]]:
@@ -156,7 +159,15 @@ def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterat
             yield name, f"{first.text} in A, {second.text} in B"
 
 
-# The values of a position, as tagged JSON, which is not trusted.
+# The values of a position, as tagged JSON, which is not trusted. These tags are shown otherwise than as a name and a
+# hash, which generators and bytes are; `stores/tagged_json` has them all:
+#
+#     $dict, $ordered_dict    pairs of a key and an item
+#     $tuple                  its items
+#     $int, $float            a number that is no key or value of JSON, as text
+#     $array, $scalar         of NumPy
+#     $jax                    an array of JAX: its `data`, an array of NumPy
+#     $tensor                 of PyTorch, saved as an array is
 
 
 def _position(saved: Mapping[str, Any], files: Callable[[str], Any]) -> Position:

@@ -55,7 +55,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _array_problem(self) -> str:
-        """What is unlike what jstep writes in the arrays' metadata, or "": tensorstore must not open that."""
+        """What the checkpoint has that jstep does not write, or "": tensorstore must not open that."""
         return self.store.reader(self.path, self.manifest).foreign_content()
 
     def positions(self) -> Positions | None:
@@ -69,8 +69,8 @@ class Checkpoint:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
         from jstep.weights.tensors import group_by_bytes  # it imports JAX
 
-        chosen = self.named if names is None else names
-        sized = ((name, self.named[name].nbytes, self.named[name]) for name in chosen)
+        chosen = {name: self.named[name] for name in (self.named if names is None else names)}
+        sized = ((name, leaf.nbytes, leaf) for name, leaf in chosen.items())
         for group in group_by_bytes(sized, _MAX_GROUP_BYTES):
             yield from self._read(group)
 
@@ -179,7 +179,7 @@ def _print_contents(arguments: argparse.Namespace) -> int:
         try:
             codes.append(_inspect(location(path, "path"), arguments))
         except CheckpointError as error:
-            codes.append(_corrupted({"path": path}, [str(error)], arguments))
+            codes.append(_print_corruption({"path": path}, [str(error)], arguments))
         except (OSError, ValueError, ImportError) as error:
             codes.append(cli.complain("inspect", error))
     return max(codes)
@@ -194,11 +194,12 @@ def _inspect(path: str, arguments: argparse.Namespace) -> int:
     return _inspect_directory(path, arguments)
 
 
-def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
+def _print_corruption(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
     fields = {**about, "problems": problems}
     if arguments.verify:
         fields["sound"] = False
-    return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
+    cli.answer(arguments, fields, [])
+    return cli.complain("inspect", *problems)
 
 
 _KIND_COLUMNS = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
@@ -217,7 +218,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -
     about = _about(checkpoint)
     problems = _problems(checkpoint, arguments)
     if problems:
-        return _corrupted(about, problems, arguments)
+        return _print_corruption(about, problems, arguments)
     rows: list[dict[str, Any]] = []
     for name, leaf, array in checkpoint.leaves():
         row = {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes}

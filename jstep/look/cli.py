@@ -41,7 +41,7 @@ class Command(NamedTuple):
 def as_strict_json(value: object) -> str:
     """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
     # `json.dumps` escapes all other characters that a terminal obeys.
-    return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")
+    return json.dumps(_as_plain_json(value), allow_nan=False).replace("\x7f", "\\u007f")
 
 
 JSON_VERSION = 1
@@ -55,7 +55,7 @@ def as_json_answer(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> s
     return as_strict_json([{"version": JSON_VERSION, **item} for item in fields])
 
 
-def _plain(x: object) -> Any:
+def _as_plain_json(x: object) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         if math.isnan(x):
             return "NaN"
@@ -64,9 +64,9 @@ def _plain(x: object) -> Any:
         # A NamedTuple is an object with its fields, not a list.
         x = x._asdict()
     if isinstance(x, Mapping):
-        return {str(key): _plain(y) for key, y in x.items()}
+        return {str(key): _as_plain_json(item) for key, item in x.items()}
     if isinstance(x, list | tuple):
-        return [_plain(y) for y in x]
+        return [_as_plain_json(item) for item in x]
     return x
 
 
@@ -116,7 +116,12 @@ def cell(value: object) -> str:
 
 
 def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  ") -> list[str]:
-    """Return the first lines of a long list, and how many there are besides; `shown` is what is shown of them."""
+    """Return the first lines of a long list, and how many there are besides.
+
+    Args:
+        lines: All lines, of which the first `SHOWN` are shown.
+        shown: The same first lines if they are formatted otherwise, such as in columns.
+    """
     first = [f"{indent}{line}" for line in shown or lines[:SHOWN]]
     others = len(lines) - SHOWN
     if others > 0:

@@ -36,12 +36,12 @@ class RecordedRuns(NamedTuple):
     path: str
     folders: Sequence[RunFolder]
 
-    def last_trained_starts(self) -> dict[str, Mapping[str, Any]]:
-        """Prefix → the start that represents its run, of those that have one."""
+    def starts_with_setups(self) -> dict[str, Mapping[str, Any]]:
+        """Prefix → the newest start with a setup, up to the one that represents its run, of those that have one."""
         starts: dict[str, Mapping[str, Any]] = {}
         for folder in self.folders:
-            if folder.last_trained_start:
-                starts[folder.prefix] = folder.last_trained_start
+            if folder.start_with_setup:
+                starts[folder.prefix] = folder.start_with_setup
         return starts
 
     def state_changes(self) -> list[str]:
@@ -54,9 +54,9 @@ class RecordedRuns(NamedTuple):
 
 
 def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
-    """Describe the differences between the last starts of two runs that trained; None if there is no record of one."""
-    starts_a = a.last_trained_starts()
-    starts_b = b.last_trained_starts()
+    """Describe the differences between the starts with setups of two runs; None if there is none to compare."""
+    starts_a = a.starts_with_setups()
+    starts_b = b.starts_with_setups()
     prefixes = sorted(starts_a.keys() & starts_b.keys())
     if not prefixes and len(starts_a) == len(starts_b) == 1:
         # Each directory has one run, and these are compared whatever their prefixes are.
@@ -67,9 +67,9 @@ def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
         return None
     lines: list[str] = []
     for prefix in prefixes:
-        begin = f"{prefix}: " if len(prefixes) > 1 else ""
+        lead = f"{prefix}: " if len(prefixes) > 1 else ""
         found = changes(starts_a[prefix], starts_b[prefix], PAIR_WORDS)
-        lines += [f"{begin}{line}" for line in found.lines]
+        lines += [f"{lead}{line}" for line in found.lines]
     return lines
 
 
@@ -94,6 +94,10 @@ _TIMED = re.compile(
     r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b", re.IGNORECASE
 )
 """Tags of scalars that measure time, and differ in each run."""
+
+
+_Log: TypeAlias = dict[tuple[int, str], Any]
+"""Step and tag → what was logged."""
 
 
 class Divergence(NamedTuple):
@@ -149,10 +153,6 @@ def divergence(
     return Divergence(max(equal_steps, default=None), differ_at, sources)
 
 
-_Log: TypeAlias = dict[tuple[int, str], Any]
-"""Step and tag → what was logged."""
-
-
 def _fingerprints(run: RecordedRuns) -> _Log:
     return {(step, ""): state for step, state in logged_states(run.path, run.folders).items()}
 
@@ -188,6 +188,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# The kinds of a side.
+_CHECKPOINT = "a checkpoint"
+_DIRECTORY = "a directory of checkpoints"
+_LOG = "a log of fingerprints"
+
+
 class _Side(NamedTuple):
     """One side of the comparison.
 
@@ -214,11 +220,6 @@ class _Side(NamedTuple):
         return RecordedRuns(directory, [])
 
 
-_CHECKPOINT = "a checkpoint"
-_DIRECTORY = "a directory of checkpoints"
-_LOG = "a log of fingerprints"
-
-
 def _print_differences(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # As for two runs, the starts do not decide the exit code.
@@ -243,8 +244,12 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     lines = [*problems, *changes_text(start_lines), *first_lines(state_lines, indent=""), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
         differ_at = result.get("step")
-        same = {step: step != differ_at for step in result["common"] if differ_at is None or step <= differ_at}
-        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
+        compared: dict[int, bool] = {}
+        for step in result["common"]:
+            # Nothing was compared after the first difference.
+            if differ_at is None or step <= differ_at:
+                compared[step] = step != differ_at
+        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", compared)
         result |= found._asdict()
         text = found.text(runs)
         if text:
@@ -320,7 +325,7 @@ def _compare_steps(a: _Side, b: _Side) -> dict[str, Any]:
         raise ValueError(f"no step in common: {a.path} has {_steps(items_a)}, and {b.path} has {_steps(items_b)}")
     common = [step for step, _ in keys]
     positions: dict[str, Any] = {}
-    for same_before, key in enumerate(keys):
+    for same_before, key in enumerate(keys):  # the number of common steps before this one, all of which are the same
         leaves: list[LeafDifference] | None
         if a.kind == _LOG:
             leaves = _entry_differences(items_a[key], items_b[key])

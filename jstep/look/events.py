@@ -32,7 +32,7 @@ def _print_scalars(arguments: argparse.Namespace) -> int:
     if first > last:
         raise ValueError(f"--from {first} --to {last}: A must not be after B")
     paths: list[str] = []
-    # All problems are reported together, below, so that one of many paths does not hide what the others have.
+    # Reported together below, so that one of many paths does not hide what the others have.
     problems: list[object] = []
     for given in arguments.paths:
         path = location(given, "PATH")
@@ -86,6 +86,7 @@ def _event_files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple
             if run.error is not None:
                 raise ValueError(run.error)
             files = run_folder(run.path, run.prefix).event_files
+            # Why files are left out on purpose, which is no problem of the command, whose exit code stays the same.
             complain("events", *files.problems)
             yield name, files.paths
         except (OSError, ValueError) as error:

@@ -220,7 +220,7 @@ def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
 
         first, last = start["step"] or (0, 0)
         stepping = seconds.pop(STEPPING)
-        kept = total_at(start, kept_until, stepping, SAVED_SECONDS)
+        kept = total_at(start, kept_until, stepping, column=SAVED_SECONDS)
         seconds["productive"] = kept
         seconds["rewound"] = stepping - kept
         # If no step was lost, all stalls are in `productive`, also one in a step after the last, which never finished.
@@ -251,12 +251,14 @@ def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = ma
 
     Args:
         start: The start that stalled.
-        seconds: Seconds by part, which this reduces; of `stepping`, or of `productive` and `rewound`.
+        seconds: Seconds by part, which this reduces. It has either `stepping`, or `productive` and `rewound`, into
+            which that was divided.
         kept_until: The step up to which a stall while stepping was in `productive`.
     """
     stalled: dict[str, float] = {}
     for stall in start["stalls"]:
         part = str(stall["part"])
+        # `stepping` was divided already.
         if part == STEPPING and part not in seconds:
             part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
         # Not more than the part has: the record may be somebody else's, and the total stays what it was.

@@ -17,20 +17,21 @@ from jstep.record.differences import values_of
 from jstep.showing.drawing import NEUTRAL, Curve, Mark, legend_key, picture
 from jstep.showing.tables import html_text
 
+# The maximum number of characters.
 _MAX_CELL = 24
 _MAX_NAME = 40
-_MAX_TITLE = 2000
-"""The maximum number of characters of a cell, of a name, and of a tooltip."""
+_MAX_TITLE = 2000  # of a tooltip
 _BOX_ROWS = 20
 """The maximum number of rows of a table that does not scroll."""
 _NAMED_OPTIONS = 8
 """The number of options of the best run that are named."""
 _MAX_PICTURES = 100
+"""The maximum number of pictures of curves."""
 _MAX_WARNINGS = 20
-"""The maximum number of pictures of curves, and of warnings of one run."""
+"""The maximum number of warnings of one run."""
+# How many columns all curves of a page have together, which bounds its size.
 _COLORED_COLUMNS = 40_000
 _NEUTRAL_COLUMNS = 75_000
-"""How many columns all colored curves of a page have together, and all others: they bound its size."""
 
 
 def sections(sweep: Sweep) -> dict[str, list[str]]:
@@ -87,7 +88,7 @@ def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format)
 
 
 def _sort_value(number: float) -> str:
-    """A number as the script reads it; NaN is behind all others, as empty cells are."""
+    """A number as the script reads it; NaN is sorted after all others, as empty cells are."""
     return "" if math.isnan(number) else f"{number:.9g}".replace("inf", "Infinity")
 
 
@@ -175,11 +176,11 @@ def _recorded(row: RunFiles) -> str:
     texts: dict[str, str] = {}
     if row.run.config:
         texts["options"] = _assignments(row.run.config)
-    argv = row.folder.last_trained_start.get("argv")
+    argv = row.folder.start_with_setup.get("argv")
     if argv:
         texts["command"] = truncate(shlex.join(argv), _MAX_TITLE)
     groups: dict[str, dict[str, Any]] = {}
-    for name, (section, value) in values_of(row.folder.last_trained_start).items():
+    for name, (section, value) in values_of(row.folder.start_with_setup).items():
         if section in ("config", "settings") or value is None:
             continue
         group = groups.setdefault("program" if section == "programs" else section, {})
@@ -197,7 +198,7 @@ def _assignments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items())
 
 
-# Several runs: a row a run, and a small table of those that differ by a seed.
+# Several runs: a row for each run, and a small table of those that differ by a seed.
 
 
 def _table(sweep: Sweep) -> list[str]:
@@ -205,8 +206,8 @@ def _table(sweep: Sweep) -> list[str]:
     columns = {
         "status": list(map(_status_cell, runs)),
         "step": list(map(_step_cell, runs)),
-        f"best {sweep.metric.name}": [_number(best and best[0]) for best in sweep.best],
-        "at step": [_number(best and best[1]) for best in sweep.best],
+        f"best {sweep.metric.name}": [_number(None if best is None else best[0]) for best in sweep.best],
+        "at step": [_number(None if best is None else best[1]) for best in sweep.best],
     }
     for name in main_metrics(runs, None):
         columns[f"last {name}"] = [_number(run.metrics.get(name)) for run in runs]

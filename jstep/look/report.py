@@ -23,8 +23,9 @@ from jstep.stores.files import check_no_links, write_named
 from jstep.stores.urls import absolute, location
 
 _COLUMNS = 100
+"""How many columns of a run's curves are kept, if the page shows several runs."""
 _SINGLE_RUN_COLUMNS = 560
-"""How many columns of a run's curves are kept, if a page shows several runs or one."""
+"""The same of the only run of a page."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -69,7 +70,7 @@ def report(
         metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first metric of an
             evaluation, or else `"loss"`.
         mode: `"max"` if the greatest value is the best, `"min"` if the least is; a `KeepBest` of the metric, if there
-            is one, knows it better. None means `"min"`.
+            is one, comes before it. None means `"min"`.
 
     Returns:
         The page.

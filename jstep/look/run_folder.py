@@ -81,19 +81,19 @@ class RunFolder:
         return original_of(self.path, self.starts)
 
     @functools.cached_property
-    def trained(self) -> Start:
+    def representative(self) -> Start:
         """The start that represents the run: the newest that took a step, or else the newest."""
         return last_trained(self.valid_starts) or self.valid_starts[-1]
 
     @functools.cached_property
-    def last_trained_start(self) -> Mapping[str, Any]:
+    def start_with_setup(self) -> Mapping[str, Any]:
         """The newest start with a setup, up to the one that represents the run, or {}."""
         for start in reversed(self.valid_starts):
-            if start["number"] > self.trained["number"]:
+            if start["number"] > self.representative["number"]:
                 continue
-            start_with_setup = load_setup(self.path, start)
-            if start_with_setup["setup"]:
-                return start_with_setup
+            loaded = load_setup(self.path, start)
+            if loaded["setup"]:
+                return loaded
         return {}
 
     @property
@@ -106,12 +106,12 @@ class RunFolder:
     @functools.cached_property
     def facts(self) -> list[dict[str, Any]]:
         """The facts about each start, by the names of `RunSummary.starts`."""
-        return [self._facts_of(start) for start in self.starts]
+        return [self._make_facts(start) for start in self.starts]
 
     def facts_of(self, start: Start) -> dict[str, Any]:
         return next(facts for facts in self.facts if facts["number"] == start["number"])
 
-    def _facts_of(self, start: Start) -> dict[str, Any]:
+    def _make_facts(self, start: Start) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "number": start["number"],
             **dict.fromkeys([*_DERIVED_FACTS, *_RECORDED_FACTS]),
@@ -123,21 +123,18 @@ class RunFolder:
                 "reason": f"its start {start['number']} {start['problem']}",
                 "devices": "",
             }
-        living = None
-        # Not in a copy: its process may live, but writes to the original.
-        if not self.original and start["end"] is None:
-            living = self._status_of_living(start)
-        status, reason = living or start["end"] or self._status_of_killed(start)
+        living = self._status_of_living(start)
+        if living is not None:
+            facts["status"], facts["reason"] = living
+        else:
+            facts["status"], facts["reason"] = start["end"] or self._status_of_killed(start)
+            facts["ended"] = start["now"]
         facts |= {
             "began": start["began"],
-            "status": status,
-            "reason": reason,
             "host": start["process"].get("host"),
             "pid": start["process"].get("pid"),
             "milliseconds": milliseconds(start),
         }
-        if living is None:
-            facts["ended"] = start["now"]
         if start["step"] and has_trained(start):
             facts["first"], facts["last"] = start["step"]
         if start["saved"]:
@@ -147,7 +144,10 @@ class RunFolder:
         return facts
 
     def _status_of_living(self, start: Start) -> tuple[str, str] | None:
-        """Return the status and the reason of a start that lives; None if its process is gone."""
+        """Return the status and the reason of a start that lives; None if it has ended, or its process is gone."""
+        # Not in a copy: its process may live, but writes to the original.
+        if self.original or start["end"] is not None:
+            return None
         process = start["process"]
         alive = is_alive(process)
         if alive is None:
@@ -159,8 +159,9 @@ class RunFolder:
             stalls, _ = read_stalls(self.path, self.prefix)
             for stall in stalls:
                 # Of process 0, the PID tells this start from another one; those of other processes are not recorded.
-                is_of_start = stall["process"] or stall["pid"] == process.get("pid")
-                if stall["stall"] and is_of_start:
+                is_other_process = stall["process"] != 0
+                is_same_pid = stall["pid"] == process.get("pid")
+                if stall["stall"] and (is_other_process or is_same_pid):
                     return HANGS, f"process {stall['process']} at step {stall.get('step')}: {stall['what']}"
         return RUNNING, ""
 
@@ -184,7 +185,7 @@ class RunFolder:
         previous: dict[str, Any] = {}
         for start, start_facts in zip(self.starts, self.facts, strict=True):
             facts: dict[str, Any] = {"prefix": self.prefix, **start_facts, "changes": None}
-            found.append(facts)
+            found.append(facts)  # `changes`, or another problem, is filled in below
             current: dict[str, Any] = {} if start["problem"] else {**load_setup(self.path, start)}
             if not current.get("setup"):
                 facts["problem"] = start["problem"] or "has no setup file: what it was given is not known"
@@ -305,9 +306,9 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Describe what each of some starts changed; they are items of `RunFolder.facts_with_changes`."""
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
-        begin = f"{start['prefix']}: " if several else ""
+        lead = f"{start['prefix']}: " if several else ""
         if start["problem"]:
-            yield f"{begin}its start {start['number']} {start['problem']}"
+            yield f"{lead}its start {start['number']} {start['problem']}"
             continue
         lines = start["changes"]
         if lines is None:
@@ -317,7 +318,7 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         else:
             what = "nothing has changed"
         where = "without a step" if start["first"] is None else f"from step {start['first']}"
-        yield f"{begin}{local_text(start['began'])}, {where}: {what}"
+        yield f"{lead}{local_text(start['began'])}, {where}: {what}"
         yield from first_lines(lines or [])
         for line in state_change_lines(start):
             yield f"  its state was {line}"

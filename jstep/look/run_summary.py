@@ -148,14 +148,25 @@ def summarize(folder: RunFolder) -> RunSummary:
 
 
 def _summary(folder: RunFolder) -> RunSummary:
+    """Summarize a run, of which some start can be read.
+
+    Each of these starts answers for a part of it:
+
+    - `newest`: the ID of the run, and its parent.
+    - `trained`: what was trained. It is the newest one that took a step, or one that takes steps now.
+    - `ending`: the metrics. It is `trained`, or a later one that only called the hooks that were left.
+    - `active`, if a start lives: the status, host and PID. Otherwise the status is of `ending`, the others of `newest`.
+    """
     starts = folder.valid_starts
     newest = starts[-1]
     facts = folder.facts
-    living = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
+    living = [start_facts for start_facts in facts if start_facts["status"] in (RUNNING, HANGS)]
     # Several may live, if a run was started twice. We show the newest that takes steps, or else the newest.
-    active = max(living, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
+    active = max(
+        living, key=lambda start_facts: (start_facts["first"] is not None, start_facts["number"]), default=None
+    )
     latest = active or folder.facts_of(newest)
-    trained = folder.trained
+    trained = folder.representative
     if active is not None and active["first"] is not None:
         trained = next(start for start in starts if start["number"] == active["number"])
     ending = _ending(starts, trained)
@@ -163,12 +174,14 @@ def _summary(folder: RunFolder) -> RunSummary:
 
     problem = folder.starts[-1]["problem"]
     reasons = [f"its newest start {problem}" if problem else shown["reason"]]
-    for fact in living:
-        if fact is not active:
-            reasons.append(f"start {fact['number']} (process {fact['pid']} on {fact['host']}) {RUNNING}, too")
+    for start_facts in living:
+        if start_facts is not active:
+            reasons.append(
+                f"start {start_facts['number']} (process {start_facts['pid']} on {start_facts['host']}) {RUNNING}, too"
+            )
     ended = None
     if not living:
-        ended = max(fact["ended"] for fact in facts if fact["ended"] is not None)
+        ended = max(start_facts["ended"] for start_facts in facts if start_facts["ended"] is not None)
     wall_seconds = math.fsum(secs for start in starts for secs in start["seconds"].values())
     peaks = [start["peak_bytes"] or 0 for start in starts]
     utilization = None
@@ -261,13 +274,13 @@ def _has_finished(start: Start) -> bool:
 
 def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
     """The newest start that ended without a step, if it is later than the one that ended the run."""
-    for fact in reversed(facts):
-        if fact["number"] <= number or fact["first"] is not None:
+    for start_facts in reversed(facts):
+        if start_facts["number"] <= number or start_facts["first"] is not None:
             return None
-        if fact["ended"] is not None:
-            refused = {"time": fact["ended"]}
+        if start_facts["ended"] is not None:
+            refused = {"time": start_facts["ended"]}
             for name in ("status", "reason", "exception", "config"):
-                refused[name] = fact[name]
+                refused[name] = start_facts[name]
             return refused
     return None
 
@@ -283,7 +296,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
             continue
         if start["examples"] is None:
             return None
-        count += total_at(start, limit, start["examples"], SAVED_EXAMPLES)
+        count += total_at(start, limit, start["examples"], column=SAVED_EXAMPLES)
         limit = first
     return round(count)
 
@@ -300,7 +313,7 @@ def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]]
     for name, (value, step, recorded) in start["best"].items():
         if step <= parent_step:
             continue
-        path = _existing(recorded, recorded_run, is_copy=folder.original is not None)
+        path = _where_to_look(recorded, recorded_run, is_copy=folder.original is not None)
         if path is None or _is_checkpoint(path):
             best[name] = value, step
             paths[name] = path or recorded
@@ -350,7 +363,7 @@ def _notes_on_parent(folder: RunFolder, ending: Start) -> dict[str, str]:
 def _note_on_origin(folder: RunFolder, ending: Start, trained: Start, name: str) -> str | None:
     """Say why the best value of a metric may not compare with the values of the start that trained last."""
     _, step, path = ending["best"][name]
-    if step > _parent_step(ending) and _existing(path, folder.recorded_run(ending)) is None:
+    if step > _parent_step(ending) and _where_to_look(path, folder.recorded_run(ending)) is None:
         return "as recorded: its checkpoint is elsewhere, and was not looked for"
     measured = _start_that_took(step, folder.valid_starts) or trained
     if changes({"config": measured["config"]}, {"config": trained["config"]}).lines:
@@ -378,7 +391,7 @@ def _best_of_parent(folder: RunFolder, start: Start) -> dict[str, tuple[float, i
     parent = start["parent"]
     if parent is None:
         return best
-    path = _existing(parent["path"], folder.recorded_run(start))
+    path = _where_to_look(parent["path"], folder.recorded_run(start))
     if path is None:
         return best
     directory, checkpoint = split_path(path)
@@ -400,12 +413,12 @@ def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
     parent = start["parent"]
     if parent is None:
         return None
-    path = _existing(parent["path"], folder.recorded_run(start))
+    path = _where_to_look(parent["path"], folder.recorded_run(start))
     return path or parent["path"], parent["step"]
 
 
-def _existing(path: str, run: RecordedRun, *, is_copy: bool = False) -> str | None:
-    """The path of a checkpoint that may have been moved together with its run; None if it may not be looked for."""
+def _where_to_look(path: str, run: RecordedRun, *, is_copy: bool = False) -> str | None:
+    """The path at which to look for a checkpoint, which may have been moved with its run; None if nobody may look."""
     moved = run.moved(path)
     if moved == path or run.directory is None:
         return run.find(path)

@@ -44,12 +44,12 @@ class RunList(list[RunSummary]):
         Returns:
             Name → the value of each run, in the order of the list; None if a run has none.
         """
-        return differences_of([_trained_start(run) for run in self])
+        return differences_of([_start_with_setup(run) for run in self])
 
 
-def _trained_start(run: RunSummary) -> Mapping[str, Any]:
+def _start_with_setup(run: RunSummary) -> Mapping[str, Any]:
     with contextlib.suppress(OSError):
-        return run_folder(run.path, run.prefix).last_trained_start
+        return run_folder(run.path, run.prefix).start_with_setup
     return {}
 
 
@@ -217,6 +217,13 @@ def hint_at_runs(path: str, found: Sequence[RunSummary]) -> str:
 
 # The table.
 
+_MAX_INDENT = 48
+"""The maximum number of characters in front of a branch."""
+_MAX_CELL = 400
+"""The maximum number of characters of a cell."""
+_LEAST_CUT = 16
+"""The least number of characters to which a name is cut."""
+
 
 class Row(NamedTuple):
     """A run in a table; `branch` is what is drawn in front of its name."""
@@ -256,10 +263,6 @@ def tree(summaries: Sequence[RunSummary]) -> list[Row]:
     return list(rows.values())
 
 
-_MAX_INDENT = 48
-"""The maximum number of characters in front of a branch."""
-
-
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
     """Return a function that finds the parent of a run by its run ID: of copies, the one at the recorded path."""
     runs_of_id = _group_by_id(summaries)
@@ -284,8 +287,8 @@ def _is_in(path: str, directory: str) -> bool:
 
 def _may_be_opened(path: str, run: RunSummary) -> bool:
     """Return whether a path that the record of a run names may be opened: the rule of `RecordedRun`."""
-    is_readers = run.host == socket.gethostname() and not run.former_paths
-    return is_readers or is_below_or_beside(path, run.path)
+    is_own = run.host == socket.gethostname() and not run.former_paths
+    return is_own or is_below_or_beside(path, run.path)
 
 
 def _resolved(path: str, run: RunSummary) -> str:
@@ -315,17 +318,24 @@ def _relocate_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def _parent_path(run: RunSummary, recorded: str, parent: RunSummary | None) -> str:
-    """Return where the checkpoint is that a run has branched, or how its record names it."""
+    """Return where the checkpoint is that a run has branched, or how its record names it.
+
+    Args:
+        run: The branch.
+        recorded: The path of the checkpoint in its record.
+        parent: The run with the ID of its parent, if there is one.
+    """
     directory, checkpoint = split_path(recorded)
     resolved = _resolved(directory, run)
-    is_own = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
-    is_there = not is_own and _may_be_opened(directory, run) and is_directory(directory)
+    # Where the parent was is the branch itself now.
+    is_own_directory = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
+    is_there = not is_own_directory and _may_be_opened(directory, run) and is_directory(directory)
     if parent is not None and parent is not run and not is_there:
         best = join_path(parent.path, split_path(directory)[1])
         # Such as `best` in the directory of the run, also after its checkpoints were deleted.
         is_of_best = is_directory(best) or resolve_path(best) == resolved
         return join_path(best if is_of_best else parent.path, checkpoint)
-    if is_own:
+    if is_own_directory:
         return f"{recorded} of the run {run.parent_run}, which was there before"
     return recorded
 
@@ -416,10 +426,6 @@ def _former_name(run: RunSummary) -> str:
     return f" (was {', '.join(former)})" if former else ""
 
 
-_MAX_CELL = 400
-"""The maximum number of characters of a cell."""
-
-
 def messages(rows: Sequence[Row]) -> list[str]:
     """A line for each run of which there is more to say than its status."""
     lines: list[str] = []
@@ -476,10 +482,6 @@ def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
     return [*columns(narrow if breadth(narrow) <= width else cells, 2, width), *notes]
 
 
-_LEAST_CUT = 16
-"""The least number of characters to which a name is cut."""
-
-
 # `runs` of the command line.
 
 _FIELDS = {
@@ -522,18 +524,18 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     metrics = main_metrics(summaries, arguments.metrics)
     differences = RunList(summaries).differences() if arguments.differences else {}
     if arguments.sort is not None:
-        values = _values_of(arguments.sort, summaries, differences)
-        order = sorted(range(len(rows)), key=lambda i: _sort_key(values[i]))
+        sorted_by = _values_of(arguments.sort, summaries, differences)
+        order = sorted(range(len(rows)), key=lambda i: _sort_key(sorted_by[i]))
         summaries = [summaries[i] for i in order]
         # Without branches, which the order does not follow.
         rows = [Row(run) for run in summaries]
-        for name, row in differences.items():
-            differences[name] = [row[i] for i in order]
+        for name, values in differences.items():
+            differences[name] = [values[i] for i in order]
     if arguments.json:
         fields = [as_json_fields(run) for run in summaries]
         if arguments.differences:
             for i, run_fields in enumerate(fields):
-                run_fields["differences"] = {name: row[i] for name, row in differences.items()}
+                run_fields["differences"] = {name: values[i] for name, values in differences.items()}
         print(as_json_answer(fields))
     else:
         print("\n".join(_lines(rows, metrics, differences)))

@@ -54,12 +54,13 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
         problems |= dict.fromkeys(unread)
         if any(stall["stall"] for stall in stalls):
             stalled.append(_stalled_run(run.name, stalls, time_now))
-        stalls, unread = read_stalls(run.path, run.prefix, ended=True)
+        ended_stalls, unread = read_stalls(run.path, run.prefix, ended=True)
         problems |= dict.fromkeys(unread)
-        if any(stall["stall"] for stall in stalls):
-            last_seen = max(stall["renewed"] for stall in stalls)
-            ended.append(_stalled_run(run.name, stalls, last_seen))
+        if any(stall["stall"] for stall in ended_stalls):
+            last_seen = max(stall["renewed"] for stall in ended_stalls)
+            ended.append(_stalled_run(run.name, ended_stalls, last_seen))
     code = complain("stalls", *unreadable)
+    # These do not change the exit code: the other processes of the run are shown.
     complain("stalls", *problems)
     lines = _lines(stalled, len(listed) > 1)
     for run_fields in ended:

@@ -17,7 +17,8 @@ from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
 from jstep.look.run_folder import RunFolder, run_folder, state_change_lines
 from jstep.look.run_summary import RunSummary
-from jstep.look.runs import differences_of, tree
+from jstep.look.runs import differences_of
+from jstep.look.runs import tree as rows_of_tree
 from jstep.record.differences import SECTIONS, values_of
 from jstep.record.stall_files import missing_threads, read_stalls
 from jstep.showing.drawing import COLORS, NEUTRAL, Mark, Numbers, thin
@@ -96,15 +97,15 @@ class RunFiles:
             first, _ = start["step"] or (0, 0)
             if first:
                 marks.append(Mark("start", first, f"start from step {first}"))
-        stages = (self.folder.last_trained_start.get("setup") or {}).get("stages") or {}
+        stages = (self.folder.start_with_setup.get("setup") or {}).get("stages") or {}
         for step, name in stages.items():
             # A step of more digits is not one that this package writes.
             if step.isdecimal() and len(step) < 19 and int(step):
                 marks.append(Mark("stage", int(step), f"stage {name}"))
         if not is_url(self.run.path):
-            for step, has_final_name, _ in possible_checkpoints(self.run.path, self.run.prefix):
-                if has_final_name:
-                    marks.append(Mark("checkpoint", step, f"checkpoint {step}"))
+            # Of one step there may be two: the old one, while the new one replaces it.
+            steps = dict.fromkeys(found.step for found in possible_checkpoints(self.run.path, self.run.prefix))
+            marks += [Mark("checkpoint", step, f"checkpoint {step}") for step in steps]
         return marks
 
 
@@ -220,7 +221,7 @@ def _default_metric(rows: Sequence[RunFiles], names: Collection[str]) -> str:
         return kept.most_common(1)[0][0]
     prefixes: set[str] = set()
     for row in rows:
-        prefixes |= _evaluations(row.folder.last_trained_start)
+        prefixes |= _evaluations(row.folder.start_with_setup)
     for tag in names:
         prefix, _, metric = tag.partition("/")
         # `validation/loss` beside `loss` is of an evaluation, whatever its hook is called.
@@ -292,15 +293,15 @@ def _hyperparameters(rows: Sequence[RunFiles]) -> set[str]:
     """The names of numbers that programs were compiled with."""
     numbers: set[str] = set()
     for row in rows:
-        if not row.folder.last_trained_start:
+        if not row.folder.start_with_setup:
             continue
-        for name, (section, value) in values_of(row.folder.last_trained_start).items():
+        for name, (section, value) in values_of(row.folder.start_with_setup).items():
             if section == "programs" and is_finite_number(value):
                 numbers.add(name)
     return numbers
 
 
-_TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
+_TAKEN = ("name", "status", "step", "at step", "wall time", "goodput")
 """The heads of other columns."""
 
 
@@ -317,7 +318,7 @@ def seed_groups(rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         # A run that is not known to have trained, of which all differences are None, is in no group.
-        if row.folder.last_trained_start:
+        if row.folder.start_with_setup:
             key = json.dumps([row.run.parent, *[values[i] for values in others]], default=str)
             groups.setdefault(key, []).append(i)
     return [group for group in groups.values() if _differ_in_seed(group, seeds)]
@@ -362,9 +363,10 @@ class Sweep:
             return -value[0] if metric.is_max else value[0]
 
         colors = [NEUTRAL] * len(rows)
-        for color, i in enumerate(sorted(range(len(rows)), key=rank)[:COLORS]):
+        best_first = sorted(range(len(rows)), key=rank)
+        for color, i in enumerate(best_first[:COLORS]):
             colors[i] = color
-        differences = differences_of([row.folder.last_trained_start for row in rows])
+        differences = differences_of([row.folder.start_with_setup for row in rows])
         return cls(
             rows=rows,
             metric=metric,
@@ -383,4 +385,4 @@ class Sweep:
     def tree(self) -> list[tuple[int, int]]:
         """The runs in the order of the table, branches below their parents: index and depth of each."""
         index = {id(row.run): i for i, row in enumerate(self.rows)}
-        return [(index[id(row.run)], row.depth) for row in tree([row.run for row in self.rows])]
+        return [(index[id(row.run)], row.depth) for row in rows_of_tree([row.run for row in self.rows])]

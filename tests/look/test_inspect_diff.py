@@ -283,6 +283,11 @@ def test_a_checkpoint_whose_successor_never_took_its_place_is_found(save, cli, t
     loss = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2) * x, OPTIMIZER)
     branch = jstep.train(
         loss, state(), lambda step: jnp.float32(0), 4, start_from=found, checkpoint_dir=tmp_path / "branch",
-        progress=False,
+        logdir=tmp_path / "branch", save_summaries_steps=1, progress=False,
     )  # fmt: skip
     assert jstep.global_step(branch) == 4
+
+    os.rename(tmp_path / "branch/model-4", tmp_path / "branch/model-4.jstep-replaced")
+    head, row = cli("runs", tmp_path / "branch").out.splitlines()[:2]
+    assert dict(zip(head.split(), row.replace(" @3", "@3").split(), strict=False))["saved"] == "4"
+    assert "<title>checkpoint 4</title>" in jstep.report(tmp_path / "branch").html
