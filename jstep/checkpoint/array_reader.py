@@ -289,25 +289,23 @@ class ArrayReader:
             if not files.has_chunks():
                 stored = self._open(kinds)
                 max_ahead = self._read_ahead
-            readings: collections.deque[_Reading] = collections.deque()
-            ahead = 0  # the bytes of all readings
-
-            def end_oldest() -> tuple[str, dict[ShardBounds, Any]]:
-                nonlocal ahead
-                oldest = readings.popleft()
-                self._end(oldest, kinds, stored, ahead)
-                ahead -= oldest.nbytes
-                return oldest.name, oldest.memory
-
+            begun: collections.deque[_Reading] = collections.deque()
+            ahead = 0  # the bytes of all that have begun
             for name, boxes in wanted.items():
                 memory = {box: new_memory(name, box) for box in boxes}
                 reading = self._begin(name, kinds[name], memory, files, stored)
-                readings.append(reading)
+                begun.append(reading)
                 ahead += reading.nbytes
-                while ahead > max_ahead and len(readings) > 1:
-                    yield end_oldest()
-            while readings:
-                yield end_oldest()
+                while ahead > max_ahead and len(begun) > 1:
+                    oldest = begun.popleft()
+                    self._end(oldest, kinds, stored, ahead)
+                    ahead -= oldest.nbytes
+                    yield oldest.name, oldest.memory
+            while begun:
+                oldest = begun.popleft()
+                self._end(oldest, kinds, stored, ahead)
+                ahead -= oldest.nbytes
+                yield oldest.name, oldest.memory
 
     def _places(self, wanted: Iterable[str]) -> Mapping[str, Extent | bytes]:
         """Return where the values of the database are, if it is in a directory; of a file, tensorstore finds out."""

@@ -171,6 +171,7 @@ class _LeafMatcher:
         name = self._saved_names[i]
         source = self._matched.found[i]
         record = source if isinstance(source, Leaf) else None
+        # Without roles, nothing says which leaves of a target are halves.
         if self._has_roles and record is not None and (record.half is not None or i in self._target.halves):
             # One side stores it in halves, or both do.
             if self._kind_of_half(i) != self._kind_of_saved_half(record):

@@ -92,10 +92,11 @@ class ObjectStore(Store):
         they once were. A run that believed it would begin again, and overwrite what is there.
         """
         for _ in range(_TRIES):
-            steps = self._listed(prefix).steps
+            steps: Mapping[str, int] = self._listed(prefix).steps
             names = _highest_first(steps)
             is_newest_there = self._exists(names[:1])
             if not is_newest_there or self._is_followed(names[0]):
+                # The index may lack the newest one.
                 steps = {**steps, **self._listed_whole(prefix)}
                 names = _highest_first(steps)
                 is_newest_there = self._exists(names[:1])

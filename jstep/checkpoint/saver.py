@@ -46,7 +46,7 @@ class Saver:
         prefix: The prefix of the checkpoint names.
         max_to_keep: The number of checkpoints to keep: each save deletes those with the lowest steps beyond this
             number. None or 0 keeps all.
-        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: of the checkpoints that
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept for good: of the checkpoints that
             `max_to_keep` would delete, one per interval is kept. The interval is remembered across restarts.
         async_save: Whether to write in the background.
         leave_out: Parameters that are not saved, nor their slots, such as the frozen base model of LoRA: a predicate

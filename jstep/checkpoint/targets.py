@@ -128,26 +128,33 @@ def place_leaf(wanted: TargetLeaf[Any], value: Any) -> Any:
     Args:
         value: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
     """
+    if wanted.is_numpy and not isinstance(value, jax.Array | Mapping):
+        return np.array(_cast(wanted, np.asarray(value)))
+    placed = _place_data(wanted, value)
+    if trees.is_key(wanted.leaf):
+        return _wrap_key_data(wanted, placed)
+    return placed if wanted.sharding in (None, placed.sharding) else jax.device_put(placed, wanted.sharding)
+
+
+def _place_data(wanted: TargetLeaf[Any], value: Any) -> Any:
+    """Return a value of `place_leaf` as an array of the leaf's dtype on devices."""
     sharding = wanted.sharding_of_data
-    if isinstance(value, jax.Array) and value.dtype != wanted.dtype:
+    if isinstance(value, jax.Array):
+        if value.dtype == wanted.dtype:
+            return value
         # It is cast on the host, which supports all dtypes.
         sharding = value.sharding
-        value = parts_of(value)
-    elif not isinstance(value, jax.Array | Mapping) and sharding is not None:
-        bounds = placement.local_parts(value.shape, sharding)
+        parts = parts_of(value)
+    elif isinstance(value, Mapping):
+        parts = dict(value)
+    elif sharding is None:
+        return placement.place_anywhere(_cast(wanted, np.asarray(value)))
+    else:
         # A part of a scalar is a NumPy scalar.
-        value = {part: np.asarray(value[placement.slices(part)]) for part in bounds}
-    if isinstance(value, Mapping):
-        parts = {part: _cast(wanted, values) for part, values in value.items()}
-        value = placement.place(wanted.shape, wanted.dtype, sharding, parts)
-    elif not isinstance(value, jax.Array):
-        values = _cast(wanted, np.asarray(value))
-        if wanted.is_numpy:
-            return np.array(values)
-        value = placement.place_anywhere(values)
-    if trees.is_key(wanted.leaf):
-        return _wrap_key_data(wanted, value)
-    return value if wanted.sharding in (None, value.sharding) else jax.device_put(value, wanted.sharding)
+        bounds = placement.local_parts(value.shape, sharding)
+        parts = {part: np.asarray(value[placement.slices(part)]) for part in bounds}
+    cast = {part: _cast(wanted, values) for part, values in parts.items()}
+    return placement.place(wanted.shape, wanted.dtype, sharding, cast)
 
 
 def _wrap_key_data(wanted: TargetLeaf[Any], data: Any) -> Any:

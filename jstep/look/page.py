@@ -365,6 +365,7 @@ def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, in
         for n, tag in enumerate(ordered_tags):
             if tag not in row.series:
                 continue
+            # A curve is known by its scalar if there is one run, and otherwise by its run.
             if is_one:
                 key = n
                 text = tag
