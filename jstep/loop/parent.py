@@ -120,11 +120,11 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
         if store.find_path(named.prefix, named.step) is not None:
             saver = Saver(named.directory, prefix=named.prefix)
             return ParentCheckpoint(saver, named.step, is_named=True, edited_step=edited_step)
-        _check_intact(store, named.prefix, above=named.step - 1, only=named.step)
+        _check_intact(store, named.prefix, newer_than=named.step - 1, only=named.step)
     if is_directory(path):
         store = open_store(path)
         newest = next((step for step, _ in store.newest_first(prefix)), -1)
-        _check_intact(store, prefix, above=newest)
+        _check_intact(store, prefix, newer_than=newest)
         if newest >= 0:
             return ParentCheckpoint(Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step)
     other_prefix = prefix if named is None else named.prefix
@@ -133,9 +133,9 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
 
 
-def _check_intact(store: Store, prefix: str, *, above: int, only: int | None = None) -> None:
+def _check_intact(store: Store, prefix: str, *, newer_than: int, only: int | None = None) -> None:
     """Check that no checkpoint above a step is corrupted; if `only` is given, that the one of this step is not."""
-    for path, problem in store.find_broken(prefix, above):
+    for path, problem in store.find_broken(prefix, newer_than):
         if only is None or split_path(path)[1] == checkpoint_name(prefix, only):
             raise CheckpointError(f"start_from: {path} is corrupted: {problem}; give another checkpoint")
 

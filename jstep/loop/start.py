@@ -306,14 +306,14 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
     """Begin to make the first batch and its program, at the assumed step; return None if that is not possible."""
     first = run.plan.first
     if first is None or first >= run.options.stop_step:
-        return None
+        return None  # it is not known, or no step is left
     if are_made_one_by_one(batches):
         return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
     if sequence is None and run.plan.latest is None:
         return None  # nothing is restored meanwhile
     if sequence is not None and not sequence.is_endless and first >= len(sequence):
-        return None
+        return None  # the batches are used up
     extra = run.plan.extra
     reader = _begin_batches(run, batches, first, extra)
     reopen_source: Callable[[], BatchSource] | None = None
