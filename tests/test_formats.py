@@ -41,10 +41,10 @@ def _as_typed(hint: object) -> str:
 
 def formats() -> Iterator[tuple[str, object, list[str]]]:
     """Yield each kind of file, its number, and what it has."""
-    yield "manifest", manifest.FORMAT, sorted(manifest._HEAD)
-    yield "manifest, a leaf", manifest.FORMAT, sorted(manifest._LEAF)
-    yield "manifest, a leaf that was left out", manifest.FORMAT, sorted(manifest._LEFT_OUT)
-    yield "manifest, the retention", manifest.FORMAT, sorted(manifest._RETENTION)
+    yield "manifest", manifest.FORMAT, sorted(manifest._MANIFEST_KEYS)
+    yield "manifest, a leaf", manifest.FORMAT, sorted(manifest._LEAF_KEYS)
+    yield "manifest, a leaf that was left out", manifest.FORMAT, sorted(manifest._LEFT_OUT_KEYS)
+    yield "manifest, the retention", manifest.FORMAT, sorted(manifest._RETENTION_KEYS)
     extra = [positions.POSITION, positions.POSITIONS, contents.HOOK_STATES, contents.SKIPPED_IN_A_ROW]
     extra += [origin.ENDED, origin.STOPPED, origin.HELD_VALUES, origin.RUN_KEY, origin.PARENT]
     yield "manifest, the extra of a run", manifest.FORMAT, sorted(extra)

@@ -12,7 +12,7 @@ from jstep.checkpoint.shared_reads import _received, _SharedArray
 RESTORE = """
 import hashlib
 from jstep.checkpoint import array_reader, shared_reads
-shared_reads._ROUND = shared_reads._SMALLEST_ROUND * count  # several rounds
+shared_reads._ROUND_BYTES = shared_reads._MIN_ROUND_BYTES * count  # several rounds
 mesh = jax.make_mesh((2, 4), ("replica", "model"))
 spec_of = {"whole": P(), "model": P("model"), "both": P(("replica", "model")), "replica": P("replica")}
 spec_of["second"] = P(None, "model")
@@ -109,8 +109,8 @@ def test_streams_arrive_as_they_were_sent(monkeypatch, size):
         def gather(self, row):
             return next(self.rounds)
 
-    monkeypatch.setattr(shared_reads, "_SMALLEST_ROUND", size)
-    monkeypatch.setattr(shared_reads, "_ROUND", 3 * size)
+    monkeypatch.setattr(shared_reads, "_MIN_ROUND_BYTES", size)
+    monkeypatch.setattr(shared_reads, "_ROUND_BYTES", 3 * size)
     for gather in (Recorded, Known):
         monkeypatch.setattr(shared_reads, "_Gather", gather)
         for group, processes in enumerate(groups):
