@@ -203,11 +203,13 @@ def _assignments(values: Mapping[str, Any]) -> str:
 
 def _table(sweep: Sweep) -> list[str]:
     runs = [row.run for row in sweep.rows]
+    best_values = [None if best is None else best[0] for best in sweep.best]
+    best_steps = [None if best is None else best[1] for best in sweep.best]
     columns = {
         "status": list(map(_status_cell, runs)),
         "step": list(map(_step_cell, runs)),
-        f"best {sweep.metric.name}": [_number(None if best is None else best[0]) for best in sweep.best],
-        "at step": [_number(None if best is None else best[1]) for best in sweep.best],
+        f"best {sweep.metric.name}": list(map(_number, best_values)),
+        "at step": list(map(_number, best_steps)),
     }
     for name in main_metrics(runs, None):
         columns[f"last {name}"] = [_number(run.metrics.get(name)) for run in runs]
