@@ -66,7 +66,12 @@ class PureStep:
         self.body = functools.partial(_call_and_keep_kind, self.title, self.body)
 
     def __repr__(self) -> str:
-        return f"<jstep.PureStep {self.title}>"
+        return f"<jstep.PureStep {self.description}>"
+
+    @property
+    def description(self) -> str:
+        """Its title, and its optimizer as one types it."""
+        return self.title if self.optimizer is None else f"{self.title}, {self.optimizer!r}"
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
@@ -362,7 +367,7 @@ class TrainStep:
         return sum(int(program._cache_size()) for program in self._programs.values())
 
     def __repr__(self) -> str:
-        return f"<jstep.TrainStep {self.title}, donate={self.donate}>"
+        return f"<jstep.TrainStep {self._pure.description}, donate={self.donate}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(TrainStep, donate=self.donate), (self.__wrapped__,)

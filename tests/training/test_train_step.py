@@ -209,3 +209,11 @@ def test_the_step_as_a_number_inside_a_step():
     with pytest.raises(jax.errors.ConcretizationTypeError) as error:
         jstep.TrainStep(lambda s: (s, {"step": jstep.global_step(s)}))(state())
     assert any("inside a compiled step use state.global_step" in note for note in error.value.__notes__)
+
+
+def test_its_text_names_the_loss_and_the_optimizer():
+    step = jstep.minimize(loss_fn, jstep.gradient_descent(0.01))
+    assert repr(step) == "<jstep.TrainStep loss_fn, gradient_descent(learning_rate=0.01), donate=True>"
+    assert repr(jstep.TrainStep(lambda state, x: (state, {}), donate=False)).endswith(
+        ".TrainStep <lambda>, donate=False>"
+    )
