@@ -142,7 +142,8 @@ def test_tensors_survive():
             tensor = tensor.t() if len(shape) == 2 else tensor
             found = round_trip({"x": tensor})["x"]
             assert (found.dtype, found.shape, repr(found)) == (dtype, tensor.shape, repr(tensor))
-            assert found.stride() == tensor.stride()
+            if tensor.numel():  # the strides of an empty tensor address nothing
+                assert found.stride() == tensor.stride()
     for refused in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.Generator(), torch.float32):
         with pytest.raises(UnsupportedError, match="torch"):
             encode(refused)
