@@ -1,16 +1,15 @@
 """Rows of the pages "From …" that are measured: the original's code beside jstep's, over 60 updates or 150 rates.
 
 A table whose last column is "off by" is measured: the first code of a row is evaluated with the original library, the
-second with jstep, so that the page *is* the table of this test. What the originals compute is stored, so that the
-quick tests need no other library.
+second with jstep, so that the page *is* the table of this test. `dev/peers.sh` installs the other libraries and runs
+all rows. A page names the day on which that was done last, and the versions.
 
-python tests/docs/measured_rows.py      # with all libraries installed: writes measured_rows.json and prints a table
+python tests/docs/measured_rows.py      # prints how far each row is off, for the libraries that are installed
 """
 
 import copy
 import functools
 import importlib
-import json
 import math
 import os
 import pathlib
@@ -27,7 +26,6 @@ import jstep
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 PAGES = pathlib.Path(__file__).parents[2] / "docs" / "from"
-PATH = pathlib.Path(__file__).with_suffix(".json")
 UPDATES, KEPT = 60, (9, 59)
 """The number of updates, and those after which parameters are compared."""
 RATES = (*range(UPDATES), 60, 61, 65, 70, 80, 90, 100, 110, 119, 120, 121, 125, 130, 140, 149)
@@ -344,31 +342,15 @@ def difference(ours, theirs):
     return float((apart / np.maximum(moved, 1e-30)).max())
 
 
-def stored():
-    """Return what the originals have computed, by their code."""
-    found = json.loads(PATH.read_text(encoding="utf-8"))
-    return {code: np.asarray(values, np.float64) for code, values in found.items()}
-
-
 def main():
-    """Write the file, one line for each original, and print how far jstep is from it.
-
-    What needs a library that is not installed stays as it is.
-    """
-    numbers, before = {}, stored() if PATH.exists() else {}
+    """Print how far each row is off."""
     for row in rows():
         try:
             theirs = computed(row.theirs)
         except ModuleNotFoundError as error:
             print(f"{error.name} is not installed: {row.theirs}")
-            if row.theirs not in before:
-                continue
-            theirs = before[row.theirs]
+            continue
         print(f"{difference(in_jstep(row, theirs.shape), theirs):9.1e}  {row.page}: {row.theirs}  →  {row.ours}")
-        text = json.dumps(theirs.tolist())
-        numbers[row.theirs] = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.7g}"))
-    lines = [f"{json.dumps(code)}: {json.dumps(found, separators=(',', ':'))}" for code, found in numbers.items()]
-    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
