@@ -60,8 +60,9 @@ def test_masters_are_the_float32_run_on_the_same_gradients(name, sparse):
     small, full = jstep.TrainState.create(start, masters), jstep.TrainState.create(wide, optimizer)
     for _ in range(6):
         grads = {"w": jstep.IndexedSlices(g[:3], jnp.array([1, 3, 1]), (8, 8)) if sparse else g}
-        small = jstep.apply_gradients(small, grads, masters)
-        full = jstep.apply_gradients(full, jstep.map_gradients(lambda x: x.astype("float32"), grads), optimizer)
+        small = jstep.apply_gradients(small, grads, masters, scaled=True)
+        wide_grads = jstep.map_gradients(lambda x: x.astype("float32"), grads)
+        full = jstep.apply_gradients(full, wide_grads, optimizer, scaled=True)
     np.testing.assert_array_equal(small.slots["master"]["w"], full.params["w"])
 
 
@@ -161,10 +162,10 @@ def test_loss_scale_changes_like_torch_grad_scaler(case):
 def test_loss_scale_stays_finite_and_nonzero():
     optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.1), initial=2.0**126, period=1)
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
-    state = jstep.apply_gradients(state, {"w": jnp.zeros(2)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.zeros(2)}, optimizer, scaled=True)
     assert float(state.slots["loss_scale"]) == 2.0**126
     state = state.replace(slots={**state.slots, "loss_scale": jnp.float32(2.0**-126)})
-    state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer, scaled=True)
     assert float(state.slots["loss_scale"]) == 2.0**-126
 
 
