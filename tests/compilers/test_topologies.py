@@ -190,5 +190,5 @@ def test_a_state_without_a_mesh():
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
     assert many.flops == pytest.approx(3 * bare.flops, rel=0.05)
     other = jstep.shard_batch(rows, jstep.topology("v5e:4x4"))
-    with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 16"):
+    with pytest.raises(ValueError, match=r"on different meshes\. Put all of them on one mesh object"):
         jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *other)
