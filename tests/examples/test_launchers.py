@@ -139,7 +139,7 @@ def test_a_stopped_run_resumes(tmp_path, launcher):
     stopped = run(10**7, stop_after=1)
     assert [one.code for one in stopped] == [143, 143], stopped[0].err[-3000:]
     last = jstep.Saver(tmp_path).latest_step()
-    assert f"SIGTERM stopped the run after step {last}, which is saved" in stopped[0].err
+    assert re.search(rf"SIGTERM .*process 1 of 2.* stopped the run after step {last}, which is saved", stopped[0].err)
     resumed = run(last + 10)
     assert [one.code for one in resumed] == [0, 0], resumed[0].err[-3000:]
     assert f"restored model-{last}" in resumed[0].err
