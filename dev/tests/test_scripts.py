@@ -56,7 +56,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
         "python": 'case "$*" in dev/soak.py*) step=soak ;; dev/strangers.py*) step=strangers ;; '
-        "benchmarks/*) step=benchmarks ;; *check_jsonschema*) step=workflows ;; "
+        "benchmarks/*) step=benchmarks ;; *check_jsonschema*|*actionlint*) step=workflows ;; "
         "*typed*) step=types ;; *dev/tests*) step=tools ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
@@ -99,7 +99,7 @@ def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, li
     (tmp_path / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
     (tmp_path / "tests/test_b.py").write_text("")
     (tmp_path / ".peers/bin").mkdir(parents=True)
-    for name, command in {"pip": "", "python": f'echo "$@"\necho "{line}"'}.items():
+    for name, command in {"pip": "", "uv": "", "python": f'echo "$@"\necho "{line}"'}.items():
         (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / ".peers/bin" / name).chmod(0o755)
     done = subprocess.run([tmp_path / "dev/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
