@@ -31,6 +31,8 @@ _MAX_DIMENSIONS = 64
 """The maximum dimensions of an array of NumPy."""
 _DEEPEST = 100
 """The maximum levels of nesting: Python parses JSON recursively, and the stack may be deep already."""
+MANIFEST_HEAD = b'{\n "format": '
+"""The beginning of each manifest, of any format."""
 _SEAL = ',\n "crc32": "'
 """What stands between the content of a manifest and the checksum of it."""
 

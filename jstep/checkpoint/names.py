@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from jstep.checkpoint.manifest import MANIFEST_FILE, MANIFEST_HEAD, CheckpointError
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
 from jstep.stores.untrusted import is_utf8
@@ -159,12 +159,22 @@ def as_directory(directory: object) -> str:
         )
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
-    if not is_url(path) and os.path.isfile(os.path.join(path, MANIFEST_FILE)):
+    if not is_url(path) and _is_checkpoint(path):
         raise ValueError(
             f"directory={path!r}: must be a directory of checkpoints, got a checkpoint; pass "
             f"{os.path.dirname(path)!r}, and restore by its step"
         )
     return path
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Whether a directory has a manifest of jstep. Folders of web applications have other files of that name."""
+    manifest = os.path.join(path, MANIFEST_FILE)
+    if not os.path.isfile(manifest):
+        return False
+    with contextlib.suppress(OSError), open(manifest, "rb") as file:
+        return file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD
+    return False
 
 
 def as_prefix(prefix: object) -> str:
