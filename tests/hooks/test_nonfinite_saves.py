@@ -123,7 +123,8 @@ def test_a_signal_or_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, hoo
         with pytest.raises(expected) as caught:
             run(hooks=[jstep.every(27, hook)], checkpoint_dir=saver)
         assert jstep.global_step(caught.value.state) == 27
-        assert saver.all_steps() == [10, 20, *[27] * allow]
+        is_saved = allow and hook is interrupted  # an error within an iteration saves nothing of it
+        assert saver.all_steps() == [10, 20, *[27] * is_saved]
 
 
 SCRIPT = """

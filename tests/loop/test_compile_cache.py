@@ -37,7 +37,7 @@ near = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimiz
 far = jstep.minimize(lambda params, x: jnp.sum((params["w"] + x) ** 2), optimizer)
 state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
 evaluate = jstep.evaluator(lambda params, x: {"size": jnp.sum(x)}, [np.ones(3, np.float32)])
-prints = jstep.FingerprintHook(4, sys.argv[1] + "/prints")
+prints = jstep.FingerprintHook(every_n_steps=4, path=sys.argv[1] + "/prints")
 hooks = [jstep.EvaluationHook(evaluate, every_n_steps=4), prints]
 batches = [np.full(3, n, np.float32) for n in range(12)]
 jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))

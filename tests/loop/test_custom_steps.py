@@ -111,11 +111,12 @@ def by_hand(parts, state, x):
     return jstep.TrainState(state.params, state.slots, state.global_step), metrics
 
 
-TOLD_APART = {teacher, statistics_of_a_skipped_step, by_hand}
-"""Steps of which nothing but the update uses the results of the update."""
+TOLD_APART = {teacher, by_hand}
+"""Steps of which nothing but the update uses the results of the update. With a guard, the state says whether it was
+skipped."""
 KINDS = [
     two_updates, gan, loop, loop_and_update, branch, loss_afterwards, average_by_hand, update_in_the_loss, per_example,
-    *TOLD_APART,
+    statistics_of_a_skipped_step, *TOLD_APART,
 ]  # fmt: skip
 OPTIMIZERS = {gan: "players", teacher: "teacher"}
 

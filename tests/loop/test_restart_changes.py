@@ -65,7 +65,11 @@ def reported(caplog):
     others = "are not sharded", "nothing left to run", "has no position"
     records = [record for record in caplog.records if not any(words in record.getMessage() for words in others)]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
-    infos = [m for record in records if record.levelno == logging.INFO and "the start" in (m := record.getMessage())]
+    infos = [
+        m
+        for record in records
+        if record.levelno == logging.INFO and "since this checkpoint" in (m := record.getMessage())
+    ]
     caplog.clear()
     assert len(warnings) <= 1, warnings
     lines = [line.strip() for one in warnings for line in one.splitlines()[1:]]
