@@ -79,8 +79,10 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
                 is_known = new_structure == structure and array_types(leaves) == types
             if not is_known:
                 leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
-                shapes = shapes_of_leaves(leaves, structure)
-                types = array_types(leaves)
+                new_shapes = shapes_of_leaves(leaves, structure)
+                if new_shapes != shapes:
+                    shapes = new_shapes
+                    types = array_types(leaves)
             # A new container, as the user may fill the old one with the next batch.
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if is_ahead:
