@@ -11,6 +11,7 @@ from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import MANIFEST_FILE, MANIFEST_HEAD, CheckpointError
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
+from jstep.stores.files import open_regular
 from jstep.stores.untrusted import is_utf8
 from jstep.stores.urls import absolute, is_url, location
 
@@ -169,11 +170,8 @@ def as_directory(directory: object) -> str:
 
 def _is_checkpoint(path: str) -> bool:
     """Whether a directory has a manifest of jstep. Folders of web applications have other files of that name."""
-    manifest = os.path.join(path, MANIFEST_FILE)
-    if not os.path.isfile(manifest):
-        return False
-    with contextlib.suppress(OSError), open(manifest, "rb") as file:
-        return file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD
+    with contextlib.suppress(OSError), open_regular(os.path.join(path, MANIFEST_FILE)) as file:
+        return bool(file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD)
     return False
 
 

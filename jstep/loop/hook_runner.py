@@ -217,7 +217,8 @@ class HookRunner:
             # Put back only once it has returned, so that a check that raises is not called again.
             hook, check = pending.popleft()
             with errors:
-                if self._course.call_hook(HookCall(hook, "after_step"), check, wait=wait):
+                call = functools.partial(check, wait=True) if wait else check
+                if self._course.call_hook(HookCall(hook, "after_step"), call):
                     pending.append((hook, check))
 
     def _apply_after_step(self, call: HookCall) -> None:

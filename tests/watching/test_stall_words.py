@@ -271,7 +271,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(stopping.logging, "shutdown", lambda: found.append("shutdown"))
     monkeypatch.setattr(stopping.os, "_exit", leave)
     monkeypatch.setattr(stopping.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
-    monkeypatch.setattr(stopping, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
+    monkeypatch.setattr(stopping, "save_stalled_run", lambda run: f"step {run.step} is saved")
     monkeypatch.setattr(stopping.logger, "warning", lambda form, text: found.append(form % text))
     return found
 
