@@ -75,8 +75,6 @@ class Dispatch:
         self.call_listeners: list[ChunkListener] = []
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
-        # The latest program, once its calls need nothing but `program.run`: no job of the compiler is left, either.
-        self._settled: Program | None = None
         # `on_device`: some step is not compiled. It may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
@@ -94,11 +92,10 @@ class Dispatch:
         if self._agreed is not None:
             # The program stands for the shapes of the batch: it was found by them, and is compared by identity.
             self._agreed.check(state, chunk.args, program)
-        is_settled = program is self._settled
-        if not is_settled:
+        if not program.is_settled:
             self.compile_for(state, chunk)
         began = self._watch.clock()
-        if is_settled and not _is_traced():  # without contexts, which take a microsecond
+        if program.is_settled and not _is_traced():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_in_contexts(state, chunk, began)
@@ -106,21 +103,24 @@ class Dispatch:
         is_compiled = not program.is_called or counts.programs != programs_before
         if is_compiled:
             self._note_compiled(state, chunk, result, began)
-        if not is_settled:
+        self._latest = program
+        if not program.is_settled:
             self._settle(chunk)
         for listener in self.call_listeners:
             listener(chunk, result[0])
         return result
 
     def _settle(self, chunk: Chunk) -> None:
-        """After a call that was not like the one before: begin the next compilation, if there is one to begin."""
-        program = chunk.program
+        """After a call of a program: begin the next compilation, or note that its calls need nothing besides `run`.
+
+        A run plans its compilations before the first call, so none follows once they are done.
+        """
         compiler = self.compiler
-        self._latest = program
         if compiler.jobs:
             compiler.begin_next(chunk.step_args)
-        is_timed = self._auto is not None and program.is_looped
-        self._settled = None if compiler.jobs or compiler.begun or is_timed else program
+        is_compiling = bool(compiler.jobs or compiler.begun)
+        is_timed = self._auto is not None and chunk.program.is_looped
+        chunk.program.is_settled = not is_compiling and not is_timed
 
     def remove_listener(self, listener: ChunkListener) -> None:
         """Call a listener no more. It may be the one that is being called, so the list is replaced, not changed."""

@@ -89,6 +89,7 @@ class Program:
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
         is_called: Whether its first call has returned.
         is_ahead: Whether it was compiled before its first call.
+        is_settled: Whether a call needs nothing besides `run`: it was called, and nothing is compiled ahead or timed.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Program:
         self.has_failed = has_failed
         self.is_called = False
         self.is_ahead = False
+        self.is_settled = False
         # Of a step that jstep did not make: whether its state has weak values, which are cast at each call.
         self._returns_weak_values = False
         self._custom_step = CustomStepMetrics(self.step)

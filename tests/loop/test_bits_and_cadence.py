@@ -137,15 +137,30 @@ def test_convolutions_on_a_cpu_run_one_step_a_call(caplog):
     assert line == "train_step runs one step per call: XLA runs convolutions on a CPU much slower in a loop"
 
 
-def test_auto_steps_of_convolutions_are_not_timed(monkeypatch):
-    """There is nothing to choose: their calls are as quick as with K = 1."""
-    slow = []
+@pytest.fixture
+def slow_calls(monkeypatch):
+    """The first steps of calls for which the dispatch did more than to run the program."""
+    found = []
     run_in_contexts = Dispatch._run_in_contexts
 
     def noted(self, state, chunk, began):
-        slow.append(chunk.first)
+        found.append(chunk.first)
         return run_in_contexts(self, state, chunk, began)
 
     monkeypatch.setattr(Dispatch, "_run_in_contexts", noted)
+    return found
+
+
+def test_auto_steps_of_convolutions_are_not_timed(slow_calls):
+    """There is nothing to choose: their calls are as quick as with K = 1."""
     Task(NETS["convolutional"]).trained(6, steps_per_call="auto")
-    assert slow == [0]
+    assert slow_calls == [0]
+
+
+def test_programs_that_take_turns_are_as_quick_as_one(slow_calls):
+    """Batches of two shapes, as sequences in buckets of lengths have."""
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    jstep.train(step, state, lambda n: jnp.ones(2 + n % 2), 8, progress=False)
+    assert slow_calls == [0, 1]
