@@ -80,8 +80,7 @@ def make_chunks(
             previous_shapes = shapes
             batch, shapes, position = item
             # A looped program may have been replaced by a longer one: it is looked up for each call.
-            has_new_shapes = shapes is not previous_shapes and shapes != previous_shapes
-            if program is None or program.is_looped or step >= program.stage.stop or has_new_shapes:
+            if program is None or program.is_looped or step >= program.stage.stop or shapes != previous_shapes:
                 program = program_for(step, shapes, functools.partial(_make_args, batch, place_one))
             item = None
             if not program.is_stacked:

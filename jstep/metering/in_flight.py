@@ -67,8 +67,7 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
-        # Not `isinstance(result, jax.Array)`, which takes longer than all the rest.
-        if not hasattr(result, "is_ready"):
+        if not isinstance(result, jax.Array):
             result = _find_result(state, metrics)
         self._calls.append((result, first, step))
         self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
