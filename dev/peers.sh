@@ -17,8 +17,8 @@ fi
     "$venv/bin/pip" install -q torch torchvision
 # By uv, as pip's search for versions that fit each other has taken longer than all tests.
 "$venv/bin/pip" install -q uv
-"$venv/bin/uv" pip install -q --python "$venv/bin/python" -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
-    timm diffusers ema_pytorch tensorflow-cpu wandb mlflow nbclient ipykernel
+"$venv/bin/uv" pip install -q --python "$venv/bin/python" -e '.[test]' schedulefree pytorch_optimizer torchdata \
+    transformers accelerate datasets keras timm diffusers ema_pytorch tensorflow-cpu wandb mlflow nbclient ipykernel
 
 mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --include='test_*.py' |
     grep -vE '^tests/(compilers|powercut|typed)/|^tests/examples/test_launchers\.py$|^tests/docs/test_site\.py$' | sort)

@@ -11,6 +11,8 @@
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
+An exit in a user's log also leads to `WITHIN`, from wherever the row was delivered (`RunContext`).
+
 An iteration is defined in `stopping.py`, the end in `ending.py`. `train` and a loop of the user's own have the same
 iterations: a run of `train` only knows that no body follows its hooks.
 

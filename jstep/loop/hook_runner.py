@@ -161,7 +161,7 @@ class HookRunner:
         self._call_due(self.savers, raises_failures=raises_failures)
 
     def _check_step(self, first: int) -> None:
-        """Read the step from the device, after the first call of each stage. Only here the loop waits for it.
+        """Read the step from the device, and wait for it, after the first call of each stage.
 
         From then on the step is counted on the host, which is right only if the stage advances it by one.
         """

@@ -112,8 +112,8 @@ def by_hand(parts, state, x):
 
 
 TOLD_APART = {teacher, by_hand}
-"""Steps of which nothing but the update uses the results of the update. With a guard, the state says whether it was
-skipped."""
+"""Steps of which nothing but the update uses the results of the update. With a guard, `restore_guards` reads the slots
+that it returns."""
 KINDS = [
     two_updates, gan, loop, loop_and_update, branch, loss_afterwards, average_by_hand, update_in_the_loss, per_example,
     statistics_of_a_skipped_step, *TOLD_APART,
