@@ -23,7 +23,7 @@ from jstep.data.positions import saved_position
 from jstep.hooks.cadence import NEVER
 from jstep.look.run_folder import logged_states, run_folder
 from jstep.loop.arguments import as_steps_per_call, check_locations, check_state
-from jstep.loop.chunks import CallBoundaries, make_chunks
+from jstep.loop.chunks import ProgramChanges, make_chunks
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchReader
 from jstep.loop.origin import extra_at
@@ -198,7 +198,7 @@ def replay_calls(
     table = ProgramTable(stages, steps_per_call, state=origin.state)
     dispatch = Dispatch(table)
     # Calls end at the steps of which the run has recorded something, too.
-    ends = CallBoundaries(stages, source.next_change).end_steps(start, step, recorded.next_step)
+    ends = ProgramChanges(stages, source.next_change).end_steps(start, step, recorded.next_step)
     chunks = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in chunks(start, table.program_for, ends=ends):
         new_state, metrics, *_ = dispatch(current.state, chunk)

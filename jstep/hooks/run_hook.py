@@ -290,7 +290,7 @@ class RunHook(Hook):
         """Called when due, with the arguments and results of `after_step`."""
 
     def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
-        """Called before the boundary of the last step, if the run ends there well; metrics are None without a step.
+        """Called after the last step, before its save, if the run ends well; metrics are None without a step.
 
         For a row that a run interrupted here must not have, as it would split the interval of the next one. The hooks
         of a cadence with `at_last_step` have one in any case.

@@ -23,5 +23,5 @@
 - `stages`: the train steps of a run, and where each begins.
 - `start`: how a run is opened.
 - `start_times`: how long each part of a start takes, and how many programs each thread compiles.
-- `stopping`: how a run ends in each phase.
+- `stopping`: how a run ends at each moment.
 """

@@ -90,8 +90,8 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
         return None
     suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
-    paths: list[str] = []
-    run.closing.callback(_remove_if_idle, run, paths)  # called once the writer is closed
+    paths: list[str] = []  # filled below, once the writer has a path
+    run.closing.callback(_remove_if_idle, run, paths)  # pushed first, and so called after the writer is closed
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         paths += _mark_start(run, writer, writer.path)
@@ -106,12 +106,12 @@ def _mark_start(run: RunContext, writer: SummaryWriter, path: str) -> list[str]:
     is_restored = run.restored is not None
     first = run.course.first
     if is_restored:
-        # TensorBoard drops the points from `first` on. That of a restored step is not made again, and is kept. A fresh
-        # run may evaluate at its first step, before it, and so makes that point again.
+        # TensorBoard drops the points from this step on. A run that resumes does not make the point at the restored
+        # step again, so that one is kept. A fresh run may evaluate its first state, which makes the point at `first`.
         first += 1
     is_resumed = is_restored and not run.is_new_branch
-    same_place = is_resumed or not _is_another_run(run)
-    marks = marks_of_start(path, first, same_place=same_place, is_new=not is_restored)
+    owns_directory = is_resumed or not _follows_other_run(run)
+    marks = marks_of_start(path, first, owns_directory=owns_directory, is_new=not is_restored)
     for _ in range(marks.repeats):
         writer.add_session_log("START", first)
     return [path, *marks.new_paths]
@@ -137,8 +137,12 @@ def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
             remove_event_file(path)
 
 
-def _is_another_run(run: RunContext) -> bool:
-    """Whether the start before this one is of another run, which has finished, or whose process is alive."""
+def _follows_other_run(run: RunContext) -> bool:
+    """Whether the start before this one, which does not resume, belongs to another run.
+
+    It does if it has finished, or if its process is alive. If it was killed, or has failed, this start makes the same
+    steps again, and replaces it.
+    """
     earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False

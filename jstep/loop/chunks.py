@@ -125,23 +125,23 @@ _MAX_CHANGES = 64
 """The maximum number of changes of batch shapes to compile ahead."""
 
 
-class CallBoundaries(NamedTuple):
-    """The steps at which another stage begins or the shapes of the batches change."""
+class ProgramChanges(NamedTuple):
+    """The steps at which calls need another program: another stage begins, or the shapes of the batches change."""
 
     stages: TrainSteps
     next_change: Callable[[int], int | None]
 
     def _next(self, step: int, last_step: int) -> int:
-        boundary = last_step
+        next_step = last_step
         for other in (self.next_change(step), self.stages.next_stage_start(step)):
             if other is not None:
-                boundary = min(boundary, other)
-        return boundary
+                next_step = min(next_step, other)
+        return next_step
 
     def end_steps(
         self, first: int, last_step: int, next_due: Callable[[int], int] = lambda step: NEVER
     ) -> Iterator[int]:
-        """Yield the steps at which chunks must end: at a boundary, or where a hook is due."""
+        """Yield the steps at which chunks must end: the program changes, or a hook is due."""
         step = first
         while step < last_step:
             step = min(self._next(step, last_step), next_due(step))

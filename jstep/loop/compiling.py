@@ -21,7 +21,7 @@ from jstep.core.threads import MAKING, Task, doing, run_in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.batch_sources import BatchSource
-from jstep.loop.chunks import CallBoundaries, Chunk
+from jstep.loop.chunks import Chunk, ProgramChanges
 from jstep.loop.programs import Program, ProgramTable, shapes_of
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import Stage
@@ -119,8 +119,7 @@ class Compiler:
     def plan(self, source: BatchSource, first: int, last_step: int, batch_sharding: object) -> None:
         """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
         table = self.table
-        boundaries = CallBoundaries(table.train_steps, source.next_change)
-        steps = list(boundaries.start_steps(first, last_step))
+        steps = list(ProgramChanges(table.train_steps, source.next_change).start_steps(first, last_step))
         if len(steps) == 1:
             return
         # The program of the first step is compiled in any case, so that here only its shapes are noted.

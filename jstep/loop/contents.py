@@ -7,8 +7,8 @@
 | `stopped` | the name of the hook that stopped the run | `_take_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_take_hooks` | `restore_hooks` |
 | `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
-| `last_body` | the step, if its body ran as the run ended there | `_take_hooks` | `Course`, which then owes no body |
-| `before_end` | true in the boundary before the `end`s, until the end is whole | `as_extra` | `RunSaverHook.resume` |
+| `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
+| `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.plan_start` |
@@ -35,7 +35,7 @@ BEFORE_END = "before_end"
 
 
 class Contents(NamedTuple):
-    """What hooks and the body of a loop may change without a step: then a step that is saved is saved again."""
+    """What hooks and the body of a loop may change without a step: if it has changed, the same step is saved again."""
 
     positions: CheckpointExtra
     hooks: CheckpointExtra
@@ -60,8 +60,8 @@ class RunContents:
     def equals(self, saved: Contents) -> bool:
         """Whether `take` would return the same; several processes, which must all ask, come to one answer.
 
-        Positions are asked only where they may differ at one step, as that may take long: the objects of `from_loop`
-        change only in an iteration.
+        Positions are compared only if they may differ at one step, as taking them may take long. The objects of
+        `from_loop` change only in an iteration of the body, so for them it is enough to compare the iterations.
         """
         run = self._run
         source = run.components.batches.source
@@ -70,12 +70,12 @@ class RunContents:
         else:
             are_positions_same = run.course.iterations == saved.iterations
         are_hooks_same = self._take_hooks().is_same(saved.hooks)
-        # All save again or none does: a position may have changed on one process, and hooks may remember what only
-        # process 0 does, such as `flush` and `saved`.
+        # All save again or none does. A position may have changed on one process alone, and so may a hook: only process
+        # 0 calls its `flush` and `saved`.
         has_changed = not are_positions_same or not are_hooks_same
         return not processes.any_process(has_changed)
 
-    def as_extra(self, contents: Contents, *, is_before_end: bool = False) -> CheckpointExtra:
+    def as_extra(self, contents: Contents, *, is_pre_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""
         run = self._run
         self._drain_writer()
@@ -88,7 +88,7 @@ class RunContents:
         if run.plan.lineage.parent is not None:
             values[PARENT] = run.plan.lineage.parent
         values[RUN_KEY] = run.name
-        if is_before_end:
+        if is_pre_end:
             values[BEFORE_END] = True
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
 

@@ -3,15 +3,18 @@
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
 | 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | an error of a log: all savers save, nothing follows |
-| 2 | the boundary, as a temporary checkpoint, if an `end` of the user's or an evaluation follows | the one before |
-| 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | the boundary stays |
-| 4 | the other savers, until they are on disk | the boundary stays |
-| 5 | the run's own checkpoint: the state after the `end`s, the memories of hooks, the mark | the boundary stays |
+| 2 | the *pre-end checkpoint*, if an `end` of the user's or an evaluation follows; it is temporary | the one before |
+| 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | it stays |
+| 4 | the user's savers, until their checkpoints are on disk | it stays |
+| 5 | the run's own checkpoint: the state after the `end`s, the states of hooks, the mark | it stays |
+
+The pre-end checkpoint holds the state before the `end`s. While they run, it is being written to disk; the last save
+replaces it. If that save never happens, it becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal`
+save it once more, with the states that hooks had before the `end`s (`RunSaverHook.save_pre_end`), and after a kill a
+restart does this.
 
 The mark is the step at which the `end`s were made (`contents.ENDED`). If a restart finds it and has no step to run, it
-makes no end. While the `end`s run, the boundary is being written to disk; the last save replaces it. If that save never
-happens, the boundary becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal` save it once more,
-with the states that hooks had before the `end`s (`RunSaverHook.save_boundary`), and after a kill a restart does this.
+makes no end.
 
 The user's savers are called before the run's own: once the mark is on disk, a restart would not call them again.
 
@@ -38,11 +41,11 @@ def make_end(run: RunContext) -> bool:
     """
     course = run.course
     _make_last_rows(run)
-    boundary = course.position.state
+    state_before = course.position.state
     own_saver = find_own_saver(run)
     _raise_log_errors(run)
     if own_saver is not None and any(_acts_at_end(run, hook) for hook in run.components.hooks):
-        own_saver.save_boundary(run.step, boundary)
+        own_saver.save_pre_end(run.step, state_before)
     is_whole = False
     try:
         if _call_ends(run):
@@ -51,7 +54,7 @@ def make_end(run: RunContext) -> bool:
     finally:
         if not is_whole:
             # Also if an `end` has donated it: the note then says that the state is lost, which is true.
-            course.replace_state(boundary, None)
+            course.replace_state(state_before, None)
             course.ended_at = None
     course.is_finished = is_whole
     return is_whole
@@ -70,7 +73,7 @@ def _make_last_rows(run: RunContext) -> None:
 
 
 def _raise_log_errors(run: RunContext) -> None:
-    """Raise the errors of logs, after the savers of this boundary.
+    """Raise the errors of logs, once all savers have saved the state before the `end`s.
 
     All processes save, though only those that write a log know that it has failed: a save needs all of them.
     """

@@ -263,15 +263,14 @@ class HookRunner:
     # After the last step.
 
     def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Call the hooks that want the last step, due or not. Only the first call does anything.
+        """Call the hooks that want the last step, due or not; only the first call does anything.
 
-        If one of them raises, `rescue` calls this again.
-
-        These are the rows of the last iteration: they come before its boundary, as a restart does not make them again.
+        After an error, `rescue` calls this, whether it was called before or not. These hooks write the rows of the last
+        iteration, which a restart does not make again: so they come before the last save.
 
         Args:
-            failed: Called with each error, those of logs, too. None to raise the first one; those of logs are then left
-                to whoever saves the boundary.
+            failed: Called with each error, also those of logs. If None, the first error is raised, and those of logs
+                are raised later, after that save.
         """
         run = self._run
         course = self._course

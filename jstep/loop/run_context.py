@@ -157,10 +157,11 @@ class RunContext(RunInfo):
             raise
         except Exception as error:
             self.log_failed(hook, error, call.method)
-            self.course.activity = outer  # the run goes on; otherwise the note of the error names the hook
+            # The run goes on. After any other exception the activity stays, so that the note names the hook.
+            self.course.activity = outer
         except BaseException:
             # An exit in the user's `write`. The row is lost, so its step must be taken again. Back to `WITHIN`, in
-            # which nothing is saved: a checkpoint of this boundary would skip the row.
+            # which nothing is saved: a restart from a checkpoint made here would not make the row again.
             self.course.begin_iteration()
             raise
 
@@ -219,8 +220,8 @@ class RunContext(RunInfo):
             self.course.stop(caller)
 
     def poll_stop_signal(self) -> bool:
-        # An evaluation that something of its iteration follows is finished: the next start would make it again with
-        # the state that a later hook or the body has made of this one.
+        # If a hook or the body still follows in this iteration, the evaluation is not abandoned: they may change the
+        # state, and the next start would make the evaluation again with what they have made of it.
         if self.course.status == WITHIN and self._is_followed():
             return False
         return self.signals.poll_stop_signal()

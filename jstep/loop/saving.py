@@ -114,9 +114,9 @@ class RunSaverHook(SaverHook):
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
         self._is_temporary = False
-        # While the `end`s run, the contents as they were before; None at all other times. The `end`s change the
-        # memories of hooks, so a checkpoint that is still to be made of that boundary takes them from here.
-        self._boundary: Contents | None = None
+        # While the `end`s run, the contents as they were before; None at all other times. The `end`s change the states
+        # of hooks, so another save of the state before them takes those states from here.
+        self._pre_end: Contents | None = None
 
     def save(
         self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
@@ -143,10 +143,10 @@ class RunSaverHook(SaverHook):
 
     def _write(self, step: int, state: TrainState, permanent_every_secs: float | None) -> None:
         run = self._context
+        is_pre_end = permanent_every_secs == ALWAYS_TEMPORARY  # no other checkpoint of a run is saved so
         is_finite = run.require_finite(step, self.saver)
-        contents = self._contents.take() if self._boundary is None else self._boundary
-        is_before_end = permanent_every_secs == ALWAYS_TEMPORARY  # as `save_boundary` alone saves
-        extra = self._contents.as_extra(contents, is_before_end=is_before_end)
+        contents = self._contents.take() if self._pre_end is None else self._pre_end
+        extra = self._contents.as_extra(contents, is_pre_end=is_pre_end)
         write(run, self.saver, state, extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs))
         self._mark_saved(step, state, contents)
         self._is_temporary = permanent_every_secs is not None
@@ -155,9 +155,9 @@ class RunSaverHook(SaverHook):
         """Whether a checkpoint taken now would be the latest one again."""
         if not self.has_saved(step, state):
             return False
-        if self._boundary is not None:
-            # It is saved again if its checkpoint is temporary: no other one may ever replace it.
-            return self._saved_contents is self._boundary and not self._is_temporary
+        if self._pre_end is not None:
+            # The pre-end checkpoint is saved again while it is temporary: no other one may ever replace it.
+            return self._saved_contents is self._pre_end and not self._is_temporary
         return self._contents.equals(self._saved_contents)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
@@ -167,7 +167,7 @@ class RunSaverHook(SaverHook):
     def _mark_saved(self, step: int, state: TrainState, contents: Contents) -> None:
         self._latest_save = LatestSave(step, weakref.ref(state))
         self._saved_contents = contents
-        # `save_without_peers` and a second save of the boundary read these files, once they are no longer in memory.
+        # `save_without_peers` and a second pre-end save read these files, once they are no longer in memory.
         for name, file in (*contents.hooks.files.items(), *contents.positions.files.items()):
             file.load = functools.partial(self.saver.read_file, name, step)
 
@@ -190,19 +190,19 @@ class RunSaverHook(SaverHook):
 
     # The end, in the order of `ending.py`.
 
-    def save_boundary(self, step: int, state: TrainState) -> None:
-        """Begin to save the boundary before the `end`s; from here on, every save is one of this boundary."""
+    def save_pre_end(self, step: int, state: TrainState) -> None:
+        """Begin to save the state before the `end`s; from here on until `save_end`, every save has these contents."""
         if self.save(step, state, permanent_every_secs=ALWAYS_TEMPORARY):
-            self._boundary = self._saved_contents
+            self._pre_end = self._saved_contents
 
     def save_end(self, step: int, state: TrainState) -> None:
         """Save what the `end`s have made, with the mark, and wait for it."""
-        boundary = self._boundary
-        self._boundary = None
+        pre_end = self._pre_end
+        self._pre_end = None
         try:
             self.save(step, state, wait=True)
         except BaseException:
-            self._boundary = boundary  # which is then what remains of the run
+            self._pre_end = pre_end  # which is then what remains of the run
             raise
 
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
@@ -217,7 +217,7 @@ class RunSaverHook(SaverHook):
     def resume(self, step: int, state: TrainState) -> None:
         """Continue from the checkpoint that was restored; a branch saves it, and does not read the other run again.
 
-        A boundary whose end was killed is saved again, too: it was temporary, and is now a checkpoint like any other.
+        A pre-end checkpoint, whose end was killed, is saved again, too: it was temporary, and must not stay so.
         """
         run = self._context
         if run.is_new_branch or BEFORE_END in run.origin.extra:

@@ -41,7 +41,7 @@ from jstep.hooks.speed import StepCounterHook, count_examples
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import NO_LOGS, build_hooks
-from jstep.loop.chunks import CallBoundaries, Chunk, make_chunks
+from jstep.loop.chunks import Chunk, ProgramChanges, make_chunks
 from jstep.loop.contents import restore_hooks
 from jstep.loop.course import Activity
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
@@ -294,8 +294,8 @@ def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], rea
     if table.is_looped:
         # Only process 0 writes lines, but all processes end a call when one is due.
         log_steps = None if options.progress is False else options.log_steps
-        boundaries = CallBoundaries(run.train_steps, reader.source.next_change)
-        ends = boundaries.end_steps(first, options.stop_step, make_next_due(hooks, run.course, log_steps))
+        changes = ProgramChanges(run.train_steps, reader.source.next_change)
+        ends = changes.end_steps(first, options.stop_step, make_next_due(hooks, run.course, log_steps))
     return make_chunks(reader, first, table.program_for, options.batch_sharding, on_device=table.on_device, ends=ends)
 
 

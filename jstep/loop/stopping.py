@@ -1,6 +1,6 @@
-"""How a run ends in each phase: what a signal, an error and a stall do, what is saved, and the exit code.
+"""How a run ends at each moment: what a signal, an error and a stall do, what is saved, and the exit code.
 
-| phase | counts as | a signal or `stop_secs` | an error | a stall, with `StallHook(exit_secs=…)` |
+| moment | phase | a signal or `stop_secs` | an error | a stall, with `StallHook(exit_secs=…)` |
 |---|---|---|---|---|
 | start | starting | leaves immediately; saves nothing | is raised; nothing to save | ends; saves nothing |
 | waiting for a batch | waiting | stops waiting, saves | saves | another thread saves |
@@ -11,16 +11,16 @@
 | in an evaluation | evaluating | finishes the iteration, saves | saves nothing | ends; saves nothing |
 | in the body of a loop | hooks | finishes the iteration, saves | saves nothing | ends; saves nothing |
 | in a save | saving | finishes it | is raised, and says what is saved | ends; the save may exist |
-| in an `end` | hooks | finishes it; saves the boundary, or all | saves the boundary | ends; the boundary stays |
+| in an `end` | hooks | finishes it; saves the state before the `end`s, or all | saves the former | ends; that stays |
 | after the loop | hooks | leaves where the block ends; all is saved | all is saved | ends; all is saved |
 | closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
 
-A second SIGINT exits immediately, in each phase. In `train` and in `Run`, an iteration is a call, its hooks, and the
+A second SIGINT exits immediately, at any moment. In `train` and in `Run`, an iteration is a call, its hooks, and the
 body of the loop. If the body makes the batches, the iteration is the body with all its calls, and the time of the body
 itself counts as waiting. A restart resumes only between two iterations, so if an error or an exit ends an iteration
 early, nothing of it is saved. "The last evaluation" is that of an iteration, not of the run: neither a body nor a hook
 that may replace the state follows it. Those before the first step and at the end count as such, too. `ending.py`
-defines the end; the boundary is the state before it.
+defines the end.
 
 The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
 or the parameters are not finite, or if a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
@@ -134,13 +134,13 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
 
-def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
+def exit_immediately(step: int, error: KeyboardInterrupt) -> NoReturn:
     again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
     attach_state(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
 
-def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
+def exit_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
     error = run.signals.stop_error(f"after step {run.step}, while it closed")
     attach_state(error, state)
     if state is not None:
@@ -232,7 +232,7 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
         if not _done_in_time(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
-        _done_in_time(engine_of(run.saver).wait_until_finished, save_secs)  # the boundary before the `end`s
+        _done_in_time(engine_of(run.saver).wait_until_finished, save_secs)  # of the pre-end checkpoint
     _done_in_time(lambda: print(end="", flush=True))
     _done_in_time(logging.shutdown)
     time.sleep(grace_secs)

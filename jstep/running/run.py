@@ -3,16 +3,17 @@
 Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends in
 each.
 
-Entering the block pushes what its end has to undo on one stack, which is unwound in reverse order, from below:
+Entering the block pushes on one stack whatever its end has to undo. The stack is unwound in reverse order, so read this
+table from its last row up:
 
-| pushed | at the end of the block, from the last row up |
+| pushed | at the end of the block |
 |---|---|
-| `_enter_settings` | the mesh, the log, the cache of programs and the warnings are those of before |
-| `_leave` | a signal that arrived while the run closed is obeyed: its exception is the last one that is raised |
-| `signals.end` | the handlers of signals are those of before. Not earlier: the record may need seconds to close |
+| `_enter_settings` | the mesh, the log, the cache of programs and the warnings are as they were before the block |
+| `_agree_and_exit` | a signal that arrived while the run closed is obeyed: its exception is raised last |
+| `signals.end` | the previous handlers of signals are set again. Not earlier: the record may need seconds to close |
 | each observer | the record, the progress line and the watch for stalls close: they have seen how the run ended |
 | `_close_hooks` | `failed`, `closed` and `close` of the user's hooks |
-| `_wait_for_background` | the calls of `saved` in other threads end |
+| `_wait_for_background` | it waits for the calls of `saved` in another thread |
 | `context.closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
 | `_release` | the state is dropped, so that closing needs no device memory |
 | `_rescue` | after an error, the state is saved if it may be, and attached to the error |
@@ -214,9 +215,9 @@ class Run(Generic[P]):
         # Until `__enter__`: empty, and with the `close` that `_release` calls.
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._body_resumed_at = 0.0  # by the stopwatch: when a body that makes its batches began, or went on
-        # What the run leaves behind. Here and not in the `Course`, which hooks and observers refer to in cycles: the
-        # last state is freed as soon as the user drops the run.
-        self._left = LoopState(0, None)
+        # The last position, from the end of the loop on, or from its error. Here and not in the `Course`, which hooks
+        # and observers refer to in cycles: so the last state is freed as soon as the user drops the run.
+        self._outcome = LoopState(0, None)
 
     # What a loop uses.
 
@@ -247,7 +248,7 @@ class Run(Generic[P]):
     def _latest(self) -> LoopState:
         position = self._context.course.position
         # The `Course` drops its state when the run closes.
-        return self._left if position.state is None else position
+        return self._outcome if position.state is None else position
 
     def stop(self, by: str = "the loop") -> None:
         """End the run after this iteration; `by` is the reason that the record gives."""
@@ -337,8 +338,8 @@ class Run(Generic[P]):
                         break
                     course.activity = Activity.FETCHING
             except StopWaiting:
-                # A signal has ended the wait for a batch or a program. The state is that of the boundary before, and
-                # the batch is made again after the restart.
+                # A signal has ended the wait for a batch or a program. The state is still that of the latest boundary,
+                # and the batch is made again after the restart.
                 course.leave()
             if course.owes_body:
                 course.begin_last_body()
@@ -396,7 +397,7 @@ class Run(Generic[P]):
         if self._loop_batches is None:
             context.watch.end_body(Activity.BODY)
         else:
-            # The stretch between two of its steps, by which the next one that hangs is measured.
+            # The time of the body between two of its steps: a body that hangs is found by comparison with these.
             context.watch.record(Activity.BODY, self._body_resumed_at)
             self._switch_to_calls()
 
@@ -448,7 +449,7 @@ class Run(Generic[P]):
         course = context.course
         runner = context.components.runner
         are_batches_used_up = course.has_next  # the loop has ended, though another iteration would follow
-        was_stopped_before_first = course.status == READY
+        is_left_before_first = course.status == READY
         course.end()
         if are_batches_used_up:
             stopping.report_early_end(context)
@@ -456,7 +457,9 @@ class Run(Generic[P]):
         runner.call_at_last_step()
         context.check_step()
         is_cut_short = course.is_leaving or context.signals.poll_stop_signal()
-        if course.owes_end and not was_stopped_before_first and not is_cut_short:
+        # A block that is left before its first batch, although there are steps to take, has done nothing, and so ends
+        # well. If its checkpoint owes `end`s, it still owes them: nothing here marks them as made.
+        if course.owes_end and not is_left_before_first and not is_cut_short:
             is_cut_short = not make_end(context)
         elif not is_cut_short:
             course.is_finished = True
@@ -464,7 +467,7 @@ class Run(Generic[P]):
         if is_cut_short or context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
-        self._left = course.position
+        self._outcome = course.position
         course.activity = Activity.AFTER_LOOP
         context.watch.switch(HOOKS)
 
@@ -491,7 +494,7 @@ class Run(Generic[P]):
             self._stack = stack
             self._owner = _Owner.current()
             self._enter_settings(stack)
-            stack.push(self._leave)
+            stack.push(self._agree_and_exit)
             stack.callback(context.signals.end)
             for make_observer in OBSERVERS:
                 observer = stack.enter_context(make_observer(context))
@@ -534,8 +537,8 @@ class Run(Generic[P]):
     def _has_closed_generator(self, error: BaseException | None) -> bool:
         """Whether a generator that contains the block was closed between two iterations: the run ends as by `break`.
 
-        `error` is none of the loop. A generator that is closed at a `yield` of the body leaves half an iteration, which
-        must not be saved.
+        The loop itself has not raised `error`. A generator that is closed at a `yield` of the body leaves half an
+        iteration, which must not be saved.
         """
         return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
 
@@ -557,17 +560,18 @@ class Run(Generic[P]):
         context.signals.disable_interrupts()  # a second exception here would lose the state
         context.signals.is_obeyed = context.signals.received is not None
         context.course.fail()
-        self._switch_to_calls()  # whatever the error has interrupted
+        # The error may have interrupted any phase, such as the wait for a batch, which ends here.
+        self._switch_to_calls()
         if context.is_open:
             stopping.rescue(context, error)
         else:
             stopping.attach_last_state(context, error)
-        self._left = context.course.position._replace(state=getattr(error, "state", None))
+        self._outcome = context.course.position._replace(state=getattr(error, "state", None))
         if context.signals.received_twice and isinstance(error, KeyboardInterrupt):
-            stopping.leave_at_once(context.step, error)
+            stopping.exit_immediately(context.step, error)
 
     def _release(self) -> None:
-        """Drop the state and all that holds it, while observers may still read it: afterwards only writes are left."""
+        """Let the observers read the last state, then drop it and all that holds it; what still closes only writes."""
         context = self._context
         for observer in context.observers:
             observer.on_close()
@@ -580,24 +584,24 @@ class Run(Generic[P]):
         if not self._context.signals.received_twice:
             self._context.background.wait()
 
-    def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """Agree on the end, and obey a signal that arrived while the run closed."""
+    def _agree_and_exit(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        """Agree with the other processes on a signal that arrived while the run closed, and obey it."""
         context = self._context
         signals = context.signals
-        state = self._left.state
+        state = self._outcome.state
         if error is None:
             signals.agree_at_end()
         elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
             stopping.note_closing(context, error, state)
         if signals.received is not None and not signals.is_obeyed:
-            stopping.leave_after_closing(context, state)
+            stopping.exit_after_closing(context, state)
 
     def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         context = self._context
         try:
             close_hooks(context.course, context.watch, context.options.hooks, context.background.end(), error)
         except Exception as failure:
-            stopping.attach_state(failure, self._left.state)
+            stopping.attach_state(failure, self._outcome.state)
             raise
         if error is None:
             interactive.forget()

@@ -131,7 +131,7 @@ class StartMarks(NamedTuple):
     new_paths: tuple[str, ...] = ()
 
 
-def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> StartMarks:
+def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) -> StartMarks:
     """Return the marks that a new event file needs, so that no step of a run is shown twice.
 
     If others opened files since the last start, a separate file before theirs holds the marks, which is written here.
@@ -139,7 +139,8 @@ def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> S
     Args:
         path: The new event file.
         step: The step from which on events are dropped.
-        same_place: Whether the files of all runs in the directory of this run are its own.
+        owns_directory: Whether the event files of other runs with the same directory count as this run's own, because
+            it makes their steps again.
         is_new: Whether the run resumes from nothing.
     """
     logdir, new_name = split_path(path)
@@ -160,7 +161,7 @@ def marks_of_start(path: str, step: int, *, same_place: bool, is_new: bool) -> S
             # did.
             if process not in name:
                 strangers.append(name)
-        elif writer.run == new_writer.run or (same_place and writer.directory == new_writer.directory):
+        elif writer.run == new_writer.run or (owns_directory and writer.directory == new_writer.directory):
             own_names.append(name)
         else:
             other_runs.append(name)

@@ -186,7 +186,7 @@ def check_program(seed: int, directory: Path) -> None:
         expected_step = step or None
         # A signal while a run closes that an error has ended: the error is the context.
         error = left if isinstance(left, ToldError) else left.__context__
-        # The last evaluation is a part of the end, before which the boundary is saved.
+        # The last evaluation is a part of the end, before which a checkpoint is saved.
         is_at_end = str(error) == "evaluate" and step == program.last and step % EVALUATED_EVERY
         if str(error) in WITHIN_ITERATIONS and not is_at_end:
             # What was saved at an earlier boundary: by this start when it was due, or by the one before.

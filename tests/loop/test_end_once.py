@@ -102,7 +102,7 @@ say("same", digest(state.params) == digest(jax.tree.map(lambda leaf: 2 * leaf, t
     assert outputs == [["end 6", "same True", ""], ["same True", ""]]
 
 
-def test_the_boundary_of_an_end_that_was_killed_is_a_checkpoint_like_any_other(tmp_path):
+def test_the_checkpoint_before_an_end_that_was_killed_is_a_checkpoint_like_any_other(tmp_path):
     """The next start reports it and keeps it, as no other save may ever replace it."""
     script = """
 class Hangs(jstep.Hook):

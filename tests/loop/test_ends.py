@@ -69,7 +69,7 @@ def test_a_second_ctrl_c(phase, tmp_path):
     with pytest.raises(KeyboardInterrupt, match=words) as caught:
         ends.run(phase, "SIGINT twice", tmp_path)
     assert phase != "body" or caught.value.state.global_step == ends.AT
-    if phase != "end":  # in which the boundary is on its way to disk
+    if phase != "end":  # in which the pre-end checkpoint is on its way to disk
         assert saved(tmp_path) == ([8] if phase in ("after", "closing") else [])
 
 

@@ -171,7 +171,7 @@ def test_a_generator_exit_before_the_save_of_an_end_is_an_error(mode, tmp_path):
 @BOTH
 @pytest.mark.parametrize("error", [OSError("away"), SystemExit(1), KeyboardInterrupt(), signal.SIGTERM], ids=str)
 def test_the_whole_end_is_made_again(mode, error, tmp_path):
-    """With the memories of before; the boundary stays, and is reported as a checkpoint before `failed`."""
+    """With the hooks' states of before; the checkpoint before it stays, and is reported before `failed`."""
     told = []
 
     class Tells(jstep.Hook):
@@ -220,7 +220,7 @@ def test_a_signal_at_the_last_step_does_not_finish_the_run(mode, tmp_path):
 
 
 @BOTH
-def test_the_boundary_before_the_ends_is_temporary(mode, tmp_path):
+def test_the_checkpoint_before_the_ends_is_temporary(mode, tmp_path):
     """No hook is told of it, no other checkpoint is deleted for it, and the last save replaces it."""
     told, seen = [], []
 
@@ -265,7 +265,7 @@ def test_the_last_checkpoint_appears_after_those_of_other_savers(mode, tmp_path)
 
 @BOTH
 @pytest.mark.parametrize("mean", [False, True])
-def test_the_last_row_of_a_history_is_in_the_boundary(mode, mean, tmp_path):
+def test_the_last_row_of_a_history_is_in_the_checkpoint_before_the_ends(mode, mean, tmp_path):
     with pytest.raises(OSError, match="away"):
         go(mode, 5, tmp_path, [jstep.History(every_n_steps=3, mean=mean), Raises("end", 5, OSError("away"))])
     history = jstep.History(every_n_steps=3, mean=mean)
@@ -275,7 +275,7 @@ def test_the_last_row_of_a_history_is_in_the_boundary(mode, mean, tmp_path):
 
 @BOTH
 def test_a_row_that_cannot_be_delivered_at_the_end(mode, tmp_path):
-    """It is an error of a log: the other rows and the boundary are there, and no `end` was called."""
+    """It is an error of a log: the other rows and the checkpoint are there, and no `end` was called."""
 
     def write(step, values):
         if step == 5:
