@@ -161,11 +161,9 @@ def warn_of_other_parent(options: Options, parent: Parent | None) -> None:
     """Warn that `start_from` is not read, if it names another checkpoint than the one that the run began from."""
     if options.start_from is None:
         return
-    path = os.fspath(options.start_from)
     began = "no other run's checkpoint"
     if parent:
-        may_be_same = _parse_path(path) is None or split_path(path)[1] == split_path(parent["path"])[1]
-        if may_be_same:
+        if _may_name(os.fspath(options.start_from), parent["path"]):
             return
         began = parent["path"]
     logger.warning(
@@ -174,6 +172,19 @@ def warn_of_other_parent(options: Options, parent: Parent | None) -> None:
         options.start_from,
         began,
     )
+
+
+def _may_name(path: str, parent_path: str) -> bool:
+    """Whether `start_from` is the path of a parent, or of its directory, whose newest checkpoint it may have been."""
+    parent_directory, _ = split_path(parent_path)
+    if resolve_path(path) == parent_directory:
+        return True
+    # Not only the names: runs usually have checkpoints of the same names. Of a parent that was moved, this warns, too;
+    # nothing is read there to find out, because a parent may be deleted once its branch has a checkpoint.
+    named = _parse_path(path)
+    if named is None:
+        return False
+    return join_path(resolve_path(named.directory), split_path(path)[1]) == parent_path
 
 
 # Read it: meanwhile its run may go on, and replace or delete it.

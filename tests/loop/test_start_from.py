@@ -164,6 +164,20 @@ def test_a_start_from_that_is_not_read_is_a_warning(tmp_path, caplog):
     assert "which began from no other run's checkpoint" in caplog.text
 
 
+def test_a_checkpoint_of_the_same_name_is_another_one(tmp_path, caplog):
+    for name in ("a", "b"):
+        train(10, tmp_path / name)
+    (tmp_path / "link").symlink_to("a")
+    train(15, tmp_path / "branch", start_from=tmp_path / "a")
+    for same in (tmp_path / "link", tmp_path / "link/model-10", tmp_path / "a/model-10"):
+        train(16, tmp_path / "branch", start_from=same)
+    assert "is not read" not in caplog.text
+    for other in (tmp_path / "b", tmp_path / "b/model-10"):
+        caplog.clear()
+        train(17, tmp_path / "branch", start_from=other)
+        assert f"'{other}': is not read, as checkpoint_dir has checkpoints of this run, which began from" in caplog.text
+
+
 @pytest.mark.thorough
 def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
     train(10, tmp_path / "a")
