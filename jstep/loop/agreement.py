@@ -6,6 +6,7 @@ would show up as a wait of half an hour, because they would not call the same co
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,10 +109,17 @@ def _differing_leaves(leaves: list[str]) -> str:
     for process, row in enumerate(rows):
         if row == rows[0]:
             continue
-        only_first = [leaf for leaf in rows[0] if leaf not in {*row}]
-        only_other = [leaf for leaf in row if leaf not in {*rows[0]}]
+        # Counters, because a custom node of a tree may have one path twice.
+        only_first = [*(Counter(rows[0]) - Counter(row)).elements()]
+        only_other = [*(Counter(row) - Counter(rows[0])).elements()]
+        kind = "leaves"
+        if not only_first and not only_other:
+            kind = "order of leaves"
+            first, other = next(pair for pair in zip(rows[0], row, strict=True) if pair[0] != pair[1])
+            only_first = [first]
+            only_other = [other]
         return (
-            "state: must have the same leaves on all processes, got "
+            f"state: must have the same {kind} on all processes, got "
             f"{format_list(only_first, _MANY_LEAVES) or 'fewer'} on process 0 and "
             f"{format_list(only_other, _MANY_LEAVES) or 'fewer'} on process {process}; create it from the same "
             "program and arguments on all of them"

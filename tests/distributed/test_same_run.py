@@ -3,6 +3,7 @@
 import inspect
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 from fellows import Fellows
@@ -116,6 +117,25 @@ def test_states_that_differ_are_told_by_their_leaves(two):
     other = jstep.TrainState.create({"w": jnp.zeros(2), "b": jnp.zeros(1)}, jstep.adam())
     for error in compared(two, states=(STATE, other)):
         assert "state: must have the same leaves on all processes, got fewer on process 0 and params/b" in str(error)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Listed(dict):
+    """A dict whose leaves are in the order in which they were inserted."""
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey(key), value) for key, value in self.items()], tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, keys, values):
+        return cls(zip(keys, values, strict=True))
+
+
+def test_states_that_differ_in_the_order_of_their_leaves_are_told_where(two):
+    states = [STATE.replace(params=Listed({key: jnp.zeros(2) for key in keys})) for keys in ("abc", "acb")]
+    for error in compared(two, states=states):
+        assert "must have the same order of leaves on all processes, got params/b float32[2] on process 0" in str(error)
+        assert "and params/c float32[2] on process 1" in str(error)
 
 
 def test_what_may_differ_is_not_compared(two):
