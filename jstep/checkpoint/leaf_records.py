@@ -129,10 +129,13 @@ def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> An
 
 def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     """Convert a leaf to the dtype that carries it, or back: floats by their bits, integers by their values."""
-    if not record.dtype.startswith("float"):
+    if jnp.issubdtype(jnp.dtype(record.dtype), jnp.integer):
         return array.astype(dtype)
     if isinstance(array, np.ndarray):
         return array.view(dtype)
+    if dtype == record.dtype:
+        # JAX would make two numbers of four bits of each byte that carries one.
+        array = array.astype(f"uint{jnp.finfo(dtype).bits}")
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
