@@ -26,6 +26,9 @@ NO_CONSTANTS = Constants({})
 # program, hence the second bound.
 _MAX_CALLS = 25
 _MAX_VALUES = 128
+_MAX_STEPS = 2**23
+"""The steps after which a piece ends, if no hook has cut it. They are counted in float32, which is exact up to 2**24:
+a call of several steps may add as many again."""
 
 
 class HostAccumulator:
@@ -192,10 +195,6 @@ class MetricSums:
     def limit(self) -> int | None:
         return self._plans.limit
 
-    @limit.setter
-    def limit(self, limit: int | None) -> None:
-        self._plans.limit = limit
-
     def subscribe(self, *, means: bool = True, ratios: bool = False) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
@@ -242,6 +241,8 @@ class MetricSums:
     def end_call(self, first: int, steps: int, sums: DeviceSums, constants: Constants) -> None:
         self._extend(first, steps, constants)
         self._device.replace(sums)
+        if self._last - self._first >= _MAX_STEPS:
+            self.cut()
 
     # Calls of one step.
 
@@ -266,6 +267,8 @@ class MetricSums:
         calls.append(values if plan.is_local else jax.tree.map(local_copy, values))
         if len(calls) >= plan.max_calls:
             self.flush()
+        if self._last - self._first >= _MAX_STEPS:
+            self.cut()
 
     def _plan_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
         is_compiled = constants is not NO_CONSTANTS

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jstep.metering import metric_sums
 from jstep.metering.device_sums import choose_columns
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
 from jstep.training.metrics import Constants, losses_in
@@ -121,3 +122,37 @@ def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, valu
         totals = sums.take(number).totals
     assert totals.bad.step == 1
     np.testing.assert_array_equal(totals.sums["loss"], (value, 2.0))
+
+
+def test_steps_beyond_the_integers_of_float32_are_counted():
+    """In calls of several steps, as if 2**24 of them had been added without a cut."""
+    sums = MetricSums()
+    number = sums.subscribe()
+    before = 2**24
+    metrics = {"loss": jnp.float32(1.0)}
+    columns = choose_columns(metrics, losses_in(metrics), None)
+    array = columns.zeros()
+    blocks = columns.split(array)  # its first fields are views
+    blocks.totals[:] = before
+    blocks.counts[:] = before
+    array[3 * columns.width] = before  # `watched.seen`
+    empty = sums.begin_call(columns, None)
+    sums.end_call(0, before, empty._replace(array=jnp.asarray(array)), NO_CONSTANTS)
+    for first in range(before, before + 60, 3):
+        rows = [{"loss": jnp.float32(math.nan if step == before + 50 else 1.0)} for step in range(first, first + 3)]
+        add(sums, first, rows, skip=None)
+    totals = sums.take(number).totals
+    assert totals.bad.step == before + 51
+    assert totals.sums["loss"][1] == before + 60
+
+
+def test_a_piece_of_calls_of_one_step_ends_before_float32_ends_to_count(monkeypatch):
+    monkeypatch.setattr(metric_sums, "_MAX_STEPS", 10)
+    sums = MetricSums()
+    number = sums.subscribe()
+    constants = Constants({}, None)
+    for step in range(95):
+        sums.add(step, {"loss": jnp.float32(step)}, None, constants)
+    assert sums._last - sums._first == 5
+    interval = sums.take(number)
+    assert interval.means(["loss"]) == {"loss": 47.0}
