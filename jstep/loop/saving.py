@@ -175,7 +175,10 @@ class RunSaverHook(SaverHook):
         try:
             self.saver.wait()
         except Exception:
-            self._latest_save = None  # so that another try saves it again instead of returning True
+            # So that another try saves it again instead of returning True. The error may be of this process alone, and
+            # `has_saved` is then True on others. But it ends the run here, and `_save_after_error` calls no collective
+            # on several processes.
+            self._latest_save = None
             raise
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
