@@ -53,12 +53,16 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
 
 
 def _facts(options: Options) -> dict[str, Any]:
-    """Return what decides which calls are made, and with whom: no value that may differ, such as a log's."""
+    """Return what decides which collectives are called, and when.
+
+    Values that may differ between processes are left out, such as the interval of a log, unless calls end where a line
+    is due.
+    """
     facts: dict[str, Any] = {
         "last_step": options.last_step,
         "steps_per_call": options.steps_per_call,
         "save_checkpoint_steps": options.save_checkpoint_steps,
-        # Of these only whether they are given: the seconds are those of process 0, and paths may differ by host.
+        # Of the following, only whether they are given: process 0 alone decides by seconds, and paths may differ.
         "checkpoint_dir is given": options.checkpoint_dir is not None,
         "stop_secs is given": options.stop_secs is not None,
         "start_from is given": options.start_from is not None,

@@ -66,8 +66,8 @@ class Options:
         return self.checkpoint_dir.prefix if isinstance(self.checkpoint_dir, Saver) else self.checkpoint_prefix
 
     @property
-    def where(self) -> str | None:
-        """The checkpoint_dir, or else the logdir; None without either."""
+    def directory(self) -> str | None:
+        """The directory of the run: checkpoint_dir, or else logdir; None without either."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
         if self.checkpoint_dir is not None:
@@ -93,7 +93,7 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
     )
     _check_intervals(options)
     check_locations(options.checkpoint_dir, options.checkpoint_prefix, options.logdir)
-    make_placer(batch_sharding, "batch_sharding")
+    make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
     return options
 
 

@@ -86,9 +86,9 @@ _BUCKET_FLUSH_SECS = 10.0
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:
     options = run.options
-    if options.logdir is None or options.where is None:
+    if options.logdir is None or options.directory is None:
         return None
-    suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, options.prefix, run.name)
+    suffix = suffix_of_run(location(options.logdir, "logdir"), options.directory, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     paths: list[str] = []  # filled below, once the writer has a path
     run.closing.callback(_remove_if_idle, run, paths)  # pushed first, and so called after the writer is closed

@@ -91,7 +91,7 @@ class Compiler:
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[BegunJob] = deque()
         self.closed = threading.Event()
-        self._cache_sizes: dict[int, int] = {}  # id of a step → the number of its programs
+        self._num_programs: dict[int, int] = {}  # id of a compiled function → the number of its programs
         self._latest_due: Program | None = None  # the program that was compiled last because it was due
         self._shapes: _Shapes | None = None  # of the latest compilation
         # id of a stage → how often it was compiled because its batch had another shape
@@ -117,21 +117,23 @@ class Compiler:
             self._begin(CompileJob(first, stage.name, make, is_quiet=True))
 
     def plan(self, source: BatchSource, first: int, last_step: int, batch_sharding: object) -> None:
-        """Trace the stages whose first batch can be indexed, and compile later ones ahead."""
+        """Queue the compilations of later programs, and check the stages whose batches have shapes that are known now.
+
+        `begin_next` begins the compilations, one at a time.
+        """
         table = self.table
         steps = list(ProgramChanges(table.train_steps, source.next_change).start_steps(first, last_step))
         if len(steps) == 1:
             return
-        # The program of the first step is compiled in any case, so that here only its shapes are noted.
         seen: set[Any] = set()
         for step in steps:
             stage = table.stage_of(step)
             if not stage.is_compilable:
                 continue
-            args = None
             is_first = step == first
             begins_stage = step == stage.first
-            # `source.item` may take as long as to make a batch, so it is called only where a stage needs it.
+            args = None
+            # To index a batch may take as long as to make one, so that only a new stage needs it.
             if source.knows_shapes or (source.has_items and begins_stage and not is_first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier
@@ -140,10 +142,12 @@ class Compiler:
                 if key in seen:
                     continue
                 seen.add(key)
-                if not is_first:
-                    _check_stage(stage, table.state_shapes, args, step)
+            if is_first:
+                continue  # its program is compiled in any case: here only its shapes are noted
+            if args is not None:
+                _check_stage(stage, table.state_shapes, args, step)
             # Without shapes of its own, a new stage is compiled for those of the latest chunk.
-            if not is_first and (begins_stage or args is not None):
+            if begins_stage or args is not None:
                 self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
 
     def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
@@ -211,28 +215,27 @@ class Compiler:
         program = chunk.program
         stage = program.stage
         has_several = self.table.is_looped or len(self.table.stages) > 1
-        if not has_several or stage.is_begun or stage.is_ahead:
+        if not has_several or stage.is_begun or stage.is_compiled_ahead:
             return
-        cache_size = getattr(program.step, "_cache_size", None)
-        if cache_size is not None and not cache_size():
+        if _count_programs(program.step) == 0:
             logger.info("compiling %s for %s", stage.name, _steps(chunk))
 
-    def note_compiled(self, state: Tree, chunk: Chunk) -> bool:
-        """Log why a stage was compiled again; return whether this was its first call."""
+    def log_if_recompiled(self, state: Tree, chunk: Chunk, *, is_first_of_stage: bool) -> None:
+        """After a call in which something was compiled: if it was the program, and not for the first time, say why."""
         program = chunk.program
         stage = program.stage
-        cache_size = getattr(program.step, "_cache_size", lambda: self.counts.programs)()
-        has_grown = cache_size > self._cache_sizes.get(id(program.step), 0)
-        self._cache_sizes[id(program.step)] = cache_size
-        is_first = stage.begin()
+        num_programs = _count_programs(program.step)
+        if num_programs is None:
+            num_programs = self.counts.programs
+        has_grown = num_programs > self._num_programs.get(id(program.step), 0)
+        self._num_programs[id(program.step)] = num_programs
         if not has_grown:
-            return is_first
+            return
         previous = self._shapes
         self._shapes = _Shapes(batch=shapes_of(trees.args_to_batch(chunk.step_args)), state=shapes_of(state))
-        was_ready = program.is_ahead and not program.is_called
-        if previous is not None and stage.is_compilable and not is_first and not was_ready:
+        was_ready = program.is_compiled_ahead and not program.is_called
+        if previous is not None and stage.is_compilable and not is_first_of_stage and not was_ready:
             self._log_recompilation(chunk, previous, self._shapes)
-        return is_first
 
     def _log_recompilation(self, chunk: Chunk, old: _Shapes, new: _Shapes) -> None:
         stage = chunk.program.stage
@@ -253,6 +256,17 @@ class Compiler:
                 stage.name,
                 _MANY_PROGRAMS,
             )
+
+
+def _count_programs(step: Any) -> int | None:
+    """Return how many programs JAX has of a compiled function; None if it does not say.
+
+    `_cache_size` of a function of `jax.jit` is the only private API of JAX that we use, and only for lines of the log.
+    What is public, `jax.monitoring`, counts all that a thread compiles: also the programs that sum metrics, or those of
+    a hook. Without `_cache_size`, these counts are used.
+    """
+    cache_size = getattr(step, "_cache_size", None)
+    return None if cache_size is None else int(cache_size())
 
 
 def _recompilation_cause(name: str, old: Tree, new: Tree) -> str:

@@ -6,19 +6,22 @@
 | `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if it is stopped before | nothing |
 | `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
 | `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
-| `ENDING` | the last iteration; an error or a signal between two | `CLOSING` | the state before the `end`s |
-| `LEAVING` | a signal between two iterations | `ENDING`, by the exception that it raises | the state |
+| `ENDING` | the last iteration; an error or a signal between two | `CLOSING`; `WITHIN` | the state before the `end`s |
+| `LEAVING` | a signal between two iterations | `ENDING`, by its exception; `WITHIN` | the state |
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
-An exit in a user's log also leads to `WITHIN`, from wherever the row was delivered (`RunContext`).
+An error leads from `WITHIN` to `BROKEN`, and from all others before `CLOSING` to `ENDING`. An exit in a user's log
+leads to `WITHIN` first, also from `ENDING` and `LEAVING`, in which the last rows are delivered. So it ends in `BROKEN`,
+and nothing is saved: the row of a step is lost (`RunContext._deliver`).
 
 An iteration is defined in `stopping.py`, the end in `ending.py`. `train` and a loop of the user's own have the same
 iterations: a run of `train` only knows that no body follows its hooks.
 
 Each arrow of the table is a method below, and only the loop's thread calls them. Other threads (observers, the saver of
-a stalled run) read: so a change is one assignment of a new value, never a change in place. The two arrows of each step,
-`BETWEEN` → `WITHIN` → `BETWEEN`, are also assigned in `Run`, where a call of a method would cost each step 50 ns.
+a stalled run) only read, at any time: so a change is one assignment of a new value, never a change in place. The two
+arrows of each step, `BETWEEN` → `WITHIN` → `BETWEEN`, are also assigned in `Run`, where a call of a method would cost
+each step 50 ns.
 """
 
 import contextlib
@@ -68,7 +71,7 @@ class Course:
         activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
-        first: The step at which the loop begins: assumed from `expect` on, known from `begin_at` on.
+        first: The step at which the loop begins: assumed from `assume_start` on, known from `set_start` on.
         has_first: Whether it is assumed or known.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
@@ -149,13 +152,13 @@ class Course:
 
     # The start.
 
-    def expect(self, first: int, restoring_step: int | None) -> None:
-        """Assume the step at which the run begins, while the checkpoint of `restoring_step` is read."""
+    def assume_start(self, first: int, restoring_step: int | None) -> None:
+        """Assume that the run begins at step `first`, while the checkpoint of `restoring_step` is read."""
         self.first = first
         self.has_first = True
         self.restoring_step = restoring_step
 
-    def begin_at(
+    def set_start(
         self,
         step: int,
         state: Tree,
@@ -164,12 +167,12 @@ class Course:
         *,
         is_restored: bool = False,
     ) -> None:
-        """Begin with this state.
+        """Set the state that the run begins with, once it is known.
 
         A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were made there, as the
         body ran before them, nor if the checkpoint says that the body has run: an `end` has failed after it.
         """
-        self.expect(step, None)
+        self.assume_start(step, None)
         self.position = LoopState(step, state)
         self.ended_at = ended_at
         self.has_found_end = ended_at == step
@@ -182,7 +185,7 @@ class Course:
         self.status = READY
 
     def begin(self) -> None:
-        """`READY` → `BETWEEN`, before the first batch is asked for."""
+        """`READY` → `BETWEEN`, before the first batch is fetched."""
         self.status = BETWEEN
         self.has_begun = True
 
@@ -210,7 +213,7 @@ class Course:
         """Whether the body of the last step is still to run.
 
         With `run.every(n)` the body also runs at the end of the loop, which is known only once the batches have ended:
-        the step before may be no multiple of n. A restart at such a step may owe it, too (`begin_at`).
+        the step before may be no multiple of n. A restart at such a step may owe it, too (`set_start`).
         """
         if not self.has_body or not self.has_begun or self.is_leaving:
             return False

@@ -75,7 +75,8 @@ class Dispatch:
         self.call_listeners: list[ChunkListener] = []
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
-        # `on_device`: some step is not compiled. It may make arrays of equal shapes from batches of different ones.
+        # With `on_device`, some step is not compiled. It may make arrays of equal shapes from batches of different
+        # ones. So processes may rightly pass it batches of different shapes, and these are not compared.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
     def compile_for(self, state: Tree, chunk: Chunk) -> None:
@@ -150,7 +151,8 @@ class Dispatch:
     def _note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
         """After a call that compiled its program: count its time as `starting`, and check a stage's first result."""
         program = chunk.program
-        is_first_of_stage = self.compiler.note_compiled(state, chunk)
+        is_first_of_stage = program.stage.begin()
+        self.compiler.log_if_recompiled(state, chunk, is_first_of_stage=is_first_of_stage)
         if is_first_of_stage:
             check_result(result)
         if not program.is_called:

@@ -40,7 +40,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
-        count: The number of those after which the loop has asked for another one.
+        count: The number of batches that the loop has taken, and after which it has asked for another one.
     """
 
     def __init__(self, source: BatchSource, times: StartTimes | None = None) -> None:
@@ -196,14 +196,16 @@ class BatchFeeder(Iterator[Chunk]):
         self._thread: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
         self._requests = 0
-        # The first batch only starts the clock: of an infinite time, no wait is a twentieth.
+        # The first check is made when the first batch has come. The time before it counts as infinite, so that no wait
+        # is a twentieth of it, and only the clock starts.
         self._last_check = _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
         self.waiting = False
         self.can_interrupt = False
         self.received_at = 0.0
         self.steps = 1
 
-    def interrupted(self) -> BaseException | None:
+    def signal_exception(self) -> BaseException | None:
+        """Return what a signal raises now, wherever the main thread is; None if it is only recorded."""
         return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:

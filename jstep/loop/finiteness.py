@@ -65,7 +65,7 @@ class Finiteness:
             self._found = _NonfiniteParams(weakref.ref(state), counts)
         return self._found.counts
 
-    def check_params(self, step: int, saver: Saver) -> bool:
+    def require_finite(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite, which the checkpoint records; raise if not.
 
         Returns False only for a `Saver` that allows it. To be called on all processes, which end here together: one

@@ -36,7 +36,7 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the first error, the others as its notes.
 
-        If the run has another error, it is given `failed`, which is called with each of them and makes notes of them.
+        If the run has an error of its own, nothing is raised: `failed` is called with each of these, and notes it.
         """
         if self._activity is not None:
             self._course.activity = self._activity  # which the note of the first error names

@@ -2,7 +2,7 @@
 
 | method | called | calls |
 |---|---|---|
-| `begin`, `evaluate` | before the first step | `begin`, and evaluations of the first state or those that are owed |
+| `begin`, `make_evaluations` | before the first step | `begin`, and evaluations that are owed, or of the first state |
 | `make_run_chunk` | once; what it returns, for each call | `before_step` |
 | `call_after_step` | after each call | `after_step` of hooks that are due, but for savers |
 | `save` | between two iterations, if a saver is due | savers that are due |
@@ -93,7 +93,7 @@ class HookRunner:
         self.savers = ScheduleGroup(savers, course.first)
         return is_done
 
-    def evaluate(self, evaluate: Callable[..., Any]) -> bool:
+    def make_evaluations(self, evaluate: Callable[..., Any]) -> bool:
         """Call `evaluate_first` or `repeat_interrupted` for each evaluation; return whether one ends the run."""
         course = self._course
         is_done = False
@@ -163,7 +163,8 @@ class HookRunner:
     def _check_step(self, first: int) -> None:
         """Read the step from the device, and wait for it, after the first call of each stage.
 
-        From then on the step is counted on the host, which is right only if the stage advances it by one.
+        From then on the step is counted on the host, which is right only if the stage advances it by one. It is read
+        again before each save and at the end (`RunInfo.check_step`).
         """
         course = self._course
         if first == course.first:
@@ -384,10 +385,14 @@ def close_hooks(
 
 
 def _acts(hook: Any) -> bool:
-    """Whether a hook is called after steps."""
+    """Whether a hook is scheduled: called after steps, or asked by `next_due` where calls end."""
     if isinstance(hook, RunHook):
         return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step
-    return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))
+    if defines(hook, "after_step"):
+        return True
+    # A subclass of `Hook` that only says where calls end. It is scheduled so that what its `next_due` returns is
+    # checked whatever `steps_per_call` is.
+    return hasattr(hook, "after_step") and defines(hook, "next_due")
 
 
 def _name_of_stop(hook: Any) -> str:

@@ -24,7 +24,7 @@ from jstep.loop.arguments import Options
 from jstep.loop.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
-from jstep.record.schema import Parent
+from jstep.record.schema import Parent, Start
 from jstep.record.starts import original_of, read_starts, valid
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
@@ -194,8 +194,8 @@ def plan_start(options: Options, state: TrainState, saver: Saver | None, new_nam
             extra = _load_extra(saver, latest, claimed.extra)
             if claimed.extra is not None:
                 first = latest
-        # One process alone may be unable to read its positions. Then all read them again in `restore`, where errors are
-        # shared: the checks of a known `first` are collectives, in which the others would wait for that one.
+        # If one process cannot read its positions, none may use `first`: what is done with it early is collective, and
+        # that process would not take part. `restore` reads the positions again, and shares the error.
         if processes.any_process(first is None):
             first = None
     lineage = _find_lineage(options, latest, extra, new_name)
@@ -236,14 +236,19 @@ def _find_run_name(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | 
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(run_directory).values():
                 for start in valid(starts)[-1:]:
-                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
+                    if _has_kept(start, path):
                         return str(start[RUN_KEY])
     return None
 
 
+def _has_kept(start: Start, path: str) -> bool:
+    """Whether a start has kept the checkpoint at this resolved path as a best one."""
+    return any(resolve_path(kept_path) == path for _, _, kept_path in start["best"].values())
+
+
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
     """Return where the run comes from: its checkpoint says so, unless its directory is a copy of another run's."""
-    directory = options.where
+    directory = options.directory
     prefix = options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
     if extra and jax.process_index() == 0:

@@ -81,6 +81,12 @@ def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
 class Program:
     """The train step of a stage, or a loop over 1 to `max_steps` of its steps.
 
+    | program | `is_looped` | `is_stacked` | `max_steps` | made if `steps_per_call` is |
+    |---|---|---|---|---|
+    | one step | no | no | 1 | 1, or the stage cannot be looped, or is slow in a loop |
+    | a loop of one step | yes | no | 1 | "auto", until the longer one is compiled |
+    | a loop of several steps | yes | yes | K | K > 1, or "auto" later |
+
     Attributes:
         step_args: For a loop, the shapes of the arguments of one step.
         is_stacked: Whether it takes the batches of several steps, stacked.
@@ -88,7 +94,7 @@ class Program:
         constants: The metrics that are constants of the program; known from its first call on.
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
         is_called: Whether its first call has returned.
-        is_ahead: Whether it was compiled before its first call.
+        is_compiled_ahead: Whether it was compiled before its first call.
         is_settled: Whether a call needs nothing besides `run`: it was called, and nothing is compiled ahead or timed.
     """
 
@@ -104,7 +110,7 @@ class Program:
         self.stage = stage
         self.step_args = step_args
         self._columns = columns
-        self.step: Any = stage.single if loop is None else loop
+        self.step: Any = stage.single_step if loop is None else loop
         self.is_looped = loop is not None
         self.is_stacked = loop is not None and loop.max_steps is not None
         self.max_steps = 1 if loop is None else loop.max_steps or 1
@@ -112,7 +118,7 @@ class Program:
         self.constants = NO_CONSTANTS
         self.has_failed = has_failed
         self.is_called = False
-        self.is_ahead = False
+        self.is_compiled_ahead = False
         self.is_settled = False
         # Of a step that jstep did not make: whether its state has weak values, which are cast at each call.
         self._returns_weak_values = False
@@ -192,7 +198,7 @@ class Program:
             self.has_failed = True
             raise
         lowered.compile()
-        self.is_ahead = True
+        self.is_compiled_ahead = True
 
 
 AUTO = "auto"
@@ -202,7 +208,9 @@ class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
     Attributes:
-        max_steps: The maximum number of steps of a call; None for calls that are not stacked, as "auto" begins.
+        max_steps: The maximum number of steps of a call; None while "auto" takes one step per call, whose batches are
+            not stacked.
+        is_looped: Whether programs are loops over steps, if their stages allow it.
         compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
         on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
             otherwise get NumPy arrays.
@@ -281,8 +289,8 @@ class ProgramTable:
         program = self.program_for(step, shapes, lambda: args)
         program.compile(self.state_shapes, args, self.sums)
         # Only now: if it fails, the step that needs the program compiles it, and the log says so.
-        if program.is_ahead:
-            program.stage.is_ahead = True
+        if program.is_compiled_ahead:
+            program.stage.is_compiled_ahead = True
 
     def compile_with_max_steps(self, max_steps: int) -> None:
         """Compile each looped program again, for calls of up to so many steps."""
@@ -301,6 +309,6 @@ def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:
     for first, stop, step in train_steps.stages():
         name = name_of_step(step) if has_several else getattr(step, "__name__", "train_step")
         # A loop traces a step that is not compiled: then a single step is compiled, too.
-        single = step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)
-        stages.append(Stage(step, name, first, single, NEVER if stop is None else stop))
+        single_step = step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)
+        stages.append(Stage(step, name, first, single_step, NEVER if stop is None else stop))
     return stages

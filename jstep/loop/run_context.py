@@ -237,7 +237,7 @@ class RunContext(RunInfo):
         return self.components.runner.call_before_save(step)
 
     def require_finite(self, step: int, saver: Saver) -> bool:
-        return self.components.finiteness.check_params(step, saver)
+        return self.components.finiteness.require_finite(step, saver)
 
     def freeze_batch_position(self) -> None:
         """Freeze the position of batches that are made with the state."""

@@ -262,7 +262,7 @@ def why_not_saved(run: RunContext) -> str:
     )
 
 
-def where_resumed(run: RunContext) -> str:
+def describe_restart(run: RunContext) -> str:
     """Say from which checkpoint the next start resumes, as the rest of a sentence; "" without checkpoints.
 
     It waits for a save in progress, and lists the checkpoints.

@@ -33,20 +33,22 @@ def lanes_of(step: object) -> int | None:
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """A train step of a run, from `first` to before `stop`. `single` runs one step.
+    """A train step of a run, from `first` to before `stop`.
+
+    `step` is the train step as it was given; `single_step` takes one step, and is compiled if the run loops over steps.
 
     Attributes:
-        is_ahead: Whether its first program was compiled before it was due.
+        is_compiled_ahead: Whether its first program was compiled before it was due.
         is_slow: Whether XLA runs it much slower in a loop.
     """
 
     step: Any
     name: str
     first: int
-    single: Any
+    single_step: Any
     stop: float = NEVER
     is_begun: bool = False
-    is_ahead: bool = False
+    is_compiled_ahead: bool = False
     is_slow: bool = False
 
     def begin(self) -> bool:
@@ -61,16 +63,16 @@ class Stage:
 
     @property
     def is_compilable(self) -> bool:
-        return hasattr(self.single, "lower")
+        return hasattr(self.single_step, "lower")
 
     def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
         """The `jax.stages.Traced` of one step; None if the step is not compiled."""
-        if isinstance(self.single, TrainStep):
-            return trace_program(self.single, state, args)
-        if not hasattr(self.single, "trace"):
+        if isinstance(self.single_step, TrainStep):
+            return trace_program(self.single_step, state, args)
+        if not hasattr(self.single_step, "trace"):
             return None
         with using_mesh(mesh_of((state, args))), self.watching():
-            return self.single.trace(state, *args)
+            return self.single_step.trace(state, *args)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -108,7 +108,7 @@ def begin_hooks(run: RunContext) -> bool:
     elif run.saver is not None:
         get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < stop_step:
-        is_over = components.runner.evaluate(evaluate_first)
+        is_over = components.runner.make_evaluations(evaluate_first)
     if is_over and run.poll_stop_signal():
         return False  # the evaluation that was owed has been interrupted again: the run goes on in the next start
     if is_over or first >= stop_step:
@@ -142,7 +142,7 @@ def _resume_hooks(run: RunContext) -> bool:
             hook.resume(run.step, run.state)
     # An evaluation that a signal interrupted before this checkpoint was saved. It is made even if a hook keeps the run
     # stopped: its result is owed.
-    is_done = run.components.runner.evaluate(repeat_interrupted)
+    is_done = run.components.runner.make_evaluations(repeat_interrupted)
     return is_stopped or is_done
 
 
@@ -161,10 +161,10 @@ def _open_checkpoints(run: RunContext) -> None:
     parent = run.plan.parent
     if parent is None:
         return
-    course.expect(parent.step, parent.step)
+    course.assume_start(parent.step, parent.step)
     with run.times.timing("restore"), course.doing(Activity.RESTORING):
         run.plan, state = read_parent(options, run.plan, state)
-    course.begin_at(run.plan.latest or 0, state)
+    course.set_start(run.plan.latest or 0, state)
 
 
 def _close_saver(run: RunContext, saver: Saver) -> None:
@@ -197,11 +197,11 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
         course.doing(Activity.RESTORING if is_reading else Activity.STARTING),
     ):
         if plan.parent is None:
-            course.expect(plan.first or 0, plan.latest)
+            course.assume_start(plan.first or 0, plan.latest)
         run.origin, state = restore(saver, run.state, plan)
         extra = run.origin.extra
         is_restored = run.restored is not None
-        course.begin_at(run.origin.step, state, extra.get(ENDED), extra.get(LAST_BODY), is_restored=is_restored)
+        course.set_start(run.origin.step, state, extra.get(ENDED), extra.get(LAST_BODY), is_restored=is_restored)
     if early_batches is None or course.first == plan.first:
         return early_batches
     if not early_batches.source.is_seekable:
@@ -229,13 +229,13 @@ def _open_record(run: RunContext) -> int:
 
 def _prepare_directories(options: Options, *, has_saver: bool) -> None:
     """Check that the directories can be written to, and remove what earlier starts have left in them."""
-    if not has_saver and options.where is not None and is_url(options.where):
-        objects = Objects(options.where)  # asked now, as the record and the event files would each wait for it
+    if not has_saver and options.directory is not None and is_url(options.directory):
+        objects = Objects(options.directory)  # asked now, as the record and the event files would each wait for it
         with objects.time_limit(START_TIMEOUT_SECS):
             objects.list(FOLDER, f"{FOLDER}~")
-    if options.logdir is not None and options.where is not None:
-        check_no_links(os.fspath(options.logdir), options.where)
-    paths = {os.fspath(path) for path in (options.where, options.logdir) if path is not None}
+    if options.logdir is not None and options.directory is not None:
+        check_no_links(os.fspath(options.logdir), options.directory)
+    paths = {os.fspath(path) for path in (options.directory, options.logdir) if path is not None}
     for path in paths:
         if is_url(path):
             continue

@@ -49,7 +49,7 @@ from jstep.loop.course import ENDING, Activity
 from jstep.loop.hook_errors import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext
-from jstep.loop.saving import RunSaverHook, find_own_saver, where_resumed, why_not_saved
+from jstep.loop.saving import RunSaverHook, describe_restart, find_own_saver, why_not_saved
 from jstep.state.train_state import TrainState
 
 # The normal end of a run, also one that takes no step.
@@ -129,7 +129,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     if len(savers) < len(finiteness.savers):
         run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in finiteness.savers:  # and otherwise an error says more of the parameters
-            finiteness.check_params(run.step, hook.saver)
+            finiteness.require_finite(run.step, hook.saver)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
@@ -175,9 +175,9 @@ _UNPRINTED = SystemExit, GeneratorExit, asyncio.CancelledError
 
 def rescue(run: RunContext, error: BaseException) -> None:
     """Save the state, if a restart may resume from it, and attach it to the error with a note that says so."""
-    where = _describe_place(run)  # before the state is saved, which is another activity
+    place = _describe_place(run)  # before the state is saved, which is another activity
     obeys_signal = _obeys_signal(run, error)
-    text = f"{where}{_save_and_attach(run, error, obeys_signal=obeys_signal)}."
+    text = f"{place}{_save_and_attach(run, error, obeys_signal=obeys_signal)}."
     note(error, f"jstep: {text}")
     if isinstance(error, _UNPRINTED) and not obeys_signal:
         logger.warning("%s ends the run %s", type(error).__name__, text, extra=BELOW_BAR)
@@ -197,10 +197,10 @@ def _save_and_attach(run: RunContext, error: BaseException, *, obeys_signal: boo
     if not signals.received_twice:
         runner.call_at_last_step(failed)
     if attach_last_state(run, error):
-        return f". The state was donated to a step: it is lost{where_resumed(run)}"
+        return f". The state was donated to a step: it is lost{describe_restart(run)}"
     saved = ""
     if not run.course.is_resumable:
-        why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
+        why = f", and is not saved, {why_not_saved(run)}{describe_restart(run)}"
         saved = why if run.components.finiteness.savers else ""
     elif not obeys_signal and run.course.has_trained and run.components.finiteness.savers:
         saved = _save_after_error(run, error)
@@ -256,7 +256,7 @@ def save_stalled_run(run: RunContext) -> str:
     try:
         why = why_not_saved(run)
         if why:
-            return f"step {step} is not saved, {why}{where_resumed(run)}"
+            return f"step {step} is not saved, {why}{describe_restart(run)}"
         savers, why = finiteness.hooks_that_may_save()
         if own_saver not in savers:
             return f"step {step} is not saved: {why}"
@@ -275,17 +275,17 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
         if own_saver is not None and own_saver.has_saved(run.step, run.state):
             name = checkpoint_name(own_saver.saver.prefix, run.step)
             return f", and is saved as {name}; start the run again to resume"
-        return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
+        return f", and is not saved: the other processes may be elsewhere{describe_restart(run)}"
     savers, why = run.components.finiteness.hooks_that_may_save(error)
     if not savers:
         reason = f": {why}" if why else ""
-        return f", and is not saved{reason}{where_resumed(run)}"
+        return f", and is not saved{reason}{describe_restart(run)}"
     try:
         why = why_not_saved(run)
     except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_error_clause(failure)}"
     if why:
-        return f", and is not saved, {why}{where_resumed(run)}"
+        return f", and is not saved, {why}{describe_restart(run)}"
     outcomes = list[str]()
     for hook in savers:
         try:
@@ -300,10 +300,10 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
     return f", and {outcomes[0]}"
 
 
-def _save(run: RunContext, hook: SaverHook, where: str = "") -> str:
+def _save(run: RunContext, hook: SaverHook, as_name: str = "") -> str:
     """Let a hook save until it is on disk; return the outcome, as the rest of a sentence about the state."""
     if run.course.call_hook(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
-        return f"is saved{where}; start the run again to resume"
+        return f"is saved{as_name}; start the run again to resume"
     return "is not saved: a hook prevented it"
 
 

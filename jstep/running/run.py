@@ -354,7 +354,7 @@ class Run(Generic[P]):
         context = self._context
         if not context.course.has_next:
             return ()
-        context.signals.interrupts = context.components.feeder.interrupted
+        context.signals.interrupts = context.components.feeder.signal_exception
         context.course.begin()
         context.course.activity = Activity.FETCHING
         self._run_chunk = context.components.runner.make_run_chunk(context.components.dispatch)

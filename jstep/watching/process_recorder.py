@@ -22,7 +22,7 @@ class ProcessRecorder(Observer):
 
     def on_restored(self) -> None:
         run = self._run
-        where = run.options.where
+        where = run.options.directory
         index = jax.process_index()
         if where is None or index == 0 or not run.start_number:
             return

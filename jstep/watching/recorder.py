@@ -69,7 +69,7 @@ class Recorder(Observer):
     # The start.
 
     def on_open(self) -> None:
-        where = self.run.options.where
+        where = self.run.options.directory
         if where is None or jax.process_index() != 0:
             return
         # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
@@ -235,7 +235,7 @@ class Recorder(Observer):
         self._tasks.add(functools.partial(self._compare_once, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
-        program = describe_program(stage.first, stage.single, traced, constants, args)
+        program = describe_program(stage.first, stage.single_step, traced, constants, args)
         self._setup = {**self._setup, "programs": [*self._setup.get("programs", ()), program]}
         self._write_setup()
         if self.run.file is not None and traced is not None:

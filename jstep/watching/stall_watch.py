@@ -129,7 +129,7 @@ class StallWatch(Observer):
         options = run.options
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
         self._every = min(1.0, self._warn / 4)
-        self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
+        self._files = StallFiles(options.directory, self._index, self._warn, options.checkpoint_prefix)
         self._ended = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()
@@ -150,7 +150,7 @@ class StallWatch(Observer):
     @property
     def _is_shared(self) -> bool:
         """Whether processes read each other's files."""
-        return self.run.options.where is not None and self._count > 1
+        return self.run.options.directory is not None and self._count > 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._warn:

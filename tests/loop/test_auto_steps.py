@@ -98,7 +98,7 @@ def test_the_longer_program_is_known_to_be_compiled() -> None:
     """Otherwise its first call would be logged as a compilation for other shapes."""
     programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
     args = (jax.ShapeDtypeStruct((2,), np.float32),)
-    assert not programs.program_for(0, "shapes", lambda: args).is_ahead
+    assert not programs.program_for(0, "shapes", lambda: args).is_compiled_ahead
     programs.compile_with_max_steps(4)
     programs.max_steps = 4
-    assert programs.program_for(0, "shapes", lambda: args).is_ahead
+    assert programs.program_for(0, "shapes", lambda: args).is_compiled_ahead

@@ -29,7 +29,7 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     )  # fmt: skip
     fields = {
         "is_open": True, "components": components, "step": step, "is_over": loop.get("is_over", False), "saver": None,
-        "writer": None, "file": None, "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
+        "writer": None, "file": None, "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
         "course": types.SimpleNamespace(**course | loop, has_trained=step > 2),
         "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: []}, visits=lambda part: []),
         "in_flight": InFlight(),
@@ -157,7 +157,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(watch._elsewhere())[-1] == "no sign of life from process 6"
     files.shown = 7.6
     assert "no sign" not in "".join(watch._elsewhere())
-    watch.run.options.where = None  # type: ignore[misc]
+    watch.run.options.directory = None  # type: ignore[misc]
     files.shown = 7.5
     assert "no sign" not in "".join(watch._elsewhere())
 
