@@ -171,7 +171,7 @@ class Compiler:
                 break
             with self._watch.phase(STARTING), self.table.compiling(job.name):
                 self._signals.wait_for(task, can_interrupt=can_interrupt)
-            # Only now: if a signal ends the wait, `close` still knows of it.
+            # Only now: if a signal ends the wait, `close` still finds the job.
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:
             self.jobs.popleft()  # the step compiles it

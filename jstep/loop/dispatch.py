@@ -270,16 +270,18 @@ class AutoSteps:
 def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
     """Warn if all learning rates of the last stage are 0 in the last two steps."""
     stage = chunk.program.stage
-    step = step_function(stage.step)
-    if step is None or last_step is None or jax.process_index() != 0:
+    train_step = step_function(stage.step)
+    if train_step is None or last_step is None or jax.process_index() != 0:
         return
     if last_step - stage.first < 4:
-        return
+        return  # in a run of 3 steps, step 1 is one of the last two; a later stage as short is not judged either
     if LEARNING_RATE in roles_in(state).arguments.values():
         return  # a held rate is not a schedule
     if train_steps.value_at(last_step - 1) is not train_steps.value_at(stage.first):
         return  # a later stage has another one
-    rates = _sample_rates(step.optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
+    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before it began is 0 in all of the
+    # stage, and a mistake all the same. A rate that is 0 everywhere is none: it is meant to train nothing.
+    rates = _sample_rates(train_step.optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
     if rates is None:
         return
     early, middle, last_but_one, last = rates

@@ -94,7 +94,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     # The first batch.
 
     def start(self, reopen_source: Callable[[], BatchSource] | None) -> None:
-        """Make the first batch in a thread. If it fails, because no hook has begun, the source is opened again."""
+        """Make the first batch in a thread. If it fails, perhaps as no hook has begun, the source is opened again."""
         self._reopen_source = reopen_source
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
@@ -179,7 +179,7 @@ class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; a thread may read their batches ahead.
 
     The thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
-    call. It never reads batches made with the state.
+    call. There is none for batches that are made with the state.
 
     Attributes:
         waiting: Whether the loop waits for a batch.

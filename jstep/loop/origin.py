@@ -192,7 +192,7 @@ def plan_start(options: Options, state: TrainState, saver: Saver | None, new_nam
         first = None
         with contextlib.suppress(Exception):  # `restore` reports the error
             extra = _load_extra(saver, latest, claimed.extra)
-            if claimed.extra is not None:
+            if claimed.extra is not None:  # it could be read
                 first = latest
         # If one process cannot read its positions, none may use `first`: what is done with it early is collective, and
         # that process would not take part. `restore` reads the positions again, and shares the error.

@@ -37,7 +37,12 @@ from jstep.state.train_state import TrainState
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run.
+    Methods are roughly in the order of a run. All but `flush` are called in the loop's thread.
+
+    A thread that an observer starts may read the run at any time, and must change nothing. The attributes of `course`
+    and of the feeder are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
+    different steps: take a step and its state from one `position`. `components` are there once `is_open`, and the state
+    is None after `on_close`.
     """
 
     replaces_log_lines: bool = False

@@ -212,7 +212,7 @@ class Run(Generic[P]):
         self._context = RunContext(options, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
         self._owner: _Owner | None = None  # what has entered it
-        # Until `__enter__`: empty, and with the `close` that `_release` calls.
+        # Until `__enter__`, an empty generator, as `_release` calls its `close`.
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._body_resumed_at = 0.0  # by the stopwatch: when a body that makes its batches began, or went on
         # The last position, from the end of the loop on, or from its error. Here and not in the `Course`, which hooks
@@ -535,7 +535,7 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _has_closed_generator(self, error: BaseException | None) -> bool:
-        """Whether a generator that contains the block was closed between two iterations: the run ends as by `break`.
+        """Whether a generator that contains the block was closed between two iterations: it then ends as by `break`.
 
         The loop itself has not raised `error`. A generator that is closed at a `yield` of the body leaves half an
         iteration, which must not be saved.
