@@ -21,7 +21,7 @@ class BackgroundHooks:
         self._lock = threading.Lock()
         self._tasks = SerialTasks("jstep-saved", daemon=True)
         self._calls: dict[str, Task[None]] = {}  # those in progress, by path
-        self._errors: dict[int, Any] = {}
+        self._errors: dict[int, Any] = {}  # id of a hook → the error of its latest `saved`
         self._thread: int | None = None  # of the call of `saved` in progress
 
     def flush(self) -> None:

@@ -127,7 +127,7 @@ def _as_hparams(config: dict[str, Any]) -> dict[str, Any]:
 def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
     """Remove the event files of a start that has found the end of the run, and had nothing to do there.
 
-    Whether it has is known only at its end: its batches may be used up.
+    This is known only once it has ended, as its batches may turn out to be used up.
     """
     is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_trained
     if not is_idle:

@@ -145,8 +145,8 @@ class Course:
     def owes_end(self) -> bool:
         """Whether the `end`s of this step are still to be made.
 
-        A start without a step makes those that an earlier one was killed in, and nothing else: not in a fresh run,
-        which has not trained, and not after the mark.
+        A start that takes no step still makes the `end`s in which an earlier start was killed. It makes none in a fresh
+        run, which has not trained, and none where the checkpoint has the mark.
         """
         return not self.has_ended and (self.has_trained or self.is_restored)
 
@@ -226,7 +226,7 @@ class Course:
 
     @property
     def has_run_last_body(self) -> bool:
-        """Whether the body of this step has run only because the run ends here: the next start cannot know it."""
+        """Whether the body of this step has run only because the run ends here; a restart cannot tell by the step."""
         return self.has_body and self._is_between_bodies() and self.body_taken_at == self.position.step
 
     def _is_between_bodies(self) -> bool:
@@ -280,7 +280,7 @@ class Course:
         self.activity = Activity.ENDING
 
     def fail(self) -> None:
-        """→ `ENDING` or `BROKEN`, by an error: which one decides what is saved."""
+        """→ `ENDING` or `BROKEN`, by an error; the status decides what is saved."""
         self.status = ENDING if self.is_resumable else BROKEN
 
     def close(self) -> None:

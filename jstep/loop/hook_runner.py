@@ -296,7 +296,7 @@ class HookRunner:
     def deliver_all(self, errors: HookErrors) -> None:
         """Deliver all numbers, even if some deliveries fail."""
         while True:
-            # A delivery that raises has left the queue, so the next round goes on behind it.
+            # `errors` keeps the error of a delivery, which has left the queue: the next round goes on behind it.
             with errors:
                 return self._run.transfers.deliver_all()
 

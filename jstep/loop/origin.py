@@ -119,7 +119,7 @@ class Resumed:
 
     Attributes:
         is_at_branch_point: Whether the run is still where it branched off, and no hook of its own has stopped it there.
-            So what the checkpoint says is of the parent, whose hooks do not stop this run.
+            Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not stop this run.
     """
 
     step: int

@@ -93,7 +93,10 @@ class SaveInterval:
 
 
 class RunSaverHook(SaverHook):
-    """Saves a run, by which it resumes: the state, and the contents beside it, again if only these have changed."""
+    """Saves the checkpoints from which a run resumes: the state, and the contents beside it.
+
+    A step is saved again if only the contents have changed since.
+    """
 
     _phase = STEPPING  # it measures its own time, and only when it saves
 

@@ -91,7 +91,7 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
 def begin_hooks(run: RunContext) -> bool:
     """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take.
 
-    They are given the run last: they write to what it has opened, and are closed before it.
+    They are given the run once all is opened, as they write to it, and are closed first.
     """
     components = run.components
     components.runner.use_run(run.closing)
@@ -110,7 +110,7 @@ def begin_hooks(run: RunContext) -> bool:
     if run.restored is None and not is_over and first < stop_step:
         is_over = components.runner.make_evaluations(evaluate_first)
     if is_over and run.poll_stop_signal():
-        return False  # the evaluation that was owed has been interrupted again: the run goes on in the next start
+        return False  # a signal has interrupted the owed evaluation again: the run resumes with it in the next start
     if is_over or first >= stop_step:
         report_done(run)
         for observer in run.observers:
@@ -140,8 +140,8 @@ def _resume_hooks(run: RunContext) -> bool:
     for hook in run.components.hooks:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
-    # An evaluation that a signal interrupted before this checkpoint was saved. It is made even if a hook keeps the run
-    # stopped: its result is owed.
+    # If a signal interrupted an evaluation before this checkpoint was saved, it is made now. This is so even if a hook
+    # keeps the run stopped: the result is owed.
     is_done = run.components.runner.make_evaluations(repeat_interrupted)
     return is_stopped or is_done
 

@@ -118,8 +118,8 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
-        # A start that has found the mark and takes no step writes nothing: the mark is written after all savers have
-        # saved.
+        # A start that has found the mark and took no step has nothing to save by the user's savers: they had all saved
+        # when the mark was written.
         if is_idle and not isinstance(hook, RunSaverHook):
             continue
         with errors:
@@ -128,7 +128,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     runner.raise_log_errors_of_all()
     if len(savers) < len(finiteness.savers):
         run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
-        for hook in finiteness.savers:  # and otherwise an error says more of the parameters
+        for hook in finiteness.savers:  # otherwise this raises, if the parameters are the reason
             finiteness.require_finite(run.step, hook.saver)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)

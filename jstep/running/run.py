@@ -77,8 +77,8 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
             return
         is_closed_from_outside = course.activity is Activity.BODY or course.status == CLOSING
         if isinstance(error, GeneratorExit) and is_closed_from_outside:
-            # `close` of the iterator raises it at the `yield`: the user calls it, or `_release`. A GeneratorExit from
-            # anywhere else comes from the user's loader or hook, and is an error like any other, also in an `end`.
+            # The user or `_release` has called `close` of the iterator, which raises it at the `yield`. Any other one
+            # comes from the user's loader or hook, also in an `end`, and is an error like any other.
             return
         # Leaving the contexts of the loop sets `__traceback__`. Some exceptions refuse that, and their refusal arrives
         # here in their place.
@@ -381,7 +381,8 @@ class Run(Generic[P]):
         context.in_flight.add(chunk.first, step, state, metrics)
         context.components.runner.call_after_step(chunk.first)
 
-    # The time of a body is that of hooks. A body that makes the batches is waited for, until it calls `train_step`.
+    # The time of a body counts as hooks. That of a body that makes the batches counts as waiting for a batch, until it
+    # calls `train_step`.
 
     def _resume_body(self) -> None:
         context = self._context
@@ -463,7 +464,8 @@ class Run(Generic[P]):
             is_cut_short = not make_end(context)
         elif not is_cut_short:
             course.is_finished = True
-        # Asked again, as the `end`s may have taken minutes. Those that have all run are saved, and not made again.
+        # Polled again, as the `end`s may have taken minutes. If all of them have run, that is saved, and a restart does
+        # not make them again.
         if is_cut_short or context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
@@ -544,7 +546,7 @@ class Run(Generic[P]):
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         progress = self._context.options.progress
-        # The progress bar of a notebook shows the rest.
+        # In a notebook, the progress bar shows what lines of level INFO would.
         level = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
         stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
         if progress is not False and jax.process_index() == 0:
