@@ -64,7 +64,8 @@ class Columns(NamedTuple):
     """The metrics that have a column in the sums, and which of them are watched.
 
     There is one column for each of `names`, and then one for the count of each of `ratios`. A step contributes a row:
-    these numbers, and then its loss, or of several losses the sum of what is not finite.
+    these numbers, and last its loss. If it has several, or an array of them, the last number is finite exactly if all
+    are.
 
     Attributes:
         names: The metrics; a `mean_of` contributes its total here.
@@ -227,8 +228,8 @@ def choose_columns(
     """Return the columns of metrics on the device.
 
     Args:
-        losses: The names of the losses among all metrics of the step: a metric `loss/note` is one only if there is no
-            `loss`, which may be a number of the host.
+        losses: The names of the losses of the step. The caller finds them among all of its metrics, of which those on
+            the host are not in `metrics`: `loss/note` is a loss only if the step has no `loss`, be it on the host.
     """
     names: list[str] = []
     ratios: list[int] = []

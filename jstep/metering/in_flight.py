@@ -147,7 +147,10 @@ class InFlight:
 
 
 def _find_result(state: trees.Tree, metrics: Any) -> Any:
-    """Return a small array that no later call donates: a metric, or a copy of the state's step."""
+    """Return a small array of a call, which later calls seldom donate.
+
+    It is a metric, which some steps return as an array of the state, too; or a copy of the state's step.
+    """
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
     if arrays:
         return min(arrays, key=lambda leaf: leaf.size)

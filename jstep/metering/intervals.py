@@ -175,18 +175,24 @@ class NewestRatios:
         self._values: dict[str, float] = {}
 
     def add(self, piece: Piece) -> None:
-        if piece.columns.ratios:
-            self._pieces.append(piece)
-            self.newest_values()
+        if not piece.columns.ratios:
+            return
+        self._pieces.append(piece)
+        with self._lock:
+            # Not only when somebody asks for the values: until then, each piece keeps an array on the device.
+            self._take_arrived()
 
     def newest_values(self) -> dict[str, float]:
         """Return the newest values that have arrived, without waiting."""
         with self._lock:
-            while self._pieces and is_ready([self._pieces[0].array]):
-                piece = self._pieces.popleft()
-                sums = piece.totals().sums
-                for name in piece.columns.ratio_names:
-                    if name in sums:
-                        total, count = sums[name]
-                        self._values[name] = total / count
+            self._take_arrived()
             return dict(self._values)
+
+    def _take_arrived(self) -> None:
+        while self._pieces and is_ready([self._pieces[0].array]):
+            piece = self._pieces.popleft()
+            sums = piece.totals().sums
+            for name in piece.columns.ratio_names:
+                if name in sums:
+                    total, count = sums[name]
+                    self._values[name] = total / count

@@ -161,8 +161,10 @@ def _canonical(value: Any) -> Any:
 class MetricSums:
     """Sums of the metrics of all steps, for several hooks with different intervals.
 
-    The loop's thread alone calls it, but for two methods: any thread may read what `follow_ratios` returns, and the one
-    that ends the process, while the loop hangs in a loader, calls `latest`.
+    Only the loop's thread calls it, with two exceptions:
+
+    - Any thread may read what `follow_ratios` has returned.
+    - If the loop hangs in a loader, the thread that then ends the process calls `latest`.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
     program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their
@@ -321,7 +323,13 @@ class MetricSums:
     def _make_piece(self) -> Piece:
         self.flush()
         assert self._plan is not None  # a step was added
-        return Piece(self._first, self._last, self._plan.columns, self._device.array, self._host.sums)
+        return Piece(
+            first=self._first,
+            last=self._last,
+            columns=self._plan.columns,
+            array=self._device.array,
+            host_sums=self._host.sums,
+        )
 
     def _switch_plan(self, plan: AddPlan) -> None:
         self.cut()
