@@ -85,7 +85,7 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
     divided = divide_replicas(sharding, shape, itemsize)
     local = sharding.addressable_devices_indices_map(shape)  # in the order of the shards
     shards = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
-    # How many devices have each part, of those that have been passed: the next one has the replica of that number.
+    # Part → the devices so far that hold it. The next one that holds it has the replica of that number.
     seen = Counter[ShardBounds]()
     local_parts: dict[int, list[_LocalPart]] = {}
     for device, index in divided.devices_indices_map(shape).items():
@@ -125,7 +125,7 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
 
 
 def _factors(count: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a divisor of each size, such that their product is a number; None if it is not found."""
+    """Return a divisor of each size, such that their product is `count`; None if the greedy search finds none."""
     factors: dict[str, int] = {}
     for name, size in sizes.items():
         factors[name] = math.gcd(count, size)
@@ -184,19 +184,22 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
     # Which values are replaced by copies below: those that XLA has in the host's memory, and the others.
     host_values: list[_Value] = []
     device_values: list[_Value] = []
-    turns = _Turns()
+    # Number of replicas → the turns of the arrays that have so many.
+    turns_of_replicas: dict[int, Turns] = {}
     for name, array in arrays.items():
         values: list[tuple[Index, Any]] = []
         if name not in divisions:
             # All processes have the same NumPy array.
             if jax.process_index() == 0:
                 values.append(((), array))
-            own_parts.append(OwnParts(name, array.shape, array.dtype, array.shape, values))
+            own_parts.append(OwnParts(name, array.shape, array.dtype, part=array.shape, values=values))
             continue
         division = divisions[name]
         replica = 0
         if division.replicas > 1:
-            replica = turns.next_replica(division.replicas, math.prod(division.part) * array.dtype.itemsize)
+            turns = turns_of_replicas.setdefault(division.replicas, Turns(division.replicas))
+            replica = turns.current
+            turns.add(math.prod(division.part) * array.dtype.itemsize)
         for local_part in division.local_parts.get(replica, ()):
             data: Any = jax_arrays[name].addressable_data(local_part.shard)
             if array.sharding in shardings_in_place:
@@ -205,7 +208,7 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
             else:
                 device_values.append(_Value(values, len(values), data))
             values.append((local_part.indices, data))
-        own_parts.append(OwnParts(name, array.shape, array.dtype, division.part, values))
+        own_parts.append(OwnParts(name, array.shape, array.dtype, part=division.part, values=values))
     if copies is not None:
         _replace(host_values, copies.copy([value.data for value in host_values]))
     if device_values:
@@ -228,31 +231,38 @@ def _replace(originals: Sequence[_Value], copies: Sequence[Any]) -> None:
         original.values[original.position] = index, copy
 
 
-class _Turns:
-    """Whose turn it is to write an array: one replica after the other writes a group of `MIN_PART_BYTES` bytes.
+class Turns:
+    """Whose turn it is to write or read an array that `count` replicas or processes have: each in turn takes a group.
 
-    A group lies in one file, so that a process that restores reads it at once. Arrays of one number of replicas take
-    turns of their own.
+    A group has `MIN_PART_BYTES` bytes. It lies in one file, because one replica writes it. The processes that restore
+    take the same turns (`shared_reads`), so that each of them reads a group at once. Only speed depends on it: with
+    other turns, a process would read small pieces of many files.
+
+    Attributes:
+        current: The index of the one whose turn it is.
     """
 
-    def __init__(self) -> None:
-        self._turns = Counter[int]()
-        self._group_bytes = Counter[int]()
+    def __init__(self, count: int) -> None:
+        self.current = 0
+        self._count = count
+        self._group_bytes = 0
 
-    def next_replica(self, replicas: int, nbytes: int) -> int:
-        """Return the replica that writes an array whose parts have `nbytes` bytes each."""
-        replica = self._turns[replicas] * stride(replicas) % replicas
-        self._group_bytes[replicas] += nbytes
-        if self._group_bytes[replicas] >= MIN_PART_BYTES:
-            self._turns[replicas] += 1
-            self._group_bytes[replicas] = 0
-        return replica
+    def add(self, nbytes: int) -> None:
+        """Note that the current one takes an array, of which it has `nbytes` bytes."""
+        self._group_bytes += nbytes
+        if self._group_bytes >= MIN_PART_BYTES:
+            self.current = (self.current + _stride(self._count)) % self._count
+            self._group_bytes = 0
 
 
 @functools.cache
-def stride(replicas: int) -> int:
-    """Return the step from the replica that writes one array to that of the next: soon it is of another process."""
-    return next(n for n in range(math.ceil(0.618 * replicas), 2 * replicas) if math.gcd(n, replicas) == 1)
+def _stride(count: int) -> int:
+    """Return the distance from one turn to the next: about the golden ratio of the count, and coprime to it.
+
+    Not 1, because neighboring replicas are often devices of one process, which would write many groups in a row.
+    Coprime, so that each has its turn.
+    """
+    return next(n for n in range(math.ceil(0.618 * count), 2 * count) if math.gcd(n, count) == 1)
 
 
 def is_read_in_place(sharding: Any) -> bool:
@@ -300,7 +310,14 @@ FILES = "$files/"
 def file_array(name: str, data: bytes) -> OwnParts:
     """Return a file as an array of bytes."""
     values = np.frombuffer(data, np.uint8)
-    return OwnParts(FILES + name, values.shape, values.dtype, values.shape, [((), values)], is_file=True)
+    return OwnParts(
+        name=FILES + name,
+        shape=values.shape,
+        dtype=values.dtype,
+        part=values.shape,
+        values=[((), values)],
+        is_file=True,
+    )
 
 
 def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:

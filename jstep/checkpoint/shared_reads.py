@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.checkpoint.array_reader import ArrayKind, ArrayReader, boxes_of, place_boxes
-from jstep.checkpoint.array_writer import MIN_PART_BYTES, divide_replicas, stride
+from jstep.checkpoint.array_writer import Turns, divide_replicas
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, bounds, lengths
 from jstep.core.threads import AGREEING, doing
@@ -25,6 +25,7 @@ from jstep.core.threads import AGREEING, doing
 _ROUND_BYTES = 2**25
 """The bytes that a process receives in a round."""
 _MIN_ROUND_BYTES = 2**12
+"""The minimum of these bytes: a program is compiled for each size."""
 _AXES = ("group", "member", "device")
 """The axes of the mesh on which the processes exchange what they have read."""
 
@@ -75,22 +76,20 @@ class ReadPlan:
             self.alone = dict(shardings)
             self.digest = 0
             return
-        turns: dict[Groups, _Turn] = {}
+        turns_of_groups: dict[Groups, Turns] = {}
         for name, sharding in shardings.items():
             kind = kinds[name]
             divided = _divided(sharding, kind.shape, kind.dtype.itemsize)
             if _needs(divided, kind.shape) is None:
-                # No two processes need the same of the divided array, or more of them need one part than another.
                 self.alone[name] = divided
                 continue
             needs = _needs(sharding, kind.shape)
             if needs is None:
-                # Processes of unequal parts: each reads its own.
                 self.alone[name] = sharding
                 continue
-            turn = turns.setdefault(needs.groups, _Turn(len(needs.groups[0])))
-            array = _SharedArray(name, kind, needs.boxes, turn.member)
-            turn.add(max(array.nbytes(group) for group in range(len(needs.groups))))
+            turns = turns_of_groups.setdefault(needs.groups, Turns(len(needs.groups[0])))
+            array = _SharedArray(name, kind, needs.boxes, turns.current)
+            turns.add(max(array.nbytes(group) for group in range(len(needs.groups))))
             self._together.setdefault(needs.groups, []).append(array)
         signature = [(name, kinds[name], str(sharding)) for name, sharding in self.alone.items()]
         whole = repr([signature, self._together])
@@ -113,25 +112,6 @@ class ReadPlan:
         return placed
 
 
-class _Turn:
-    """The member of a group whose turn it is to read: each in turn reads `MIN_PART_BYTES`, as they were written."""
-
-    def __init__(self, members: int) -> None:
-        self._members = members
-        self._number = 0
-        self._nbytes = 0
-
-    @property
-    def member(self) -> int:
-        return self._number * stride(self._members) % self._members
-
-    def add(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if self._nbytes >= MIN_PART_BYTES:
-            self._number += 1
-            self._nbytes = 0
-
-
 @functools.lru_cache(maxsize=4096)
 def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
     if sharding is None or sharding.is_fully_addressable:
@@ -141,9 +121,11 @@ def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _needs(sharding: Any, shape: tuple[int, ...]) -> _Needs | None:
-    """Return which processes need the same; None if no two do, or if the groups differ in size.
+    """Return which processes need the same, in groups of one size; None if each is to read alone what it needs.
 
-    Without a sharding, or with one of this process alone, each process needs the whole array.
+    That is the case if no two processes need the same, and if more processes need one part than another: unequal
+    groups could not exchange what they have read. Without a sharding, or with one of this process alone, each process
+    needs the whole array.
     """
     count = jax.process_count()
     whole = tuple((0, size) for size in shape)
@@ -180,8 +162,8 @@ def _received(
     arrays_of_members: list[list[_SharedArray]] = [[] for _ in groups[0]]
     for array in arrays:
         arrays_of_members[array.reader].append(array)
-    # The members send equally long streams, of all their arrays one after the other; in each round as many bytes, a
-    # power of two: the greatest one that is not above the limit, or a smaller one that takes the longest stream whole.
+    # Each member sends a stream of all its arrays, one after the other, and in each round `size` bytes of it. The size
+    # is a power of two: at most the limit, and no more than the longest stream needs.
     longest = 0
     for arrays_of_member in arrays_of_members:
         for group in range(len(groups)):
