@@ -528,7 +528,8 @@ class _Buffers:
             return np.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
         buffer = self._take_free(size + 64, 2 * size + 2**20)
-        # At 16 bytes after a multiple of 64: JAX copies what is not aligned, and would alias other memory of CPUs.
+        # At 16 bytes after a multiple of 64. On CPUs, JAX would not copy memory that is aligned to 64 bytes, but use it
+        # in place, and the buffer could not be used again.
         start = (16 - buffer.ctypes.data) % 64
         return buffer[start : start + size].view(dtype).reshape(shape)
 

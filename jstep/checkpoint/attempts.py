@@ -153,7 +153,7 @@ class SaveJob:
         nbytes: The bytes of all arrays.
         arrays: The `OwnParts` to write.
         files: Name → `ExternalBytes`.
-        end: `end(files, publish)` publishes the checkpoint, on the first process: `Retention.finish`.
+        end: `Retention.finish`, for the first process: see `Attempt.commit`.
         release: Gives back the memory of the arrays, once they are written.
     """
 
@@ -208,7 +208,11 @@ class Attempt(abc.ABC):
             self.storage.publish(self.outcome_key(0), _BEGUN)
 
     def commit(self, files: Files) -> None:
-        """Publish the checkpoint, on the first process."""
+        """Publish the checkpoint, on the first process.
+
+        This calls `Retention.finish`, which decides what the checkpoint supersedes, calls `publish` with the manifest
+        that says so, and then deletes.
+        """
         self._end(files, self.publish)
 
     def outcome_key(self, process: int) -> str:
@@ -306,10 +310,11 @@ class Attempt(abc.ABC):
         if not stuck:
             return
         stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
-        finished = self.count - len(watches)  # at least the first one
+        is_first_alone = len(watches) == self.count - 1
+        finished = "process 0 has" if is_first_alone else "others have"
         raise CheckpointError(
-            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s without having finished, which "
-            f"{'another has' if finished == 1 else 'others have'}: its write hangs"
+            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, while {finished} finished: its write "
+            "hangs"
         )
 
     def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:

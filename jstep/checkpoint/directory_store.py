@@ -10,7 +10,7 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
@@ -33,20 +33,25 @@ class DirectoryStore(Store):
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Read the manifests, and check that their files exist."""
-        yielded: set[int] = set()
         for _ in range(_MAX_LISTINGS):
-            for step, _, entry in listing.possible_checkpoints(self.directory, prefix):
-                if step in yielded:
-                    continue
-                path = self.path(entry)
-                complete = listing.find_complete(path.removesuffix(listing.REPLACED))
-                if complete is not None:
-                    yielded.add(step)
-                    yield step, complete
-                elif not yielded and not os.path.lexists(path):
-                    break  # it was evicted, so a newer one exists that is not in this list
-            else:
+            is_outdated = yield from self._newest_first_of_list(prefix)
+            if not is_outdated:
                 return
+
+    def _newest_first_of_list(self, prefix: str | None) -> Generator[tuple[int, str], None, bool]:
+        """List once, and yield as `newest_first` does; return whether it was outdated before it had any."""
+        yielded: set[int] = set()
+        for step, _, entry in listing.possible_checkpoints(self.directory, prefix):
+            if step in yielded:
+                continue
+            path = self.path(entry)
+            complete = listing.find_complete(path.removesuffix(listing.REPLACED))
+            if complete is not None:
+                yielded.add(step)
+                yield step, complete
+            elif not yielded and not os.path.lexists(path):
+                return True  # it was evicted, so a newer one exists that is not in this list
+        return False
 
     def own_paths(self) -> dict[int, str]:
         paths: dict[int, str] = {}
@@ -214,6 +219,8 @@ class DirectoryAttempt(attempts.Attempt):
         return self._store.publish(self._temporary, self._final, manifest)
 
     def is_published(self) -> bool:
+        # The rename takes `parts/` along. The names of the files there have the name of this attempt, so that an older
+        # checkpoint of the step does not have this one.
         return os.path.exists(os.path.join(self._final, self.outcome_key(self.process)))
 
 

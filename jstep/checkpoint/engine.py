@@ -174,7 +174,7 @@ class SaverEngine:
         """
 
         def propose() -> tuple[int, int]:
-            # Not before this function: only the process whose write failed knows it, and all must raise.
+            # In here, and not before the exchange: only the process whose write failed knows it, and all must raise.
             self.wait()
             self._claim_on_first()
             return secrets.randbits(31), max(0, int(time.time() * 1e6))

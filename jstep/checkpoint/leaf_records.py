@@ -19,7 +19,7 @@ from jstep.state.leaves import StateLeaves
 COUNT_DTYPES = {"int32", "int64"}
 """The dtypes of counts."""
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
-"""A type that tensorstore lacks → the one that it is stored as: of the same values (integers) or bits (floats).
+"""A type that tensorstore lacks → the type that it is stored as: integers with their values, floats with their bits.
 
 `manifest` accepts these pairs, and others that a later version may need.
 """
@@ -117,7 +117,13 @@ def _as_saved(leaf: object, path: str) -> Any:
     )
 
 
+def other_half(record: Leaf, by_array: Mapping[Any, Leaf]) -> Leaf | None:
+    """Return the leaf that is stored with the other half of a record's numbers; None if the record has them all."""
+    return None if record.half is None else by_array.get(record.half)
+
+
 def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
+    """Return the value of a leaf from stored arrays; with `half`, decoded from both."""
     value = zero_leaf(record) if record.array is None else arrays[record.array]
     if record.stored_as is not None:
         value = _carried(record, value, record.dtype)
@@ -135,7 +141,8 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
         return array.view(dtype)
     if dtype == record.dtype:
         # JAX would make two numbers of four bits of each byte that carries one.
-        array = array.astype(f"uint{jnp.finfo(dtype).bits}")
+        bits = jnp.finfo(dtype).bits  # type: ignore[no-untyped-call]
+        array = array.astype(f"uint{bits}")
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
@@ -187,9 +194,16 @@ def start_leaf_fingerprints(named: Sequence[tuple[LeafRecord, Any]]) -> Callable
         begun = start_fingerprints([value for _, value in named], np.stack(keys))
 
     def records() -> tuple[LeftOutLeaf, ...]:
-        return tuple(
-            LeftOutLeaf(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_hexadecimal(words))
-            for (leaf, _), words in zip(named, stacked_words(begun), strict=True)
-        )
+        found: list[LeftOutLeaf] = []
+        for (leaf, _), words in zip(named, stacked_words(begun), strict=True):
+            left_out = LeftOutLeaf(
+                path=leaf.path,
+                keys=leaf.keys,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                fingerprint=as_hexadecimal(words),
+            )
+            found.append(left_out)
+        return tuple(found)
 
     return records

@@ -155,21 +155,29 @@ class LeafRecord:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that are not None and do not follow from the path; `array` is None if nothing is stored."""
-        known = {"array": self.path, "keys": tuple(self.path.split("/"))}
+        """Return the fields, without those that have their usual value.
+
+        That is None, but for two fields: `array` is usually the path, so that None is written, and `keys` its parts.
+        """
+        usual = {"array": self.path, "keys": tuple(self.path.split("/"))}
         fields: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if value != known.get(name):
+            if value != usual.get(name):
                 fields[name] = list(value) if isinstance(value, tuple) else value
         return fields
 
     @staticmethod
-    def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
+    def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         path = _as_kind(data["path"], "a string")  # a key of the user's, which UTF-8 may be unable to encode
         keys = tuple(_as_kind(key, "a string") for key in data.get("keys", path.split("/")))
         if not keys:
             raise ValueError("a leaf without keys")
-        return path, keys, _as_shape(data["shape"]), _as_kind(data["dtype"], "a word")
+        return {
+            "path": path,
+            "keys": keys,
+            "shape": _as_shape(data["shape"]),
+            "dtype": _as_kind(data["dtype"], "a word"),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +200,10 @@ class Leaf(LeafRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
-        path, keys, shape, dtype = cls._fields(data)
+        fields = cls._fields(data)
+        path = fields["path"]
+        shape = fields["shape"]
+        dtype = fields["dtype"]
         array = _as_kind_or_none(data.get("array", path), "text")
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
             raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
@@ -200,9 +211,13 @@ class Leaf(LeafRecord):
         stored_as = _as_kind_or_none(data.get("stored_as"), "a word")
         if stored_as is not None and stored_as != _carrier(dtype):
             raise ValueError(f"{path!r:.50} of dtype {dtype} is not stored as {stored_as}")
-        key_impl = _as_kind_or_none(data.get("key_impl"), "a word")
         return cls(
-            path, keys, shape, dtype, nbytes, array, stored_as, key_impl, _as_kind_or_none(data.get("half"), "text")
+            **fields,
+            nbytes=nbytes,
+            array=array,
+            stored_as=stored_as,
+            key_impl=_as_kind_or_none(data.get("key_impl"), "a word"),
+            half=_as_kind_or_none(data.get("half"), "text"),
         )
 
 
@@ -224,7 +239,7 @@ class LeftOutLeaf(LeafRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOutLeaf":
-        return cls(*cls._fields(data), _as_kind(data["fingerprint"], "text"))
+        return cls(**cls._fields(data), fingerprint=_as_kind(data["fingerprint"], "text"))
 
 
 def _keys_of(kind: type[LeafRecord]) -> frozenset[str]:

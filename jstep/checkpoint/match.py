@@ -154,16 +154,16 @@ class _LeafMatcher:
         self._records = leaf_records.named_records(manifest.leaves)
         saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
         self.renamed = _renamed(names, target.paths, saved.keys(), checkpoint)
-        # The names of the leaves in the target and in the checkpoint. An average that replaces a parameter has another
-        # one, but nobody misses the parameter then, so that it counts as used.
+        # The names of the leaves in the target and in the checkpoint. A parameter that `use_averages` restores from its
+        # average still has its own name here: the saved parameter counts as used, as nobody misses it.
         self._names = leaf_records.unique(target.paths)
         self._saved_names = [self.renamed.get(name, name) for name in self._names]
         self._matched = match_paths(self._saved_names, saved)
         self._kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(target.values, target.paths, strict=True)]
-        self._shape_of_steps: Sequence[int] = ()
+        self._step_shape: Sequence[int] = ()
         for keys, kind in zip(target.keys, self._kinds, strict=True):
             if keys == (GLOBAL_STEP,):
-                self._shape_of_steps = kind[0]
+                self._step_shape = kind[0]
         self.has_other_format = False
 
     def match_leaf(self, i: int) -> WantedLeaf:
@@ -179,13 +179,20 @@ class _LeafMatcher:
         if self.renamed or self._averages:
             average = self._find_average(i, name)
             if average is not None:
-                return self._wanted_leaf(i, name, source=average, half=self._arrays.get(average.half or ""))
+                return self._wanted_leaf(i, name, source=average, half=leaf_records.other_half(average, self._arrays))
         # The role of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
         role = self._roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
         if source is None:
             return self._wanted_leaf(i, name, is_guard=role in _GUARDS, is_draw=role is Role.DRAWN)
         shape, dtype = self._kinds[i]
-        problem = _difference(self._target.paths[i], keys, (shape, str(dtype)), source, self._shape_of_steps, role)
+        problem = _difference(
+            source,
+            path=self._target.paths[i],
+            keys=keys,
+            wanted=(shape, str(dtype)),
+            step_shape=self._step_shape,
+            role=role,
+        )
         if problem:
             return self._wanted_leaf(i, name, problem=problem)
         if isinstance(source, LeftOutLeaf):
@@ -225,7 +232,7 @@ class _LeafMatcher:
         return shape, str(dtype)
 
     def _kind_of_saved_half(self, record: Leaf) -> _Kind | None:
-        half = self._arrays.get(record.half or "")
+        half = leaf_records.other_half(record, self._arrays)
         return None if half is None else (half.shape, half.dtype)
 
     def unused(self) -> list[str]:
@@ -344,7 +351,7 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
 
 
 def _difference(
-    path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int], role: Role | None
+    source: Leaf | LeftOutLeaf, *, path: str, keys: Keys, wanted: _Kind, step_shape: Sequence[int], role: Role | None
 ) -> str:
     """Describe how a saved leaf differs from the wanted one, such that it cannot be restored; empty if it can."""
     saved = source.shape, source.dtype
@@ -353,16 +360,17 @@ def _difference(
     if isinstance(source, Leaf):
         # A held hyperparameter is a float64 if and only if 64-bit types are on.
         is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
-        if is_held or _is_converted(keys, saved, wanted, steps):
+        if is_held or _is_converted(keys, saved, wanted, step_shape):
             return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 
-def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
-    """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
+def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, step_shape: Sequence[int]) -> bool:
+    """Return whether a leaf is a step count that was saved with 32 bits and is wanted with 64, or the other way round.
 
-    In a population, step counts have the shape `steps`.
+    Args:
+        step_shape: The shape of the global step: in a population, that of the slots' counts, too.
     """
     shape, dtype = saved
     wanted_shape, wanted_dtype = wanted
@@ -370,7 +378,7 @@ def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int])
         return False
     if keys[-1] == GLOBAL_STEP:
         return True
-    return keys[0] == SLOTS and shape in ((), tuple(steps))
+    return keys[0] == SLOTS and shape in ((), tuple(step_shape))
 
 
 def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, params_only: bool = False) -> None:
@@ -500,7 +508,7 @@ def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Seq
         value = leaf_records.leaf_value(record, None, arrays)
         average = find_average(name, records, averages) if averages else None
         if average is not None:
-            half = stored.get(average.half or "")
+            half = leaf_records.other_half(average, stored)
             value = leaf_records.leaf_value(average, half, arrays).astype(value.dtype)
         group = nested
         for key in record.keys[:-1]:
@@ -524,11 +532,12 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         return targets.place_leaf(wanted, np.asarray(original))
     array = move_to_devices(original)
     sharding = wanted.sharding
-    # A program makes the copy where it has to be, if it may run on the devices of the original.
+    # The program that copies also places the copy, if that is wanted on the devices on which it runs: those of the
+    # original.
     is_on_devices = sharding is not None and not is_of_host(sharding)
-    is_here = is_on_devices and sharding.device_set == array.sharding.device_set
-    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if is_here else None)
-    if is_here or sharding is None:
+    can_place = is_on_devices and sharding.device_set == array.sharding.device_set
+    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if can_place else None)
+    if can_place or sharding is None:
         return cast(array)
     return jax.device_put(cast(array), sharding)
 

@@ -61,9 +61,9 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
-        # Name of a checkpoint → its attempts: those that the index had when `_listed` read it, and those that a list of
-        # all objects has had beside them, until `lock` adds them to the index.
+        # Name of a checkpoint → its attempts, as the index had them when `_listed` read it last.
         self._attempts: dict[str, list[str]] = {}
+        # The same for checkpoints that the index lacked, and a list of all objects had; `lock` adds them to the index.
         self._lost: dict[str, list[str]] = {}
         # Prefixes for which a list of all objects had no more than the index: another one is not needed.
         self._complete_prefixes: set[str | None] = set()
@@ -122,9 +122,10 @@ class ObjectStore(Store):
         The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
         """
         checkpoints = self.newest_first(prefix)
-        newest = next(checkpoints, None)  # which also sets `_attempts` and `_lost`
+        newest = next(checkpoints, None)
         if newest is None:
             return []
+        # What the index had, and lacked, when it was read for the newest one.
         others = len(self._attempts.keys() | self._lost.keys()) - 1
         if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
             return sorted([newest[0], *[step for step, _ in checkpoints]])

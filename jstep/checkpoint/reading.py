@@ -41,7 +41,7 @@ _IS_UNREADABLE = "cannot be restored"
 """What an error says of a checkpoint whose bytes are intact."""
 SHOWN = 3
 """The maximum number of problems in a message."""
-VERIFIED = 2**28
+MAX_VERIFIED_BYTES = 2**28
 """The maximum bytes of other checkpoints that are verified for an error message: 1 TB would delay it by an hour."""
 _SHARED_AGES = (
     ". Their updates, such as bias corrections, are as of old slots; parts of jstep.partition have ages of their own, "
@@ -81,14 +81,22 @@ def _gone(path: str) -> GoneError:
     return GoneError(f"{path} was deleted or replaced while it was read")
 
 
+class _Found(NamedTuple):
+    """A checkpoint, and its manifest as it was read."""
+
+    step: int
+    path: str
+    manifest: Manifest
+
+
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
         self._has_warned = False  # of a raw model state
-        # The step, path and manifest that `find` returned last, so that reading a file of it needs no second read of
-        # the manifest, by every process. The checkpoint may be gone meanwhile.
-        self._found: tuple[int, str, Manifest] | None = None
+        # What `find` returned last, so that no process has to read the manifest a second time to read a file of it. The
+        # checkpoint may be gone meanwhile.
+        self._found: _Found | None = None
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
@@ -121,10 +129,10 @@ class CheckpointReader:
     def file(self, name: str, step: int) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""
         found = self._found
-        if found is not None and found[0] == step:
+        if found is not None and found.step == step:
             # If this fails, the manifest is read anew: the checkpoint is gone, or its error is raised below.
             with contextlib.suppress(CheckpointError, OSError):
-                return self._store.reader(*found[1:]).read_file(name)
+                return self._store.reader(found.path, found.manifest).read_file(name)
         path = self._store.find_path(self._prefix, step)
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
@@ -177,7 +185,7 @@ class CheckpointReader:
     def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, which the first process finds and reads."""
         path, manifest = self._find(requested)
-        self._found = manifest.step, path, manifest
+        self._found = _Found(manifest.step, path, manifest)
         return path, manifest
 
     def _find(self, requested: int | None) -> tuple[str, Manifest]:
@@ -214,9 +222,10 @@ class CheckpointReader:
         name = format_name(self._prefix, step)
         lacks = dict(self._store.find_broken(self._prefix, step - 1)).get(self._store.path(name))
         steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
+        content = f"steps {steps}" if steps else "no checkpoints"
+        clause = f"since {lacks}; the directory has {content}" if lacks else f"which has {content}"
         return FileNotFoundError(
-            f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, "
-            f"{f'since {lacks}; it ' if lacks else 'which '}has {f'steps {steps}' if steps else 'no checkpoints'}"
+            f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, {clause}"
         )
 
     def _manifest(self, path: str, step: int) -> Manifest:
@@ -387,7 +396,7 @@ class CheckpointReader:
             )
         if jax.process_index() == 0:
             self._store.warn_of_unused(path, manifest)
-        return _exchanged(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
+        return _resharded(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
 
     def _raise_read_error(
         self, path: str, manifest: Manifest, is_corrupted: bool, problems: Sequence[str], failure: Exception | None
@@ -415,23 +424,23 @@ class CheckpointReader:
         reason = "see the error of another process" if failure is None else error_text(failure)
         raise CheckpointError(f"{path} could not be read: {reason}") from failure
 
-    def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
+    def unusable(self, path: str, problems: Sequence[str], phrase: str) -> CheckpointError:
         """Return an error that says what is wrong with a checkpoint, and which one is intact instead.
 
         Args:
-            verdict: `_IS_CORRUPTED` or `_IS_UNREADABLE`.
+            phrase: `_IS_CORRUPTED` or `_IS_UNREADABLE`.
         """
         try:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        text = f"{path} {verdict}: {format_list(problems, SHOWN, '; ')}. {advice}."
-        return CorruptedCheckpointError(text) if verdict == _IS_CORRUPTED else CheckpointError(text)
+        text = f"{path} {phrase}: {format_list(problems, SHOWN, '; ')}. {advice}."
+        return CorruptedCheckpointError(text) if phrase == _IS_CORRUPTED else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
         """Name the newest intact checkpoint beside an unusable one, and the command to resume from it."""
         conflicting: list[str] = []
-        max_bytes = VERIFIED
+        max_bytes = MAX_VERIFIED_BYTES
         for step, other in self._store.newest_first(self._prefix):
             if other == path:
                 conflicting.append(other)
@@ -479,8 +488,7 @@ def shared_reads_module() -> Any:
     return shared_reads
 
 
-def _exchanged(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays with these shardings."""
+def _resharded(arrays: Mapping[str, Any], shardings: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(arrays)
     running = ProgramsInFlight()
     for name, sharding in shardings.items():

@@ -273,7 +273,11 @@ class Retention:
     def _save_times(
         self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None
     ) -> dict[int, float]:
-        """Return those steps that have complete checkpoints, and the new one → its time; 0 unless it is a candidate."""
+        """Return step → when it was saved, for `plan_evictions`; candidates without a complete checkpoint are left out.
+
+        Only the new step and the candidates have their times, and others 0: no manifests but those of candidates are
+        read.
+        """
         while True:
             candidates = eviction_candidates(steps, new.step, retained.kept & steps, self._max_to_keep, finite)
             self._read_heads(candidates)

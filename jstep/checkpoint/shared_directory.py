@@ -88,7 +88,7 @@ def _write_object(url: str) -> str:
 
 def _write_file(path: str) -> str:
     make_directories(path)
-    remove_temporary(path, _FILE.__eq__)  # of a start that was killed
+    remove_temporary(path, lambda name: name == _FILE)  # of a start that was killed
     file = temporary_path(os.path.join(path, _FILE), new_token())
     with new_file(file, flush=False):
         pass

@@ -9,7 +9,7 @@ from checkpoint_states import edit_manifest, flip, read_files_of, save_all, stat
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
-from jstep.checkpoint.reading import VERIFIED
+from jstep.checkpoint.reading import MAX_VERIFIED_BYTES
 from jstep.checkpoint.saver import Saver
 from jstep.look.cli import main
 
@@ -113,7 +113,7 @@ def test_the_limit_is_for_all_of_them_together(saved):
 
     def enlarge(manifest):
         others = sum(leaf["nbytes"] for leaf in manifest["leaves"][1:])
-        manifest["leaves"][0]["nbytes"] = VERIFIED - others
+        manifest["leaves"][0]["nbytes"] = MAX_VERIFIED_BYTES - others
 
     edit_manifest(f"{saved}/model-2", enlarge)
     flip(f"{saved}/model-2/manifest.ocdbt", 3)
