@@ -81,6 +81,29 @@ def test_a_hook_that_raises_in_end_undoes_those_before(saves, tmp_path):
     assert [hook.ends for hook in hooks] == [[5, 5], [5, 5]]
 
 
+def test_a_block_that_is_left_before_its_first_step_still_owes_the_ends(tmp_path):
+    """It has steps to take, and makes none of them: a start without a step to take makes the `end`s."""
+
+    class FailsOnce(Doubles):
+        def end(self, step, state):
+            found = super().end(step, state)
+            if len(self.ends) == 1:
+                raise ValueError("my end")
+            return found
+
+    hook = FailsOnce()
+    with pytest.raises(ValueError, match="my end"):
+        train(5, hooks=[hook], checkpoint_dir=tmp_path)
+    with jstep.Run(STEP, make_state(), DATA, 8, hooks=[hook], checkpoint_dir=tmp_path, progress=False) as run:
+        pass
+    assert run.step == 5
+    assert hook.ends == [5]
+    plain = w(train(5))
+    assert w(run.state) == plain
+    assert w(train(5, hooks=[hook], checkpoint_dir=tmp_path)) == [2 * x for x in plain]
+    assert hook.ends == [5, 5]
+
+
 @pytest.mark.thorough
 def test_a_run_that_is_killed_in_its_end(tmp_path):
     """The next start calls `end`, and no later one."""
