@@ -32,7 +32,7 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
         step: The step of the state, if it is known.
 
     Raises:
-        ValueError: They were not; names what differs, with the value of each process. It is raised on all of them.
+        ValueError: They were not. The message names what differs, with the value of each process; all of them raise it.
     """
     if processes.is_single_process():
         return

@@ -101,7 +101,7 @@ def _as_last_step(value: object) -> int | None:
     if value is None:
         return None
     last_step = as_int(value, "last_step", 0, _LAST_STEP_EXPECTED)
-    return None if last_step == LARGEST_STEP else last_step  # as in `Options.stop_step`
+    return None if last_step == LARGEST_STEP else last_step  # which `Options.stop_step` has for None, too
 
 
 def _as_start_from(value: Any) -> str | None:
@@ -172,7 +172,7 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
         )
     step = get_global_step(state)
     if step is None:
-        # TensorFlow's sentence, for who has named that hook.
+        # TensorFlow's sentence, for users who have passed that hook.
         is_counted = any(isinstance(hook, StepCounterHook) for hook in hooks)
         begin = "Global step should be created to use StepCounterHook. " if is_counted else ""
         raise RuntimeError(
@@ -188,7 +188,7 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
 
 
 def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
-    """Return the directory that `compile_cache` says, checked; None for no cache."""
+    """Return the directory that `compile_cache` names, checked; None for no cache."""
     if cache is None or cache is False:
         return None
     if cache is True:

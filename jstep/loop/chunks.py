@@ -23,8 +23,8 @@ class Chunk:
     Attributes:
         args: For one step, or stacked for `program.max_steps` steps and padded at the end.
         first: The step of the state that it begins with.
-        position: That of the source after its last batch.
-        can_interrupt: Whether a signal may prevent it: its batches can be made again.
+        position: The position of the source after the last batch of the chunk.
+        can_interrupt: Whether a signal may prevent the call, because its batches can be made again.
     """
 
     program: Any
@@ -43,7 +43,7 @@ class Chunk:
         return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:
-        axis = 1 if self.program.is_stacked else 0  # that of rows
+        axis = 1 if self.program.is_stacked else 0  # the axis of rows
         shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
         sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
         return sizes.pop() if len(sizes) == 1 else None
@@ -64,7 +64,14 @@ def make_chunks(
     on_device: bool = False,
     ends: Iterable[float] = (math.inf,),
 ) -> Iterator[Chunk]:
-    """Yield batches as chunks, which end where the program, the shapes or `ends` require it."""
+    """Yield batches as chunks, which end where the program, the shapes or `ends` require it.
+
+    Args:
+        batches: As `CopiedBatches`.
+        start: The step of the first batch.
+        on_device: Whether batches are put on the default device, as in `ProgramTable`.
+        ends: The steps at which chunks must end, in increasing order; no chunk follows the last one.
+    """
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
     items = iter(batches)
@@ -131,7 +138,7 @@ class ProgramChanges(NamedTuple):
     stages: TrainSteps
     next_change: Callable[[int], int | None]
 
-    def _next(self, step: int, last_step: int) -> int:
+    def _next_change(self, step: int, last_step: int) -> int:
         next_step = last_step
         for other in (self.next_change(step), self.stages.next_stage_start(step)):
             if other is not None:
@@ -144,7 +151,7 @@ class ProgramChanges(NamedTuple):
         """Yield the steps at which chunks must end: the program changes, or a hook is due."""
         step = first
         while step < last_step:
-            step = min(self._next(step, last_step), next_due(step))
+            step = min(self._next_change(step, last_step), next_due(step))
             yield step
 
     def start_steps(self, first: int, last_step: int) -> Iterator[int]:
@@ -156,4 +163,4 @@ class ProgramChanges(NamedTuple):
                 if step >= end:
                     break
                 yield step
-                step = self._next(step, end)
+                step = self._next_change(step, end)

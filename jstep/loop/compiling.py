@@ -103,7 +103,7 @@ class Compiler:
         """Begin to compile the first program, once `peek` knows its shapes."""
         stage = self.table.stage_of(first)
 
-        # Its args are not known yet, when the job is made.
+        # The shapes that the job is given are ignored: they are known only once `peek` returns.
         def make(_: tuple[Any, ...]) -> None:
             batch = peek(self.closed.is_set)
             if batch is None:

@@ -62,6 +62,7 @@ class Lineage(NamedTuple):
     """Where a run comes from.
 
     Attributes:
+        name: The name of the run; None if nothing has named it yet (`RunContext.name`).
         parent: The path and step of the checkpoint that it branched from.
         parent_run: The name of the run that saved that checkpoint, if this is the first start.
         is_copy: Whether this is the first start in a copy of another run's directory.
@@ -151,7 +152,7 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
 
 
 def _load_extra(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state, with this process's position, and files that are read later."""
+    """Return what a checkpoint holds beside the state, with this process's position; its files are read later."""
     if not isinstance(extra, dict):
         return {}
 
@@ -229,8 +230,8 @@ def _find_run_name(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | 
     directory = parent.saver.directory
     if is_url(directory):
         return None
-    # A best checkpoint does not have the name, but the starts that kept it are recorded: beside it, or in the directory
-    # above, the run's.
+    # A best checkpoint does not have the name. But the start that kept it is recorded in the directory of its run: that
+    # of the checkpoint, or the one above.
     path = parent.reference["path"]
     for run_directory in (directory, os.path.dirname(os.path.abspath(directory))):
         with contextlib.suppress(OSError, ValueError):

@@ -43,7 +43,12 @@ class ParentCheckpoint(NamedTuple):
 
 
 class ReadCheckpoint(NamedTuple):
-    """What was read of a parent: what it has beside the state, and its state, or the one that replaces it."""
+    """What was read of a parent.
+
+    Attributes:
+        extra: What it holds beside the state.
+        state: Its state, or the state passed, if that replaces it.
+    """
 
     parent: ParentCheckpoint
     extra: dict[str, Any]
@@ -69,7 +74,7 @@ def _parse_path(path: str) -> _CheckpointPath | None:
 def find_parent(
     options: Options, saver: Saver | None, latest: int | None, given_step: int | None
 ) -> ParentCheckpoint | None:
-    """Find the checkpoint at `start_from`; None if the run has checkpoints of its own, `latest` the newest of them."""
+    """Find the checkpoint at `start_from`; None if the run has checkpoints of its own, whose newest one is `latest`."""
     if options.start_from is None:
         return None
     path = os.fspath(options.start_from)
@@ -191,7 +196,11 @@ def _may_name(path: str, parent_path: str) -> bool:
 
 
 def read_checkpoint(options: Options, parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint:
-    """Read a checkpoint; if it was a temporary one of a directory, which its run has replaced, a permanent one."""
+    """Read a checkpoint.
+
+    If `start_from` is a directory, its newest checkpoint may be temporary. If its run has replaced that one meanwhile,
+    the newest permanent checkpoint is read.
+    """
     read = _read_once(parent, target)
     if read is None and not parent.is_named:
         parent = _find_permanent(options, parent)
@@ -252,7 +261,7 @@ def _gone(path: str) -> CheckpointError:
 
 
 def describe_missing(parent: ParentCheckpoint) -> str:
-    """Say that a best checkpoint has the state alone: it was saved within an iteration, and nothing resumes from it."""
+    """Say what a best checkpoint lacks, which was saved within an iteration; "" for one from which a run resumes."""
     record = None
     with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
         record = engine_of(parent.saver).best(parent.step)

@@ -68,7 +68,7 @@ def _only_record() -> None:
 
 
 class _Receiver(NamedTuple):
-    """A process that has received a signal; the first one to receive it is the least."""
+    """A process that has received a signal. The first one to receive it is the smallest, as tuples compare."""
 
     microseconds: int  # since 1970
     number: int
@@ -87,7 +87,7 @@ class StopSignals:
         interrupts: What the first signal raises; the loop sets it for each wait that a signal may end.
         received: The signal that stops the run: this process's own, from its arrival on, or the one agreed upon.
         received_at: When this process received one, in seconds since 1970; None if it did not.
-        is_obeyed: Whether an error ended the run after it came; if not, the run leaves once it has closed.
+        is_obeyed: Whether an error has ended the run since it came. If not, the run exits by it once it has closed.
     """
 
     def __init__(self, seconds_left: Callable[[], float] | None = None) -> None:
@@ -120,8 +120,8 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._set_handlers()
         if self._seconds_left is not None and self.is_single_process:
-            # Made here and not with the run, which may be entered long after it was made: its time runs from then on.
-            # threading rejects longer waits than this one of 292 years.
+            # The seconds are asked for here, as the limit counts from when the run was made, and it may be entered long
+            # after that. threading rejects waits of more than TIMEOUT_MAX, 292 years.
             self._timer = threading.Timer(min(self._seconds_left(), threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
             self._timer.start()

@@ -52,6 +52,7 @@ class Stage:
     is_slow: bool = False
 
     def begin(self) -> bool:
+        """Note that the stage was called; return whether this was its first call."""
         is_first = not self.is_begun
         self.is_begun = True
         return is_first

@@ -312,7 +312,7 @@ def _error_clause(error: Exception) -> str:
 
 
 def _describe_place(run: RunContext) -> str:
-    """Say where an error came, by what the run was doing."""
+    """Say where an error occurred, by what the run was doing."""
     course = run.course
     activity = course.activity
     place = f"at step {run.step}"
