@@ -115,6 +115,14 @@ def test_averages_are_restored_with_their_remainder(dtype, tmp_path):
     is_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), jstep.get_slot(state, "v")))
 
 
+def test_a_leaf_without_a_name_is_no_half_of_another(tmp_path):
+    average = {"w": jnp.full(2, 3.0)}
+    state = {"": jnp.ones(2), "params": {"w": jnp.ones(2)}, "slots": {"ema": average}, "global_step": jnp.int32(1)}
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+        is_same(saver.restore(None, use_averages="ema")["params"], average)
+
+
 @pytest.mark.thorough(except_for=["other0-bfloat16"])
 @both_dtypes
 @pytest.mark.parametrize("other", [INNER, jstep.compact(INNER, block=32), jstep.master_weights(INNER)])
