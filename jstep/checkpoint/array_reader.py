@@ -231,7 +231,7 @@ class ArrayReader:
         wanted = {name: boxes_of(local_parts(kinds[name].shape, shardings[name])) for name in shardings}
 
         def new_memory(name: str, box: ShardBounds) -> Any:
-            return buffers.take(lengths(box), kinds[name].dtype, is_shared=shardings[name] is not None)
+            return buffers.take(lengths(box), kinds[name].dtype, is_copied=shardings[name] is not None)
 
         for name, boxes in self._read_in_order(kinds, wanted, new_memory):
             if not self.problems:
@@ -308,7 +308,7 @@ class ArrayReader:
                 yield oldest.name, oldest.memory
 
     def _places(self, wanted: Iterable[str]) -> Mapping[str, Extent | bytes]:
-        """Return where the values of the database are, if it is in a directory; of a file, tensorstore finds out."""
+        """Return key → where its value is. Empty if tensorstore reads all: in a bucket, or if only files are wanted."""
         if self._base["driver"] != "file" or all(name.startswith(FILES) for name in wanted):
             return {}
         with contextlib.suppress(UntrustedError):
@@ -522,9 +522,14 @@ class _Buffers:
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []
 
-    def take(self, shape: Sequence[int], dtype: Any, *, is_shared: bool) -> np.ndarray[Any, Any]:
-        """Return an array to read into; only one that `is_shared` is a part of a buffer, its base."""
-        if not is_shared:
+    def take(self, shape: Sequence[int], dtype: Any, *, is_copied: bool) -> np.ndarray[Any, Any]:
+        """Return an array to read into.
+
+        Args:
+            is_copied: Whether the array will be copied out, so that its memory can be used again: it is then a part of
+                a buffer, which is its `base`.
+        """
+        if not is_copied:
             return np.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
         buffer = self._take_free(size + 64, 2 * size + 2**20)
@@ -544,7 +549,11 @@ class _Buffers:
 
 
 def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
-    """Return an array of boxes of values, whose memory may then be used again; without a sharding, one of NumPy."""
+    """Return the array that some boxes make up.
+
+    With a sharding, it has memory of its own, and that of the boxes may be used again. Without one, there is one box,
+    and its NumPy array is returned.
+    """
     if sharding is None:
         (values,) = boxes.values()
         return values

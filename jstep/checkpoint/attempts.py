@@ -472,7 +472,7 @@ class BackgroundWrite:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Register the saves in progress to be finished at exit, which ends their threads."""
+    """Let the interpreter finish the saves in progress before it exits: it would not wait for their daemon threads."""
     # Executors refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
         getattr(threading, "_register_atexit", atexit.register)(_finish)

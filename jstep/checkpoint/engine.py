@@ -316,7 +316,7 @@ class SaverEngine:
             processes.share_errors(delete_on_first, problem, CheckpointError)
 
     def delete_alone(self, step: int) -> None:
-        """Delete a checkpoint as `delete` does, without the other processes: none of them may use it any more."""
+        """Delete a checkpoint as `delete` does, without the other processes, none of which still uses it."""
         with self.exclusive():
             self.check_open()
             self.wait_until_finished()

@@ -217,7 +217,7 @@ class _LeafMatcher:
         """Return the average that is restored in place of a parameter, if the checkpoint has one that fits."""
         shape, dtype = self._kinds[i]
         if self._names[i] in self.renamed:
-            # What `names` says of a leaf is more than what `use_averages` says of all.
+            # `names`, which names this leaf, counts more than `use_averages`, which is for all.
             average = _named_average(self._target.keys[i], dtype, self._records.get(name))
         else:
             average = find_average(name, self._records, self._averages)
@@ -563,7 +563,8 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
 def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
     """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's.
 
-    Draws begin at 0, whatever the target has: no update of the checkpoint's step was made yet.
+    Draws begin at 0, whatever the target has: they number the updates of one step, and the checkpoint's step has had
+    none yet.
     """
     leaf = wanted.leaf
     if wanted.is_draw:

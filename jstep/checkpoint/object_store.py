@@ -404,9 +404,9 @@ class ObjectAttempt(attempts.Attempt):
 
     def commit(self, files: attempts.Files) -> None:
         super().commit({})
-        try:  # the checkpoint exists
+        try:
             self._store.clean_up(self)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError) as error:  # not an error of the save: the checkpoint exists
             self._store.log_undeleted(self._store.directory, error)
 
     def publish(self, manifest: Manifest) -> Sequence[str]:

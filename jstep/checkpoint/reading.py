@@ -48,6 +48,7 @@ _SHARED_AGES = (
     "and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
+"""The dtypes that JAX has only with `jax_enable_x64`."""
 _MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 
 
@@ -360,7 +361,7 @@ class CheckpointReader:
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome.
 
-        A process reads its part of what others hold, too; they then exchange the parts.
+        If other processes hold the same of an array, each reads a part of it, and they exchange the parts.
         """
         arrays: dict[str, Any] = {}
         boxes: dict[str, Any] = {}
@@ -522,7 +523,8 @@ def verify(store: Store, path: str, step: int, max_bytes: int) -> Verdict:
         return Verdict(not store.find_corruption(path, manifest), nbytes)
     except FileNotFoundError:
         return Verdict(None)
-    except (CheckpointError, OSError):  # an unreadable one may be intact
+    except (CheckpointError, OSError):
+        # An unreadable one may be intact, but it is not one to recommend.
         return Verdict(False)
 
 

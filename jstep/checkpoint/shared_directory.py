@@ -67,7 +67,8 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
         if jax.process_index() == 0 and announced.name:
             _remove(path, announced.name)
     if is_url(announced.path):
-        # A list that changes while it is read, in a bucket without a mark, would be taken for a truncated one.
+        # All wait until the object is removed. Otherwise another process might list a bucket without a mark meanwhile,
+        # and take a list that changes while it is read for a truncated one.
         processes.any_process(False)
 
 

@@ -66,7 +66,10 @@ class Store(abc.ABC):
         """Return the path of the complete checkpoint of a step, or None."""
 
     def path_to_read(self, prefix: str, step: int) -> str | None:
-        """Return the path of a step whose manifest is read next; None only if there is no complete checkpoint."""
+        """Return the path of a step's checkpoint, or None, for a caller that reads the manifest next.
+
+        Unlike `find_path`, this may return a path without a checkpoint: reading its manifest shows that.
+        """
         return self.find_path(prefix, step)
 
     def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
