@@ -133,7 +133,7 @@ class Compiler:
             is_first = step == first
             begins_stage = step == stage.first
             args = None
-            # To index a batch may take as long as to make one, so that only a new stage needs it.
+            # Otherwise `source.item` may take as long as making a batch, which only a later stage is worth.
             if source.knows_shapes or (source.has_items and begins_stage and not is_first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier

@@ -88,7 +88,7 @@ class HookRunner:
             if hasattr(hook, "begin") and self.call(hook, "begin", course.position.state):
                 is_done = True
         savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
-        others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, SaverHook)]
+        others = [hook for hook in self._hooks if _is_scheduled(hook) and not isinstance(hook, SaverHook)]
         self._non_savers = ScheduleGroup(others, course.first)
         self.savers = ScheduleGroup(savers, course.first)
         return is_done
@@ -384,7 +384,7 @@ def close_hooks(
     errors.end(None if error is None else functools.partial(note_other, error))
 
 
-def _acts(hook: Any) -> bool:
+def _is_scheduled(hook: Any) -> bool:
     """Whether a hook is scheduled: called after steps, or asked by `next_due` where calls end."""
     if isinstance(hook, RunHook):
         return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step

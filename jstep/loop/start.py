@@ -110,7 +110,7 @@ def begin_hooks(run: RunContext) -> bool:
     if run.restored is None and not is_over and first < stop_step:
         is_over = components.runner.make_evaluations(evaluate_first)
     if is_over and run.poll_stop_signal():
-        return False  # a signal has interrupted the owed evaluation again: the run resumes with it in the next start
+        return False  # a signal has interrupted the owed evaluation again: the next start makes it, and resumes
     if is_over or first >= stop_step:
         report_done(run)
         for observer in run.observers:

@@ -1,7 +1,7 @@
 """`jstep.Run`, a context manager around a training loop; `jstep.train` is such a loop with an empty body.
 
-Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends in
-each.
+Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends
+at each moment.
 
 Entering the block pushes on one stack whatever its end has to undo. The stack is unwound in reverse order, so read this
 table from its last row up:
