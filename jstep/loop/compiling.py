@@ -261,7 +261,7 @@ class Compiler:
 def _count_programs(step: Any) -> int | None:
     """Return how many programs JAX has of a compiled function; None if it does not say.
 
-    `_cache_size` of a function of `jax.jit` is the only private API of JAX that we use, and only for lines of the log.
+    `_cache_size` of a function of `jax.jit` is private, the exception to our rule; only lines of the log depend on it.
     What is public, `jax.monitoring`, counts all that a thread compiles: also the programs that sum metrics, or those of
     a hook. Without `_cache_size`, these counts are used.
     """

@@ -258,7 +258,7 @@ class StopSignals:
         return True
 
     def agree_at_end(self) -> None:
-        """Let all processes leave, if one received a signal too late for the others."""
+        """Let all processes exit by a signal that one of them received too late for the others."""
         if not self.is_single_process and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
