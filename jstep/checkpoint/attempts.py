@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import math
 import os
 import shutil
 import threading
@@ -150,7 +149,7 @@ class SaveJob:
         saved_at: The time in the manifest.
         process: The index of this process.
         count: The number of processes.
-        nbytes: The bytes of all arrays.
+        nbytes: The bytes of all arrays, by all processes.
         arrays: The `OwnParts` to write.
         files: Name → `ExternalBytes`.
         end: `Retention.finish`, for the first process: see `Attempt.commit`.
@@ -186,7 +185,7 @@ class Attempt(abc.ABC):
         self._arrays = job.arrays
         self._names = [array.name for array in job.arrays]
         self._files = job.files
-        self._nbytes = sum([math.prod(array.part) * array.dtype.itemsize for array in job.arrays])
+        self._nbytes = job.nbytes
         self._own_bytes = sum([values.nbytes for array in job.arrays for _, values in array.values])
         # The parts of other processes are not known: a replicated array is in one of them.
         self._average_bytes = job.nbytes / job.count

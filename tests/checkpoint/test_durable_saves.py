@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_states import files_of, flip, listing, save_all, state_at
@@ -264,3 +265,18 @@ def test_a_full_disk_says_what_it_lacks(tmp_path, monkeypatch):
         ):
             save_all(saver, [1])
         save_all(saver, [1])
+
+
+def test_what_it_lacks_counts_all_shards(tmp_path, monkeypatch):
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    params = {"w": jax.device_put(jnp.zeros((len(devices), 25), jnp.float32), sharding)}
+    state = jstep.TrainState(params, {}, jnp.int32(1))
+    nbytes = 100 * len(devices) + 4
+    with (
+        Saver(tmp_path, async_save=False) as saver,
+        failing_flush(monkeypatch, "/_METADATA", errno.ENOSPC),
+        pytest.raises(CheckpointError, match=rf"\({nbytes} B needed, "),
+    ):
+        saver.save(state)
