@@ -181,7 +181,7 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
         jax_arrays |= dict(zip(moving, divided, strict=True))
     own_parts: list[OwnParts] = []
-    # Which values are replaced by copies below: those that XLA has in the host's memory, and the others.
+    # The values that are replaced by copies below: those that are read in place in the host's memory, and the others.
     host_values: list[_Value] = []
     device_values: list[_Value] = []
     # Number of replicas → the turns of the arrays that have so many.
@@ -202,12 +202,12 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
             turns.add(math.prod(division.part) * array.dtype.itemsize)
         for local_part in division.local_parts.get(replica, ()):
             data: Any = jax_arrays[name].addressable_data(local_part.shard)
+            originals = device_values
             if array.sharding in shardings_in_place:
                 data = np.asarray(data)[local_part.indices_in_shard]
-                host_values.append(_Value(values, len(values), data))
-            else:
-                device_values.append(_Value(values, len(values), data))
+                originals = host_values
             values.append((local_part.indices, data))
+            originals.append(_Value(values, len(values) - 1, data))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part=division.part, values=values))
     if copies is not None:
         _replace(host_values, copies.copy([value.data for value in host_values]))

@@ -27,8 +27,8 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         # Whether what interrupted saves left behind has been removed, and no save was interrupted since.
         self._has_no_leftovers = False
-        # The directory of an attempt of several processes that is not published, yet or because it has failed: some of
-        # them may write into it until each has called `wait`.
+        # The directory of an attempt of several processes that is not published: not yet, or never, as it has failed.
+        # Some of them may write into it until each has called `wait`.
         self._unpublished: str | None = None
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:

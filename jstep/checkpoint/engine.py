@@ -90,7 +90,7 @@ class SaverEngine:
 
     @contextlib.contextmanager
     def locked_reader(self) -> Iterator[CheckpointReader]:
-        """Give the reader between two saves: hold the lock, after the save in progress, whose error is raised."""
+        """Hold the lock, wait for the save in progress, whose error is raised, and give the reader."""
         with self.exclusive():
             self.wait()
             yield self.reader

@@ -89,7 +89,7 @@ class ObjectStore(Store):
         """See `Store.newest_first`. Missing objects are found on restore.
 
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
-        they once were. A run that believed it would begin again, and overwrite what is there.
+        they once were. A run that believed such an index would start from scratch, and overwrite what is there.
         """
         for _ in range(_TRIES):
             steps: Mapping[str, int] = self._listed(prefix).steps

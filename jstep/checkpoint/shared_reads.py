@@ -47,7 +47,12 @@ class _Needs(NamedTuple):
 
 
 class _SharedArray(NamedTuple):
-    """An array that one process of each group reads: the member with this number."""
+    """An array that one process of each group reads for the others.
+
+    Attributes:
+        boxes: The boxes that each group needs.
+        reader: The number of that process in its group, the same for all groups.
+    """
 
     name: str
     kind: ArrayKind
@@ -62,8 +67,8 @@ class ReadPlan:
     """Which arrays the processes read alone, divided or together; the same on all of them.
 
     Attributes:
-        alone: Name → the sharding with which this process reads an array, which then needs no other process, or is
-            brought into its own sharding by JAX.
+        alone: Name → the sharding with which this process reads an array. It is the wanted one, or one that divides the
+            array between more processes; JAX then brings it into the wanted one.
         digest: A number that is the same on all processes if their plans are.
     """
 
