@@ -64,7 +64,7 @@ class ArrayIndex(NamedTuple):
         """Return array → the bytes of its chunks: `NAME/c`, or `NAME/c/0/1`."""
         sizes: dict[str, int] = {}
         for key, value in self.values.items():
-            # The last one of these: an array may have such a name itself.
+            # At the last `/c/`: the name of an array may contain others.
             name, separator, _ = f"{key}/".rpartition("/c/")
             if separator:
                 nbytes = len(value) if isinstance(value, bytes) else value.length

@@ -36,7 +36,7 @@ Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
 
 OUTCOME_SECS = 1800.0
-"""Seconds without a heartbeat of the first process after which the others give up, once it has written its part."""
+"""Seconds without a heartbeat after which the others give up, once the first process has written its part."""
 _HEARTBEAT_SECS = 30.0
 """Seconds between two heartbeats of the first process, while it waits for parts that grow."""
 PARTS = "parts/"
@@ -185,7 +185,7 @@ class Attempt(abc.ABC):
         self._arrays = job.arrays
         self._names = [array.name for array in job.arrays]
         self._files = job.files
-        self._nbytes = job.nbytes
+        self._nbytes = job.nbytes  # of the whole checkpoint, for the error of a full disk
         self._own_bytes = sum([values.nbytes for array in job.arrays for _, values in array.values])
         # The parts of other processes are not known: a replicated array is in one of them.
         self._average_bytes = job.nbytes / job.count
@@ -317,7 +317,7 @@ class Attempt(abc.ABC):
         )
 
     def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:
-        """Warn once of each process that may hang, and add it to those of which was warned."""
+        """Warn of each process that may hang, unless it is in `warned_of`, and add it there."""
         quiet = []
         for process, watch in watches.items():
             if process not in warned_of and watch.quiet_secs(instant) > PATIENCE_SECS:

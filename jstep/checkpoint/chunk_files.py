@@ -106,8 +106,8 @@ class ChunkFiles:
     def _read_piece(self, piece: _Piece) -> bool:
         kept = piece.values
         nbytes = math.prod(piece.shape) * kept.dtype.itemsize
-        # The part that is kept is often the beginning of the chunk: then it is read to where it belongs. What follows
-        # it are the rows of the last chunk that are beyond the end of the array, and the checksum.
+        # The part that is kept is often the beginning of the chunk, and is then read into its final place. In the chunk
+        # it is followed by rows beyond the end of the array, if there are any, and by the checksum.
         is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
         if is_beginning and all(part.start == 0 for part in piece.indices):
             return self._read_chunk(piece.place, _as_bytes(kept), nbytes)

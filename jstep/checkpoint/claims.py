@@ -70,7 +70,7 @@ class FileClaim:
         _file_claims.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the claim holds, which it does not if the directory was removed, or in a fork.
+        """Return whether the claim holds: not if the directory was removed, nor in a fork.
 
         This also touches the file: on a file system without locks, its time shows that the writer lives.
         """

@@ -137,7 +137,7 @@ class SaverEngine:
             reader.check_run(state, step)
 
     def newest_step(self) -> int | None:
-        """Return the highest step with a complete checkpoint, without a look at the others."""
+        """Return the highest step with a complete checkpoint, without reading the others."""
         with self.locked_reader():
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 

@@ -165,7 +165,7 @@ def first_missing_file(path: str) -> str | None:
         # an older step. Without any other file of ours, it belongs to another program.
         return None if has_data(path) else MANIFEST_FILE
     except OSError as error:
-        # An unreadable file (permissions) counts as present, too: it may be intact, and reading it raises the reason.
+        # An unreadable file (permissions) counts as present, too: it may be intact, and a restore raises the reason.
         return MANIFEST_FILE if is_absent(error) else None
     files = manifest.files.keys() - ORBAX_ONLY
     if manifest.data is not None:  # a copy of what was written below a URL

@@ -87,7 +87,7 @@ class CheckpointExtra(NamedTuple):
     best: BestRecord | None = None
 
     def is_same(self, other: "CheckpointExtra") -> bool:
-        """Return whether both have the same values, none of which is a function, and files."""
+        """Return whether both have the same files and values; none of the values may be a function."""
         text = json.dumps(self.values, sort_keys=True)
         other_text = json.dumps(other.values, sort_keys=True)
         return text == other_text and self.files == other.files

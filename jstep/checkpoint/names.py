@@ -138,7 +138,7 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float) -> int:
     is_first = not is_distributed or jax.process_index() == 0
 
     def poll() -> tuple[int]:
-        """Return a new step, `_END` or `_WAIT`, as `first_ints_on_all` takes it: that of the first process counts."""
+        """Return a new step, `_END` or `_WAIT`, in a tuple for `first_ints_on_all`, which takes the first process's."""
         newest = _newest_permanent(store, prefix, newer_than) if is_first else _WAIT
         if newest > newer_than:
             return (newest,)

@@ -145,7 +145,7 @@ class ObjectStore(Store):
         return pages <= 1 + others / _READS_OF_PAGE
 
     def _is_followed(self, name: str) -> bool:
-        """Return whether a newer checkpoint than this one was saved, so that it is not the newest."""
+        """Return whether the index says that a newer checkpoint was saved after this one."""
         for attempt in self._attempts.get(name, ()):
             entry = self.objects.read(f"{INDEX}{name}/{attempt}").data
             if entry is not None and entry.startswith(_FOLLOWED):
@@ -224,7 +224,7 @@ class ObjectStore(Store):
                 self.objects.write(f"{INDEX}{name}/{attempt}", _ENTRY)
 
     def save(self, path: str, job: attempts.SaveJob) -> None:
-        """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
+        """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest (`publish`)."""
         self.erase_secs = 0.0
         attempt = ObjectAttempt(self, path, job)
         self._write = attempts.BackgroundWrite(attempt.storage.path(""), attempt.run, f"jstep-save-{self._name(path)}")

@@ -1,4 +1,4 @@
-"""Opening the checkpoints of a run in one call: find what it resumes from, and lock the prefix."""
+"""Opening the checkpoints of a run in one call: find what the run resumes from, and lock the prefix."""
 
 import contextlib
 from collections.abc import Callable

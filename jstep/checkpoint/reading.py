@@ -338,7 +338,7 @@ class CheckpointReader:
             )
 
     def read_leaves(self, path: str, manifest: Manifest, reads: Sequence["LeafRead"]) -> list[Any]:
-        """Return the values of leaves, which nothing else uses. NumPy has those that devices do not support."""
+        """Return the values of leaves, which nothing else uses; as NumPy arrays if JAX does not support their dtype."""
         shardings: dict[str, Any] = {}
         uses: Counter[str | None] = Counter()
         for leaf, half, sharding in reads:

@@ -351,7 +351,7 @@ class Retention:
         return counted
 
     def _load_retained(self, paths: Mapping[int, str]) -> RetainedSteps:
-        """Return the retention state, which is that of the newest manifest that can be read until a save changes it."""
+        """Return the retention state: of the latest save, or before the first one, of the newest readable manifest."""
         if self._retained is None:
             newest = self._find_step(sorted(paths, reverse=True), lambda head: head.retention is not None)
             if newest is not None:
