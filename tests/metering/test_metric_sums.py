@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jstep
 from jstep.metering import metric_sums
 from jstep.metering.device_sums import choose_columns
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
@@ -144,6 +145,17 @@ def test_steps_beyond_the_integers_of_float32_are_counted():
     totals = sums.take(number).totals
     assert totals.bad.step == before + 51
     assert totals.sums["loss"][1] == before + 60
+
+
+def test_examples_beyond_the_integers_of_float32_are_counted():
+    """The count of a `mean_of` is a column like any other, with its rounding errors."""
+    ratio = jstep.metrics.mean_of(jnp.float32(1.0), jnp.int32(1))
+    sums = MetricSums()
+    number = sums.subscribe()
+    sums.add(0, {"accuracy": jstep.metrics.mean_of(jnp.float32(2**25), jnp.int32(2**25))})
+    for step in range(1, 60):
+        sums.add(step, {"accuracy": ratio})
+    assert sums.take(number).totals.sums["accuracy"] == (2**25 + 59, 2**25 + 59)
 
 
 def test_a_piece_of_calls_of_one_step_ends_before_float32_ends_to_count(monkeypatch):
