@@ -117,9 +117,9 @@ def _as_saved(leaf: object, path: str) -> Any:
     )
 
 
-def other_half(record: Leaf, by_array: Mapping[Any, Leaf]) -> Leaf | None:
+def other_half(record: Leaf, leaves_by_array: Mapping[Any, Leaf]) -> Leaf | None:
     """Return the leaf that is stored with the other half of a record's numbers; None if the record has them all."""
-    return None if record.half is None else by_array.get(record.half)
+    return None if record.half is None else leaves_by_array.get(record.half)
 
 
 def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
