@@ -1,7 +1,6 @@
 """A stopwatch that assigns the wall time of a run to phases, without gaps."""
 
 import contextlib
-import itertools
 import os
 import time
 from collections import defaultdict, deque
@@ -15,7 +14,6 @@ BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 
 _VISITS = 64
 """The number of latest durations that are kept for each phase or key."""
-_SWITCHES = 256
 _SHORT = 1e-4
 """A body of the user's loop that takes fewer seconds counts as a part of the step, which is cheaper. The first one is
 recorded as if it took this long: a body that hangs later is measured by it."""
@@ -48,7 +46,6 @@ class Stopwatch:
         self.waiting = STARTING
         self.body_began: float | None = None
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
-        self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, phase: str) -> float:
         time_now = self.clock()
@@ -59,7 +56,6 @@ class Stopwatch:
         self.current = phase
         self._began = time_now
         self._totals[ended] += seconds
-        self._latest.append((phase, time_now))
         return time_now
 
     @contextlib.contextmanager
@@ -101,14 +97,6 @@ class Stopwatch:
     def started(self) -> None:
         self.waiting = WAITING
         self.switch(STEPPING)
-
-    def visits(self, phase: str) -> list[float]:
-        """Return the seconds of the latest visits of a phase that have ended."""
-        visits: list[float] = []
-        for (entered, begin), (_, end) in itertools.pairwise(list(self._latest)):
-            if entered == phase:
-                visits.append(end - begin)
-        return visits[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
         totals = dict(self._totals)

@@ -96,7 +96,7 @@ class Dispatch:
         if not program.is_settled:
             self.compile_for(state, chunk)
         began = self._watch.clock()
-        if program.is_settled and not _is_traced():  # without contexts, which take a microsecond
+        if program.is_settled and not is_traced():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_in_contexts(state, chunk, began)
@@ -133,7 +133,7 @@ class Dispatch:
     def _run_in_contexts(self, state: Tree, chunk: Chunk, began: float) -> Any:
         """Run a chunk whose program is new, whose time counts, or that is being profiled."""
         program = chunk.program
-        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _NO_CONTEXT
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if is_traced() else _NO_CONTEXT
         try:
             watching = _NO_CONTEXT if program.is_called else program.stage.watching()
             with self._context_of_call(), annotation, watching:
@@ -188,7 +188,7 @@ class Dispatch:
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-_is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
+is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
 """Whether a trace of the profiler is on, which costs less than an annotation."""
 
 

@@ -8,12 +8,12 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from jstep.core import processes
-from jstep.core.device_values import array_types
+from jstep.core.device_values import array_types, flat_batch_types
 from jstep.core.exceptions import items_until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
@@ -24,6 +24,8 @@ from jstep.loop.chunks import Chunk, CopiedBatches
 from jstep.loop.programs import shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
+
+_T = TypeVar("_T")
 
 _SECOND = 1.0
 """The interval between two checks of the waits, in seconds."""
@@ -48,20 +50,25 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self.fetched = 0
         self.count = 0
         self._times = StartTimes() if times is None else times
+        self._batches = items_until_end(source.items)
         self._items = self._read()
+        self._iterator: CopiedBatches | None = None
+        self._flat_types: Any = None  # of the latest batch, if it is flat and of arrays on a device
         self._reopen_source: Callable[[], BatchSource] | None = None
         self._first_task: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
         self._thread: weakref.ref[ReaderThread] | None = None
 
     def __iter__(self) -> CopiedBatches:
-        item = self._take_first()
-        if item is None:
-            return self._items
-        # A chain, and not a generator, which would be resumed for each batch. The first part takes the item out of its
-        # list: a chain of the list itself would hold the batch during the whole run.
-        first_item = [item]
-        return itertools.chain(map(first_item.pop, (0,)), self._items, self._take_from_thread())
+        """Return the iterator over the batches, the same one each time."""
+        if self._iterator is None:
+            item = self._take_first()
+            # The first part takes the item out of its list: a chain of the list itself would hold the batch during the
+            # whole run. A chain, and not a generator, which would be resumed for each batch.
+            first_item = [] if item is None else [item]
+            first = map(first_item.pop, range(len(first_item)))
+            self._iterator = itertools.chain(first, self._items, self._take_from_thread())
+        return self._iterator
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         source = self.source
@@ -69,7 +76,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         shapes: Any = None
         types: list[Any] | None = None
         structure: Any = None
-        for batch in items_until_end(source.items):
+        # Not a `for` over one iterator: `take_alike` replaces it.
+        while (batch := next(self._batches, _NO_BATCH)) is not _NO_BATCH:
             self.fetched += 1
             is_known = False
             # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
@@ -83,6 +91,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
                 if new_shapes != shapes:
                     shapes = new_shapes
                     types = array_types(leaves)
+                self._flat_types = flat_batch_types(batch)
             # A new container, as the user may fill the old one with the next batch.
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if is_ahead:
@@ -90,6 +99,29 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self.count += 1
             if self._thread is not None:  # it reads from here on
                 return
+
+    # Batches for a `QuietStretch`, which takes them without a chunk.
+
+    @property
+    def can_take_alike(self) -> bool:
+        """Whether `take_alike` may be called: batches have no positions, no thread reads them, the latest is flat."""
+        source = self.source
+        is_plain = source.read_position is None and not source.follows_calls and not source.moves_between_steps
+        return is_plain and self._thread is None and self._flat_types is not None
+
+    def take_alike(self) -> Any:
+        """Return the next batch, as it is, if its arrays have the types of the latest one's.
+
+        None if they have not, and at the end; then the iterator over this object goes on with that batch.
+        """
+        self.count += 1
+        batch = next(self._batches, _NO_BATCH)
+        if flat_batch_types(batch) == self._flat_types:
+            self.fetched += 1
+            return batch
+        self.count -= 1
+        self._batches = itertools.chain(() if batch is _NO_BATCH else (batch,), self._batches)
+        return None
 
     # The first batch.
 
@@ -111,6 +143,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         if self._reopen_source is None or task.exception() is None:
             return task.result()
         self.source = self._reopen_source()
+        self._batches = items_until_end(self.source.items)
         self.fetched = 0
         self._items = self._read()
         return self._make_first()
@@ -157,6 +190,9 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self.count += 1
 
 
+_NO_BATCH = object()
+
+
 def _result_in_time(task: Task[Any], is_over: Callable[[], bool]) -> Any:
     if not wait_until_done(task, is_over) or task.exception() is not None:
         return None
@@ -175,6 +211,10 @@ _NEVER_AGAIN = _WaitCheck(checked_at=math.inf)
 """As if the waits had been checked in the future: the next check is never due."""
 
 
+ChunksFrom = Callable[[int], Iterator[Chunk]]
+"""`chunks_from(step)`: the chunks of the batches that are still to be read, the first of which is for this step."""
+
+
 class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; a thread may read their batches ahead.
 
@@ -188,9 +228,12 @@ class BatchFeeder(Iterator[Chunk]):
         steps: The number of its steps.
     """
 
-    def __init__(self, reader: BatchReader, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
+    def __init__(
+        self, reader: BatchReader, chunks_from: ChunksFrom, first: int, signals: StopSignals, watch: Stopwatch
+    ) -> None:
         self._reader = reader
-        self._chunks = chunks
+        self._chunks_from = chunks_from
+        self._chunks = chunks_from(first)
         self._signals = signals
         self._watch = watch
         self._thread: ReaderThread | None = None
@@ -209,27 +252,43 @@ class BatchFeeder(Iterator[Chunk]):
         return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:
+        chunk = self._fetch(self._next_chunk)
+        self.steps = chunk.steps
+        if self.received_at >= self.checks_at:
+            self._check_waits(self.received_at)
+        if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
+            self._read_ahead()
+        return chunk
+
+    def _next_chunk(self) -> Chunk:
+        source = self._reader.source
+        if source.moves_between_steps:
+            source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then
+            self.can_interrupt = source.can_interrupt
+        chunk = next(self._chunks)
+        self.can_interrupt = False  # before anything is noted of the batch, which a signal would tear apart
+        chunk.can_interrupt = source.can_interrupt
+        # Only now: if the wait is left, the position stays before the batch, even if it was partly read.
+        if source.follows_calls:
+            source.end_fetch(chunk.steps, chunk.position)
+        return chunk
+
+    def _fetch(self, make: Callable[[], _T]) -> _T:
+        """Return `make()`, which waits for batches."""
         watch = self._watch
         source = self._reader.source
         self._requests += 1
-        # From here on until the chunk is there, a signal raises `StopWaiting` wherever this thread is: in the user's
+        # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread is: in the user's
         # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
         self.waiting = True
         self.can_interrupt = source.can_interrupt
         outer_phase = watch.current
-        watch.switch(watch.waiting)
+        phase = watch.waiting
+        began = watch.switch(phase)
         try:
             if self._signals.received is not None and self.can_interrupt:
                 self._signals.check()
-            if source.moves_between_steps:
-                source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then
-                self.can_interrupt = source.can_interrupt
-            chunk = next(self._chunks)
-            self.can_interrupt = False  # before anything is noted of the batch, which a signal would tear apart
-            chunk.can_interrupt = source.can_interrupt
-            # Only now: if the wait is left, the position stays before the batch, even if it was partly read.
-            if source.follows_calls:
-                source.end_fetch(chunk.steps, chunk.position)
+            made = make()
         except StopIteration:
             source.end()
             self.waiting = False
@@ -237,13 +296,28 @@ class BatchFeeder(Iterator[Chunk]):
         finally:
             self.can_interrupt = False
             self.received_at = watch.switch(outer_phase)
+            watch.lasted[phase].append(self.received_at - began)
         self.waiting = False
-        self.steps = chunk.steps
-        if self.received_at - self._last_check.checked_at >= _SECOND:
-            self._check_waits(self.received_at)
-        if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
-            self._read_ahead()
-        return chunk
+        return made
+
+    # Batches that a `QuietStretch` takes, which needs no chunks.
+
+    @property
+    def can_take_alike(self) -> bool:
+        return self._reader.can_take_alike
+
+    @property
+    def checks_at(self) -> float:
+        """When `next` checks the waits again, by the stopwatch."""
+        return self._last_check.checked_at + _SECOND
+
+    def take_alike(self) -> Any:
+        """Return `BatchReader.take_alike()`, which is a wait as in `next`."""
+        return self._fetch(self._reader.take_alike)
+
+    def go_on_at(self, step: int) -> None:
+        """Make the next chunk for this step, after batches that were taken without one."""
+        self._chunks = self._chunks_from(step)
 
     def _check_waits(self, received_at: float) -> None:
         last = self._last_check

@@ -45,11 +45,13 @@ class InFlight:
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
+        is_look_due: Whether `make_room` has something to do: to wait, or to drop calls that have finished.
         per_step: The latest durations of calls, in seconds per step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished = 0
+        self.is_look_due = False
         self.per_step: deque[float] = deque(maxlen=_LATEST)
         self._calls: deque[_Call] = deque()
         self._clock = clock
@@ -57,7 +59,7 @@ class InFlight:
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
-        self.is_full = False  # whether `make_room` may have to wait
+        self._array_type: type | None = None  # that of the latest result: `isinstance` takes a microsecond
         # Whether later calls donate the metrics of earlier ones, which shows only when such an array is deleted.
         self._are_donated = False
 
@@ -67,20 +69,25 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
-        if not isinstance(result, jax.Array):
-            result = _find_result(state, metrics)
+        if type(result) is not self._array_type:
+            if not isinstance(result, jax.Array):
+                result = _find_result(state, metrics)
+            self._array_type = type(result)
         self._calls.append((result, first, step))
-        self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+        self.is_look_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
         num_calls = 0
         num_steps = 0
-        # The device finishes calls in their order.
+        # The device finishes calls in their order: if the newest one is ready, which is mostly so when the host is the
+        # slower one, all are.
+        are_all_ready = bool(self._calls) and _is_ready(self._calls[-1][0]) is True
         while self._calls:
             result, first, step = self._calls[0]
-            if result.is_deleted():  # for example a metric that is an array of the state: no information
+            is_ready = are_all_ready or _is_ready(result)
+            if is_ready is None:  # for example a metric that is an array of the state: no information
                 self._are_donated = True
-            elif result.is_ready():
+            elif is_ready:
                 self.finished = step
                 num_calls += 1
                 num_steps += step - first
@@ -89,7 +96,7 @@ class InFlight:
             self._calls.popleft()
         if num_calls:
             self._measure(num_calls, num_steps)
-            self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+            self.is_look_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def _measure(self, num_calls: int, num_steps: int) -> None:
         """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""
@@ -112,7 +119,7 @@ class InFlight:
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
-        if not self.is_full:
+        if not self.is_look_due:
             return
         self.drop_finished()
         while len(self._calls) >= self.max_calls:
@@ -144,6 +151,14 @@ class InFlight:
         self._calls.clear()
         self.finished = 0
         self._seen = _SeenStep()
+
+
+def _is_ready(result: Any) -> bool | None:
+    """Whether an array has been computed; None if it is deleted."""
+    if result.is_deleted():  # first, as JAX crashes if a deleted array is asked whether it is ready
+        return None
+    ready: bool = result.is_ready()
+    return ready
 
 
 def _find_result(state: trees.Tree, metrics: Any) -> Any:

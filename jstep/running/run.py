@@ -50,6 +50,7 @@ from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activi
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
+from jstep.loop.quiet import QuietStretch
 from jstep.loop.run_context import RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import as_stages
@@ -316,6 +317,7 @@ class Run(Generic[P]):
         restart may resume from. So in a checkpoint of step N, the hooks and the body of N have run, each once.
         """
         course = self._context.course
+        quiet = QuietStretch.of(self._context)
         with _KeepFailure(course):
             try:
                 for chunk in self._begin():
@@ -333,6 +335,8 @@ class Run(Generic[P]):
                             return
                         self._pause_body()
                     course.status = BETWEEN  # as `end_iteration`, which costs a call
+                    if chunk is not None and quiet is not None:
+                        quiet.take(chunk)
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break
@@ -366,7 +370,7 @@ class Run(Generic[P]):
         """Run a call, and the hooks that are due after it."""
         context = self._context
         course = context.course
-        if context.in_flight.is_full:
+        if context.in_flight.is_look_due:
             course.activity = Activity.CALLING  # it waits for the device: a stall must not blame the batches
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and chunk.can_interrupt:

@@ -324,7 +324,7 @@ class StallWatch(Observer):
             return max(watch.lasted[wait.timing_key], default=None)
         if wait.kind == _COMPILE:  # of another program, and no time of a step tells how long that takes
             return None
-        seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.run.in_flight.per_step]
+        seconds = [*(watch.lasted[WAITING] if wait.kind == _BATCH else self.run.in_flight.per_step)]
         return statistics.median(seconds) if seconds else None
 
     # Messages.

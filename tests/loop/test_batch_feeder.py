@@ -60,8 +60,11 @@ def check_waits(feeder, got):
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, is_saved=True, next_save=lambda number: number)
     reader = BatchReader(source)
-    made = make_chunks(reader, 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
-    feeder = BatchFeeder(reader, made, signals or StopSignals(), Stopwatch())
+
+    def made(step):
+        return make_chunks(reader, step, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+
+    feeder = BatchFeeder(reader, made, 0, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 

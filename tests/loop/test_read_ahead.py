@@ -22,9 +22,12 @@ def starts(read, step, calls=3000):
 
     source = open_source(batch, 0, 10**6, None)
     reader = BatchReader(source)
-    made = make_chunks(reader, 0, in_loops(1), ends=range(1, 10**6))
+
+    def made(step):
+        return make_chunks(reader, step, in_loops(1), ends=range(1, 10**6))
+
     watch = Stopwatch(clock=lambda: now[0])
-    feeder = BatchFeeder(reader, made, StopSignals(), watch)
+    feeder = BatchFeeder(reader, made, 0, StopSignals(), watch)
     try:
         for n in range(calls):
             next(feeder)

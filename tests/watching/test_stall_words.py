@@ -31,7 +31,7 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
         "is_open": True, "components": components, "step": step, "is_over": loop.get("is_over", False), "saver": None,
         "writer": None, "file": None, "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
         "course": types.SimpleNamespace(**course | loop, has_trained=step > 2),
-        "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: []}, visits=lambda part: []),
+        "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: [], WAITING: []}),
         "in_flight": InFlight(),
     }  # fmt: skip
     return types.SimpleNamespace(**fields | more)
@@ -171,7 +171,7 @@ def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> Non
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:
     run = run_of()
-    run.watch.visits = {WAITING: [1.0, 3.0, 2.0]}.get
+    run.watch.lasted[WAITING] = [1.0, 3.0, 2.0]
     run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
     watch = watch_of(run)
     assert watch._usual(Wait("hook", "", "thing")) == 5.0

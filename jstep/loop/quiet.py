@@ -1,0 +1,117 @@
+"""Calls between two steps at which something is due: only batches and calls, in one loop.
+
+Most iterations of `Run._iterate` find nothing to do besides their call, and to find that out takes as long as the
+Python code of the call. A stretch asks once up to which step nothing is due, and by which clocks. After each call it
+asks only for what other threads may have begun.
+"""
+
+from jstep.core.trees import batch_to_args
+from jstep.hooks.cadence import Cadence
+from jstep.hooks.run_hook import LoopState
+from jstep.loop.chunks import Chunk
+from jstep.loop.course import Activity
+from jstep.loop.dispatch import is_traced
+from jstep.loop.run_context import RunContext
+
+_MIN_CALLS = 4
+"""The least number of calls of a stretch: to begin and to end one takes as long as three iterations of the loop."""
+
+
+class QuietStretch:
+    """Takes steps of a run whose calls need nothing besides themselves, and leaves the run as its loop would.
+
+    The run has one process, calls of one step, and batches of arrays on a device.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._latest_program: object = None
+
+    @classmethod
+    def of(cls, run: RunContext) -> "QuietStretch | None":
+        """Return the stretches of a run; None if each of its calls needs more."""
+        course = run.course
+        if course.has_body and course.body_interval is None:
+            return None
+        table = run.components.dispatch.table
+        is_placed = table.on_device or run.options.batch_sharding is not None
+        if not run.signals.is_single_process or table.is_looped or is_placed or run.components.runner.acts_before_steps:
+            return None
+        return cls(run)
+
+    def take(self, latest: Chunk) -> None:
+        """Take the steps before the next one at which something is due, if there are several; `latest` was called."""
+        run = self._run
+        program = latest.program
+        is_repeated = program is self._latest_program  # batches may alternate between shapes
+        self._latest_program = program
+        if not is_repeated or not program.is_settled:
+            return
+        first = run.course.position.step
+        last = self._next_due(latest) - 1
+        if last - first < _MIN_CALLS or not self._is_quiet() or not run.components.feeder.can_take_alike:
+            return
+        try:
+            self._take_until(last, latest)
+        finally:
+            step = run.course.position.step
+            run.steps_by_rows[program.rows] += step - first
+            run.components.feeder.go_on_at(step)
+        # A clock may have ended the stretch: the hook that is due by it is called at this step.
+        run.course.begin_iteration()
+        run.components.runner.call_after_step(step)
+        run.course.end_iteration()
+
+    def _next_due(self, latest: Chunk) -> int:
+        """Return the next step at which a hook, the body, another stage or the end is due."""
+        course = self._run.course
+        body = Cadence(course.body_interval).next_multiple(course.position.step)
+        hooks = self._run.components.runner.next_due_step
+        return min(hooks, body, latest.program.stage.stop, course.stop_step)
+
+    def _is_quiet(self) -> bool:
+        run = self._run
+        course = run.course
+        # A state that a hook or the body has made may need another program, which the loop's next call reports.
+        if course.replaced_at == course.position.step or run.components.dispatch.call_listeners:
+            return False
+        if run.signals.received is not None or course.stopped_by is not None:
+            return False
+        return not run.pending and not run.failures and not is_traced()
+
+    def _take_until(self, last: int, latest: Chunk) -> None:
+        run = self._run
+        course = run.course
+        feeder = run.components.feeder
+        in_flight = run.in_flight
+        sums = run.sums
+        failures = run.failures
+        signals = run.signals
+        program = latest.program
+        deadlines = run.components.runner.deadlines()
+        checks_at = feeder.checks_at
+        chunk = Chunk(program, (), 1, course.position.step)  # the only one: nobody keeps it
+        for step in range(course.position.step + 1, last + 1):
+            course.activity = Activity.FETCHING
+            batch = feeder.take_alike()
+            if batch is None:
+                return
+            course.activity = Activity.CALLING
+            if in_flight.is_look_due:
+                in_flight.make_room()
+                signals.check()  # as after each wait
+            chunk.args = batch_to_args(batch)
+            chunk.first = step - 1
+            state, metrics = program.run(course.position.state, chunk, sums)
+            course.position = LoopState(step, state, metrics, program.rows)
+            in_flight.add(step - 1, step, state, metrics)
+            # What other threads, the profiler, or a signal have begun.
+            if failures or course.stopped_by is not None or is_traced():
+                return
+            if signals.received is not None:
+                return
+            if feeder.received_at >= checks_at:
+                return
+            for clock, deadline in deadlines:
+                if clock() >= deadline:
+                    return

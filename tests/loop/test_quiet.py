@@ -1,0 +1,256 @@
+"""Steps between which nothing is due are taken in one loop (`QuietStretch`): nobody sees a difference."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.hooks.cadence import Cadence
+from jstep.hooks.run_hook import RunHook
+from jstep.loop import dispatch, quiet
+from jstep.loop.dispatch import Dispatch
+from jstep.loop.quiet import QuietStretch
+
+STEPS = 100
+ODD = 37
+"""The step at which something happens."""
+
+optimizer = jstep.adam(0.1)
+train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x["x"]) ** 2), optimizer)
+
+
+def new_state():
+    return jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+
+
+def batch(step, rows=2):
+    return {"x": jnp.full((rows, 3), step / STEPS)}
+
+
+@pytest.fixture(params=[True, False], ids=["quiet", "each"])
+def is_quiet(request, monkeypatch):
+    """Whether stretches are quiet; what a test expects does not depend on it."""
+    if not request.param:
+        monkeypatch.setattr(QuietStretch, "of", lambda run: None)
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The first steps of the calls that the loop has made, so not those of quiet stretches."""
+    made = []
+    call = Dispatch.__call__
+
+    def counting(self, state, chunk):
+        made.append(chunk.first)
+        return call(self, state, chunk)
+
+    monkeypatch.setattr(Dispatch, "__call__", counting)
+    return made
+
+
+class Every(jstep.Hook):
+    """Notes when it is called, and with which loss."""
+
+    def __init__(self, interval):
+        self.interval = interval
+        self.seen = []
+
+    def next_due(self, step):
+        return step - step % self.interval + self.interval
+
+    def after_step(self, step, state, metrics):
+        assert jstep.global_step(state) == step
+        self.seen.append((step, float(metrics["loss"])))
+
+
+def weights(state):
+    return np.asarray(state.params["w"]).tobytes()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The weights after each step."""
+    state = new_state()
+    after = {0: weights(state)}
+    for step in range(STEPS):
+        state, _ = train_step(state, batch(step))
+        after[step + 1] = weights(state)
+    return after
+
+
+def test_hooks_and_bodies_are_called_at_their_steps(is_quiet, calls, expected):
+    ten, thirty = Every(10), Every(30)
+    bodies = []
+    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[ten, thirty], progress=False) as run:
+        for step in run.every(25):
+            bodies.append((step, weights(run.state) == expected[step]))
+    assert [step for step, _ in ten.seen] == [*range(10, 101, 10)]
+    assert [step for step, _ in thirty.seen] == [30, 60, 90]
+    assert bodies == [(25, True), (50, True), (75, True), (100, True)]
+    assert weights(run.state) == expected[STEPS]
+    assert (len(calls) < STEPS // 2) == is_quiet
+
+
+def test_a_hook_of_each_step_leaves_nothing_quiet(calls):
+    jstep.train(train_step, new_state(), batch, 20, hooks=[Every(1)], progress=False)
+    assert calls == [*range(20)]
+
+
+@pytest.mark.parametrize("make", [lambda x: (x,), lambda x: {"x": x}, lambda x: x], ids=["tuple", "dict", "array"])
+def test_batches_of_each_kind_are_taken(make, is_quiet, calls):
+    def loss(params, *args, **named):
+        (x,) = jax.tree.leaves((args, named))
+        return jnp.mean((params["w"][None] - x) ** 2)
+
+    step = jstep.minimize(loss, optimizer)
+    state = jstep.train(step, new_state(), lambda n: make(batch(n)["x"]), 50, progress=False)
+    assert int(state.global_step) == 50
+    assert (len(calls) < 10) == is_quiet
+
+
+@pytest.mark.parametrize("other", [3, 5])
+def test_other_shapes_are_called_as_they_come(other, is_quiet, calls):
+    def varying(step):
+        return batch(step, rows=other if step >= ODD and step % 20 > 3 else 2)
+
+    state = jstep.train(train_step, new_state(), varying, STEPS, progress=False)
+    reference = new_state()
+    for step in range(STEPS):
+        reference, _ = train_step(reference, varying(step))
+    assert weights(state) == weights(reference)
+    assert (len(calls) < STEPS) == is_quiet
+
+
+class Examples(RunHook):
+    """Reads the examples of the run, each 20 steps."""
+
+    _cadence = Cadence(20)
+
+    def __init__(self):
+        self.seen = []
+
+    def _when_due(self, step, state, metrics):
+        self.seen.append((step, self._run.examples))
+
+
+def test_examples_are_counted(is_quiet):
+    hook = Examples()
+    jstep.train(train_step, new_state(), lambda n: batch(n, 2 + n // 50), STEPS, hooks=[hook], progress=False)
+    assert hook.seen == [(n, (2 * n + max(0, n - 50), 0)) for n in (20, 40, 60, 80, 100)]
+
+
+@pytest.mark.parametrize("kind", ["function", "generator", "list"])
+def test_the_batches_end(kind, is_quiet, expected):
+    def until(step):
+        if step == ODD:
+            raise jstep.OutOfRangeError("no more")
+        return batch(step)
+
+    batches = {
+        "function": until,
+        "generator": (batch(step) for step in range(ODD)),
+        "list": [batch(step) for step in range(ODD)],
+    }[kind]
+    state = jstep.train(train_step, new_state(), batches, STEPS, progress=False)
+    assert int(state.global_step) == ODD
+    assert weights(state) == expected[ODD]
+
+
+def test_an_error_of_the_batches_has_the_state_of_its_step(is_quiet, expected, tmp_path):
+    def failing(step):
+        if step == ODD:
+            raise ValueError("broken record")
+        return batch(step)
+
+    with pytest.raises(ValueError, match="broken record") as caught:
+        jstep.train(train_step, new_state(), failing, STEPS, checkpoint_dir=tmp_path, progress=False)
+    assert weights(caught.value.state) == expected[ODD]
+    assert any(f"while batch {ODD} was fetched" in note for note in caught.value.__notes__)
+    assert jstep.Saver(tmp_path).all_steps()[-1] == ODD
+
+
+def test_a_signal_while_a_batch_is_made(is_quiet, expected, tmp_path):
+    made = []
+
+    def batches(step):
+        made.append(step)
+        if step == ODD and made.count(step) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(step)
+
+    with pytest.raises(jstep.Preempted, match=f"after step {ODD}"):
+        jstep.train(train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False)
+    assert jstep.Saver(tmp_path).all_steps() == [ODD]
+    state = jstep.train(train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False)
+    assert weights(state) == expected[STEPS]
+    assert made.count(ODD) == 2
+    assert made.count(ODD - 1) == 1
+
+
+def test_a_stop_from_elsewhere_ends_the_iteration(is_quiet, expected):
+    def batches(step):
+        if step == ODD:
+            run.stop()
+        return batch(step)
+
+    with jstep.Run(train_step, new_state(), batches, STEPS, progress=False) as run:
+        steps = [*run.every(50)]
+    assert steps == [ODD + 1]
+    assert weights(run.state) == expected[ODD + 1]
+
+
+class Timed(RunHook):
+    """Is due each 10 seconds of a clock."""
+
+    def __init__(self, clock):
+        self._cadence = Cadence(None, 10.0, clock)
+        self.seen = []
+
+    def _when_due(self, step, state, metrics):
+        self.seen.append(step)
+
+
+def test_a_clock_ends_a_stretch_at_the_step_that_is_due(is_quiet, calls, expected):
+    seconds = [0.0]
+
+    def batches(step):
+        seconds[0] += 1.0
+        return batch(step)
+
+    timed = Timed(lambda: seconds[0])
+    state = jstep.train(train_step, new_state(), batches, 60, hooks=[timed], progress=False)
+    assert timed.seen == [10, 20, 30, 40, 50, 60]
+    assert weights(state) == expected[60]
+    assert (len(calls) < 60) == is_quiet
+
+
+def test_a_state_that_a_hook_returns_is_trained(is_quiet):
+    class Restart(Every):
+        def after_step(self, step, state, metrics):
+            return state.replace(params={"w": jnp.ones(3)})
+
+    state = jstep.train(train_step, new_state(), batch, 60, hooks=[Restart(20)], progress=False)
+    reference = new_state()
+    for step in range(60):
+        reference, _ = train_step(reference, batch(step))
+        if step % 20 == 19:
+            reference = reference.replace(params={"w": jnp.ones(3)})
+    assert weights(state) == weights(reference)
+
+
+def test_a_profile_that_begins_sees_each_step(monkeypatch, calls):
+    made = []
+
+    def batches(step):
+        made.append(step)
+        return batch(step)
+
+    for module in (dispatch, quiet):
+        monkeypatch.setattr(module, "is_traced", lambda: len(made) > ODD)
+    jstep.train(train_step, new_state(), batches, 60, progress=False)
+    assert calls[-(60 - ODD - 1) :] == [*range(ODD + 1, 60)]
