@@ -51,6 +51,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self.count = 0
         self._times = StartTimes() if times is None else times
         self._batches = items_until_end(source.items)
+        self._put_back: Any = _NO_BATCH  # which `take_alike` has read, and `_read` returns
         self._items = self._read()
         self._iterator: CopiedBatches | None = None
         self._flat_types: Any = None  # of the latest batch, if it is flat and of arrays on a device
@@ -76,8 +77,13 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         shapes: Any = None
         types: list[Any] | None = None
         structure: Any = None
-        # Not a `for` over one iterator: `take_alike` replaces it.
-        while (batch := next(self._batches, _NO_BATCH)) is not _NO_BATCH:
+        while True:
+            batch = self._put_back
+            self._put_back = _NO_BATCH
+            if batch is _NO_BATCH:
+                batch = next(self._batches, _NO_BATCH)
+            if batch is _NO_BATCH:
+                return
             self.fetched += 1
             is_known = False
             # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
@@ -120,7 +126,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self.fetched += 1
             return batch
         self.count -= 1
-        self._batches = itertools.chain(() if batch is _NO_BATCH else (batch,), self._batches)
+        self._put_back = batch
         return None
 
     # The first batch.

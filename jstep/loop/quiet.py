@@ -13,6 +13,8 @@ from jstep.loop.course import Activity
 from jstep.loop.dispatch import is_traced
 from jstep.loop.run_context import RunContext
 
+_PAUSE = 64
+"""The number of steps without a stretch after one that was cut short, mostly by batches whose shapes vary."""
 _MIN_CALLS = 4
 """The least number of calls of a stretch: to begin and to end one takes as long as three iterations of the loop."""
 
@@ -26,6 +28,7 @@ class QuietStretch:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._latest_program: object = None
+        self._not_before = 0
 
     @classmethod
     def of(cls, run: RunContext) -> "QuietStretch | None":
@@ -48,6 +51,8 @@ class QuietStretch:
         if not is_repeated or not program.is_settled:
             return
         first = run.course.position.step
+        if first < self._not_before:
+            return
         last = self._next_due(latest) - 1
         if last - first < _MIN_CALLS or not self._is_quiet() or not run.components.feeder.can_take_alike:
             return
@@ -57,6 +62,8 @@ class QuietStretch:
             step = run.course.position.step
             run.steps_by_rows[program.rows] += step - first
             run.components.feeder.go_on_at(step)
+        if step - first < _MIN_CALLS:
+            self._not_before = step + _PAUSE
         # A clock may have ended the stretch: the hook that is due by it is called at this step.
         run.course.begin_iteration()
         run.components.runner.call_after_step(step)

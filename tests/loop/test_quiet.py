@@ -126,6 +126,12 @@ def test_other_shapes_are_called_as_they_come(other, is_quiet, calls):
     assert (len(calls) < STEPS) == is_quiet
 
 
+def test_shapes_that_vary_all_the_time_are_left_to_the_loop(calls):
+    state = jstep.train(train_step, new_state(), lambda n: batch(n, rows=2 + n % 3 // 2), 3000, progress=False)
+    assert int(state.global_step) == 3000
+    assert calls == [*range(3000)]
+
+
 class Examples(RunHook):
     """Reads the examples of the run, each 20 steps."""
 
