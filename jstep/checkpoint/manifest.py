@@ -278,7 +278,7 @@ class Manifest:
         parts: Name of an array → the shape of the parts in which it was written, unless that is its own.
         left_out: Leaves that a target must provide.
         finite: As in `CheckpointExtra`; True if it was not recorded.
-        temporary: As in `CheckpointExtra`.
+        temporary: Whether the next save replaces it, and no limit counts it.
         processes: The number of processes that wrote it, each of them a database if there are several.
         best: As in `CheckpointExtra`.
     """

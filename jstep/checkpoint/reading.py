@@ -148,6 +148,7 @@ class CheckpointReader:
         self,
         target: Tree,
         step: int | None,
+        *,
         partial: bool,
         averages: Sequence[str] | None,
         names: match.Names | None,

@@ -33,8 +33,9 @@ class Saver:
     The newest checkpoint is the one with the highest step. To return to an earlier one permanently, delete all later
     ones. Saving a step again replaces its checkpoint.
 
-    Every call except `read_file` first waits for a save in progress, and raises its error if it failed. A checkpoint
-    survives SIGKILL and a power cut once `wait` or the next call has returned; a save in progress may be lost.
+    Every call but `read_file`, `flushing` and `close(wait=False)` first waits for a save in progress, and raises its
+    error if it failed. A checkpoint survives SIGKILL and a power cut once `wait`, or another call that waits, has
+    returned; a save in progress may be lost.
 
     Only one Saver at a time may write a prefix in a directory, from its first save (or `claim`) until `close` or the
     end of its process; a second one gets an error. Any number of Savers may restore at the same time. With several
@@ -227,7 +228,7 @@ class Saver:
             raise ValueError("names: must come with a target, whose paths it maps")
         with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target, "target")
-            return reader.restore(target, step, partial, averages, names)
+            return reader.restore(target, step, partial=partial, averages=averages, names=names)
 
     def restore_params(
         self,
@@ -275,7 +276,8 @@ class Saver:
         with self._engine.locked_reader() as reader:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
-            return reader.restore(target, step, False, averages, names, params_only=True)[PARAMS]
+            restored = reader.restore(target, step, partial=False, averages=averages, names=names, params_only=True)
+            return restored[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
