@@ -21,7 +21,7 @@ from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.intervals import merge_sums
-from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, scalars, sort_metrics
+from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, sort_metrics, sorted_numbers
 from jstep.showing.drawing import Curve, picture
 from jstep.showing.tables import html_table
 from jstep.state.train_state import TrainState
@@ -298,7 +298,7 @@ class History(ReportingHook):
             return self._newest
         if trees.is_donated(metrics):  # by a hook or a body that replaced the state, an array of which is a metric
             return {}
-        return read_values(scalars(metrics, self._constants()))
+        return read_values(sorted_numbers(metrics, self._constants()))
 
     def flush(self) -> None:
         with self._lock, self._deferring_errors():

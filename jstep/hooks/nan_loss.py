@@ -11,6 +11,7 @@ from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.intervals import Interval
+from jstep.metering.metric_sums import Needs
 from jstep.metering.numbers import read_value, real_parts
 from jstep.slots.roles import Role, roles_in
 from jstep.state.global_step import state_step
@@ -64,7 +65,7 @@ class NanLossHook(RunHook):
 
     def _use_run(self, run: RunInfo) -> None:
         super()._use_run(run)
-        self._number = run.sums.subscribe(means=False)
+        self._number = run.sums.subscribe(Needs.WATCHED)
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)

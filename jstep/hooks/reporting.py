@@ -18,6 +18,7 @@ from jstep.hooks.cadence import UNSET, Clock, make_cadence
 from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
 from jstep.hooks.speed import format_utilization, measure_finished
 from jstep.metering import numbers
+from jstep.metering.metric_sums import Needs
 from jstep.state.train_state import TrainState
 from jstep.summary.summaries import mark_skipped
 from jstep.training.metrics import SKIPPED, Metrics
@@ -81,7 +82,7 @@ class ReportingHook(RunHook):
 
     def _use_run(self, run: RunInfo) -> None:
         super()._use_run(run)
-        self._number = run.sums.subscribe(ratios=not self._mean)
+        self._number = run.sums.subscribe(Needs.MEANS if self._mean else Needs.RATIOS)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._run.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
@@ -97,7 +98,7 @@ class ReportingHook(RunHook):
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         if self._mean:
             return self._means(leave_out)
-        values = numbers.scalars(metrics, leave_out)
+        values = numbers.sorted_numbers(metrics, leave_out)
         if not self._run.sums.has_ratios:
             return numbers.start_transfer(values.values(), lambda: numbers.read_values(values))
         means = self._means(leave_out)
@@ -296,7 +297,7 @@ class SummarySaverHook(ReportingHook):
             leave_out.update(self._run.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
-        self.deliver(step, {} if self._mean else numbers.scalars(metrics, leave_out), metrics)
+        self.deliver(step, {} if self._mean else numbers.sorted_numbers(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self._run.transfers.deliver_ready()

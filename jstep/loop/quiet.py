@@ -104,7 +104,7 @@ class QuietStretch:
             if batch is None:
                 return
             course.activity = Activity.CALLING
-            if in_flight.is_look_due:
+            if in_flight.is_check_due:
                 in_flight.make_room()
                 signals.check()  # as after each wait
             chunk.args = batch_to_args(batch)

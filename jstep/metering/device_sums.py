@@ -50,8 +50,8 @@ class SumBlocks(NamedTuple):
     """The parts of the array of sums.
 
     Everything is in one array, because each array that a program returns costs a transfer. A sum is stored in two
-    floats, `totals` and the rounding errors that `totals` lost, so that a mean is as accurate as one of float64;
-    integers are rounded to one float.
+    floats, `totals` and the rounding errors that `totals` lost, so that a mean is as accurate as one of float64. (An
+    integer that one float cannot hold is rounded once, before it is added.)
     """
 
     totals: Any
@@ -71,8 +71,8 @@ class Columns(NamedTuple):
         names: The metrics; a `mean_of` contributes its total here.
         ratios: The indices in `names` that are a `mean_of`.
         losses: The metrics that are checked, numbers or arrays of any shape.
-        skip: The index of the metric that is 1 if the update was skipped.
-        gradient: The index of the gradient norm.
+        skip_index: The index of the metric that is 1 if the update was skipped.
+        gradient_index: The index of the gradient norm.
         limit: The number of consecutive skipped updates to report, if any.
         dtype: The dtype of the sums.
     """
@@ -80,8 +80,8 @@ class Columns(NamedTuple):
     names: tuple[str, ...]
     ratios: tuple[int, ...]
     losses: tuple[str, ...]
-    skip: int | None
-    gradient: int | None
+    skip_index: int | None
+    gradient_index: int | None
     limit: int | None
     dtype: str
 
@@ -135,7 +135,7 @@ class Columns(NamedTuple):
         blocks = self.split(sums.array)
         no_flags = jnp.zeros(len(rows), bool)
         is_step = jnp.arange(len(rows), dtype=np.int32) < num_steps
-        skipped = no_flags if self.skip is None else numbers[:, self.skip] == 1
+        skipped = no_flags if self.skip_index is None else numbers[:, self.skip_index] == 1
 
         finite = jnp.isfinite(numbers)
         for count_column, total_column in enumerate(self.ratios, start=len(self.names)):
@@ -149,8 +149,8 @@ class Columns(NamedTuple):
 
         bad = is_bad(jnp.isfinite(loss), skipped) & is_step
         bad_gradient = no_flags
-        if self.gradient is not None:
-            bad_gradient = is_bad(jnp.isfinite(numbers[:, self.gradient]), skipped) & is_step
+        if self.gradient_index is not None:
+            bad_gradient = is_bad(jnp.isfinite(numbers[:, self.gradient_index]), skipped) & is_step
         skips_in_a_row = _count_in_a_row(skipped, sums.skips)
         reaches_limit = no_flags
         if self.limit is not None:
@@ -181,6 +181,8 @@ def _first_index(recorded: Any, flags: Any, seen: Any) -> Any:
 def _count_in_a_row(skipped: Any, skips_before: Any) -> Any:
     """Return, for each row, the number of consecutive skipped updates that end with it."""
     rows = jnp.arange(len(skipped), dtype=np.int32)
+    # The index of the latest row up to each one whose update was applied; −1 if there is none, so that the skips
+    # before these rows count, too.
     last_applied = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), rows))
     return jnp.where(last_applied < 0, skips_before + rows + 1, rows - last_applied)
 
@@ -249,8 +251,8 @@ def choose_columns(
         names=tuple(names),
         ratios=tuple(ratios),
         losses=tuple(name for name in losses if name in metrics),
-        skip=index.get(skip),
-        gradient=index.get(GRAD_NORM),
+        skip_index=index.get(skip),
+        gradient_index=index.get(GRAD_NORM),
         limit=limit,
         dtype="float64" if has_wide else "float32",
     )

@@ -14,15 +14,15 @@ from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.training.metrics import LOSS
 
-_SECONDS = 1.0
+_MAX_SECS = 1.0
 """The limit of the work in flight, in seconds."""
 _MIN_CALLS = 2
 """One call that runs, and one that is ready to follow it, however long they take."""
-_SHARE = 0.3
+_NEWEST_WEIGHT = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_DROPPED = 8
 """The number of calls from which on finished ones are dropped."""
-_LATEST = 64
+_KEPT_DURATIONS = 64
 """The number of durations that are kept."""
 
 
@@ -45,14 +45,14 @@ class InFlight:
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
-        is_look_due: Whether `make_room` has something to do: to wait, or to drop calls that have finished.
+        is_check_due: Whether `make_room` must check which calls have finished: to drop these, or to wait for one.
         per_step: The latest durations of calls, in seconds per step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished = 0
-        self.is_look_due = False
-        self.per_step: deque[float] = deque(maxlen=_LATEST)
+        self.is_check_due = False
+        self.per_step: deque[float] = deque(maxlen=_KEPT_DURATIONS)
         self._calls: deque[_Call] = deque()
         self._clock = clock
         self._seen = _SeenStep()  # the latest one; replaced as a whole, by any thread
@@ -69,12 +69,14 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
+        # One comparison at most steps. Otherwise the loss is an array of another class, or there is none: the step has
+        # no such metric, or its metrics are donated.
         if type(result) is not self._array_type:
             if not isinstance(result, jax.Array):
                 result = _find_result(state, metrics)
             self._array_type = type(result)
         self._calls.append((result, first, step))
-        self.is_look_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+        self.is_check_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
         num_calls = 0
@@ -96,7 +98,7 @@ class InFlight:
             self._calls.popleft()
         if num_calls:
             self._measure(num_calls, num_steps)
-            self.is_look_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+            self.is_check_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def _measure(self, num_calls: int, num_steps: int) -> None:
         """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""
@@ -112,14 +114,14 @@ class InFlight:
         if self._call_secs is None:
             self._call_secs = newest
         else:
-            self._call_secs += _SHARE * (newest - self._call_secs)
+            self._call_secs += _NEWEST_WEIGHT * (newest - self._call_secs)
         self.max_calls = _MIN_CALLS
         if self._call_secs:
-            self.max_calls = max(_MIN_CALLS, math.ceil(_SECONDS / self._call_secs))
+            self.max_calls = max(_MIN_CALLS, math.ceil(_MAX_SECS / self._call_secs))
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
-        if not self.is_look_due:
+        if not self.is_check_due:
             return
         self.drop_finished()
         while len(self._calls) >= self.max_calls:

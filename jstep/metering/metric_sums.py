@@ -5,6 +5,7 @@ when a hook ends its interval, the steps since the last cut become a `Piece`, wh
 background. Hooks with different intervals share the pieces, so that a second hook costs no second sum.
 """
 
+import enum
 import math
 from typing import Any, NamedTuple
 
@@ -31,11 +32,25 @@ _MAX_STEPS = 2**23
 a call of several steps may add as many again."""
 
 
+class Needs(enum.Enum):
+    """What a hook needs of the steps of its interval.
+
+    Attributes:
+        MEANS: The means of all metrics.
+        WATCHED: What is recorded of single steps (`device_sums.Watched`), and each `mean_of`.
+        RATIOS: Only each `mean_of`.
+    """
+
+    MEANS = enum.auto()
+    WATCHED = enum.auto()
+    RATIOS = enum.auto()
+
+
 class HostAccumulator:
     """The sums of metrics that are numbers of the host.
 
     Metrics that are constants of the program, such as a learning rate, are the same at each step: their steps are only
-    counted, and `sums` multiplies.
+    counted, and `collect` multiplies.
 
     Attributes:
         constant_steps: The steps of these constants that are not yet in the sums. `MetricSums.add` counts them, without
@@ -66,8 +81,7 @@ class HostAccumulator:
             if is_number(value):
                 add_pair(self._sums, name, float(value) * steps, steps)
 
-    @property
-    def sums(self) -> SumsAndCounts:
+    def collect(self) -> SumsAndCounts:
         self._multiply_constants()
         return self._sums
 
@@ -105,9 +119,9 @@ class PlanTable:
         """Split metrics into those that are added on the device and on the host.
 
         Args:
-            may_reuse: Whether an earlier plan for metrics of these names may be used. True for a step that is not
-                compiled, which comes here at each call. False for a compiled one, which comes here only when it takes
-                over from another: the metrics of that one may have had other dtypes.
+            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that is not compiled,
+                which comes here at each call. A compiled one comes here only when it takes over from another program,
+                whose metrics may have had other dtypes.
         """
         losses = losses_in(metrics)
         if not self.has_means:
@@ -197,16 +211,13 @@ class MetricSums:
     def limit(self) -> int | None:
         return self._plans.limit
 
-    def subscribe(self, *, means: bool = True, ratios: bool = False) -> int:
-        """Register a hook, before the first step, and return its number for `take`.
-
-        It needs the means of all metrics; without `means`, only those of the loss and the ratios, and with `ratios`
-        only those of the latter.
-        """
-        self._intervals.append(Interval(ratios_only=ratios))
-        if not ratios:
+    def subscribe(self, needs: Needs = Needs.MEANS) -> int:
+        """Register a hook, before the first step, and return its number for `take`."""
+        self._intervals.append(Interval(ratios_only=needs is Needs.RATIOS))
+        if needs is not Needs.RATIOS:
             self.is_wanted = True
-            self._plans.has_means |= means
+        if needs is Needs.MEANS:
+            self._plans.has_means = True
         return len(self._intervals) - 1
 
     def follow_ratios(self) -> NewestRatios:
@@ -252,14 +263,15 @@ class MetricSums:
         self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NO_CONSTANTS
     ) -> None:
         """Add the metrics of the step after `first`; `skip` names the one that is 1 if the update was skipped."""
-        # Once a step: the same program as before has the same metrics, and nothing is planned.
+        # Once a step: the same program as before has the same metrics, and nothing is planned. Its only numbers of the
+        # host are constants, as it is compiled.
         if first == self._last and constants is self._planned_for:
             self._last += 1
             self._host.constant_steps += 1
         else:
-            metrics = self._plan_step(first, metrics, skip, constants)
+            metrics = self._begin_step(first, metrics, skip, constants)
         plan = self._plan
-        assert plan is not None  # by `_plan_step`
+        assert plan is not None  # by `_begin_step`
         if not plan.names:
             return
         # A comprehension for its speed: this runs at each step.
@@ -272,7 +284,8 @@ class MetricSums:
         if self._last - self._first >= _MAX_STEPS:
             self.cut()
 
-    def _plan_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
+    def _begin_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
+        """Choose the plan of a step, count it, and add its numbers of the host; return what the device adds."""
         is_compiled = constants is not NO_CONSTANTS
         plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_compiled)
         if plan.columns.ratios:
@@ -328,7 +341,7 @@ class MetricSums:
             last=self._last,
             columns=self._plan.columns,
             array=self._device.array,
-            host_sums=self._host.sums,
+            host_sums=self._host.collect(),
         )
 
     def _switch_plan(self, plan: AddPlan) -> None:

@@ -23,7 +23,7 @@ def format_numbers(values: Mapping[str, Any]) -> str:
     return "  ".join([f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers])
 
 
-def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
+def sorted_numbers(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
     return {name: metrics[name] for name in sort_metrics(metrics, leave_out) if is_number(metrics[name])}
 
 
@@ -59,10 +59,12 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
 
 
 def is_number(value: object) -> bool:
+    """Whether a value is one real number."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
 def is_numeric(value: object) -> bool:
+    """Whether a value is a real number, or an array of them."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
@@ -104,7 +106,7 @@ def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_copy(value: Any) -> Any:
-    """Return what one device of this process has of an array over all processes, such as a replicated metric."""
+    """Return what one device of this process has of an array over all processes: all of a replicated metric."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
@@ -129,9 +131,10 @@ def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingT
 
 
 Deliver = Callable[[int, Any], None]
+"""The method of a hook that gets the numbers of a step: `deliver(step, numbers)`."""
 
 
-def _deliver_to(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
+def _call_deliver(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
     deliver(step, numbers)
 
 
@@ -150,16 +153,21 @@ class _Delivery(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of transfers to the host; `deliver_to(owner, deliver, step, numbers)` calls the `deliver` of a hook."""
+    """A queue of transfers to the host, whose numbers are delivered to hooks.
+
+    Args:
+        waiting: Makes a context in which to wait for a transfer.
+        call: `call(owner, deliver, step, numbers)` calls the `deliver` of a hook.
+    """
 
     def __init__(
         self,
         waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-        deliver_to: Callable[[Any, Deliver, int, Any], None] = _deliver_to,
+        call: Callable[[Any, Deliver, int, Any], None] = _call_deliver,
     ) -> None:
         self._queue: deque[_Delivery] = deque()
         self._waiting = waiting
-        self._deliver_to = deliver_to
+        self._call = call
 
     def add(self, step: int, pending: PendingTransfer, deliver: Deliver, owner: object) -> None:
         self._queue.append(_Delivery(step, pending, deliver, owner))
@@ -178,4 +186,4 @@ class TransferQueue:
         step, pending, deliver, owner = self._queue.popleft()
         with contextlib.nullcontext() if pending.is_ready() else self._waiting():
             numbers = pending.read()
-        self._deliver_to(owner, deliver, step, numbers)
+        self._call(owner, deliver, step, numbers)

@@ -28,20 +28,20 @@ class Work(NamedTuple):
     """Operations and memory traffic of a program, summed over all devices.
 
     Attributes:
-        once: The operations if each loop body counts once, as in XLA.
-        all: The operations if each loop body counts once per iteration.
-        once_bytes: The bytes that operations read and write, counted as `once`.
-        all_bytes: The same, counted as `all`.
+        flops_once: The operations if each loop body counts once, as in XLA.
+        flops: The operations if each loop body counts once per iteration.
+        nbytes_once: The bytes that operations read and write, counted as `flops_once`.
+        nbytes: The same, counted as `flops`.
         unknown: The number of loops, counted once, whose length depends on values.
-        products: The operations of matrix products, by dtype and precision, counted as `all`.
+        products: The operations of matrix products, by dtype and precision, counted as `flops`.
         factorizations: The operations of factorizations and solves on one device, by name; XLA does not know them.
         uncounted: The names of the operations whose work is unknown.
     """
 
-    once: float = 0.0
-    all: float = 0.0
-    once_bytes: float = 0.0
-    all_bytes: float = 0.0
+    flops_once: float = 0.0
+    flops: float = 0.0
+    nbytes_once: float = 0.0
+    nbytes: float = 0.0
     unknown: int = 0
     products: Counter[Product] = _NO_PRODUCTS
     factorizations: Counter[str] = _NO_FACTORIZATIONS
@@ -49,10 +49,10 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work") -> "Work":
         return Work(
-            once=self.once + other.once,
-            all=self.all + other.all,
-            once_bytes=self.once_bytes + other.once_bytes,
-            all_bytes=self.all_bytes + other.all_bytes,
+            flops_once=self.flops_once + other.flops_once,
+            flops=self.flops + other.flops,
+            nbytes_once=self.nbytes_once + other.nbytes_once,
+            nbytes=self.nbytes + other.nbytes,
             unknown=self.unknown + other.unknown,
             products=self.products + other.products,
             factorizations=self.factorizations + other.factorizations,
@@ -62,10 +62,10 @@ class Work(NamedTuple):
     def repeat(self, times: int, copies: int) -> "Work":
         """Return the work of a body that runs so many times, and of which the program has so many copies."""
         return Work(
-            once=copies * self.once,
-            all=times * self.all,
-            once_bytes=copies * self.once_bytes,
-            all_bytes=times * self.all_bytes,
+            flops_once=copies * self.flops_once,
+            flops=times * self.flops,
+            nbytes_once=copies * self.nbytes_once,
+            nbytes=times * self.nbytes,
             unknown=self.unknown,
             products=Counter({product: times * flops for product, flops in self.products.items()}),
             factorizations=Counter({name: times * flops for name, flops in self.factorizations.items()}),
@@ -86,7 +86,7 @@ def _work_of_operation(operation: Operation) -> Work:
         # Not of factorizations: each device computes those of its own shard, or else of whole matrices.
         return inner[0].repeat(shards, copies=shards)._replace(factorizations=inner[0].factorizations)
     if operation.kind == "cond":
-        largest = max(inner, key=lambda work: work.all + work.factorizations.total())
+        largest = max(inner, key=lambda work: work.flops + work.factorizations.total())
         return largest._replace(uncounted=frozenset().union(*(work.uncounted for work in inner)))
     if operation.kind == "while":
         condition, loop_body = inner
@@ -107,10 +107,10 @@ def _work_of_operation(operation: Operation) -> Work:
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = matrix_product(operation.eqn)
     return Work(
-        once=flops,
-        all=flops,
-        once_bytes=moved,
-        all_bytes=moved,
+        flops_once=flops,
+        flops=flops,
+        nbytes_once=moved,
+        nbytes=moved,
         unknown=loops_in(operation.eqn),
         products=Counter({} if product is None else {product: flops}),
         factorizations=Counter(factorization_flops(operation.eqn)),

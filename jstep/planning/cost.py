@@ -226,7 +226,7 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         figures["peak_bytes"] = too_large.needed
         return Cost(
             **figures,
-            flops=work.all / devices + factorizations,
+            flops=work.flops / devices + factorizations,
             bytes_accessed=None,
             memory_bytes=memory or too_large.available,
             fits=False,
@@ -239,9 +239,9 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     return Cost(
         **figures,
         **sizes,
-        flops=_scaled(analysis.get("flops"), work.once, work.all, devices) + factorizations,
+        flops=_scaled(analysis.get("flops"), work.flops_once, work.flops, devices) + factorizations,
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
-        bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
+        bytes_accessed=None if traffic is None else _scaled(traffic, work.nbytes_once, work.nbytes, devices),
         warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state), *_split_blocks(state)),
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,

@@ -370,7 +370,7 @@ class Run(Generic[P]):
         """Run a call, and the hooks that are due after it."""
         context = self._context
         course = context.course
-        if context.in_flight.is_look_due:
+        if context.in_flight.is_check_due:
             course.activity = Activity.CALLING  # it waits for the device: a stall must not blame the batches
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and chunk.can_interrupt:

@@ -18,7 +18,7 @@ from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run_context import Observer, RunContext
-from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, scalars, start_transfer
+from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, sorted_numbers, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
@@ -140,7 +140,7 @@ class ProgressHook(RunHook):
         self._count(step)
 
     def _numbers(self) -> dict[str, Any]:
-        metrics = scalars(self._run.metrics or {})
+        metrics = sorted_numbers(self._run.metrics or {})
         return {name: value for name, value in metrics.items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
@@ -187,7 +187,9 @@ class _NotebookHook(ProgressHook):
 
     def _numbers(self) -> dict[str, Any]:
         self._run.sums.cut()
-        return scalars({**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.constant_metrics())
+        return sorted_numbers(
+            {**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.constant_metrics()
+        )
 
     def close(self) -> None:
         """End with the run; `finish` also shows the lines that are logged while it closes."""

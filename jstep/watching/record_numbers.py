@@ -15,7 +15,7 @@ from jstep.core.trees import Tree
 from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
 from jstep.evaluating.keep_best import KeepBest, data_hash
 from jstep.loop.run_context import RunContext
-from jstep.metering.numbers import is_ready, read_values, scalars
+from jstep.metering.numbers import is_ready, read_values, sorted_numbers
 from jstep.record.config import encoded
 from jstep.record.schema import Start
 from jstep.stores.urls import absolute
@@ -85,7 +85,7 @@ class RecordNumbers:
         run = self._run
         arrived: dict[str, Any] = {}
         if self._pending is None:
-            metrics = scalars(run.metrics or {}, run.constant_metrics())
+            metrics = sorted_numbers(run.metrics or {}, run.constant_metrics())
             self._pending = dict(itertools.islice(metrics.items(), _MAX_VALUES))
         if is_ready(self._pending.values()):
             ready = self._pending

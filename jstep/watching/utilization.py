@@ -140,7 +140,7 @@ class UtilizationMeter:
                 return _Work(None, recomputes=False)
             work = work_of(body)
             if flops is None:
-                flops = work.all
+                flops = work.flops
                 recomputes = has_remat(body)
             if peak is None:
                 peak = peak_rate(kind, work.products)

@@ -53,7 +53,7 @@ def test_products_of_ragged_dot_and_of_kernels():
     estimate = pallas.CostEstimate(flops=12345, transcendentals=0, bytes_accessed=0)
     for given, expected in ((estimate, 12345), (None, 8 * 128)):
         traced = jax.make_jaxpr(kernel, static_argnums=1)(shape(8, 128), given)
-        assert work_of(body_of(traced)).all == expected
+        assert work_of(body_of(traced)).flops == expected
 
 
 def test_formats_are_read_from_jaxprs():
@@ -133,11 +133,11 @@ def test_work_of_an_operation_and_of_loops():
 
 def test_work_of_a_condition_is_that_of_its_larger_branch():
     found = work(lambda x: jax.lax.cond(True, lambda x: -x, looped(5, 1), x), X)
-    assert (found.once, found.all) == (12, 60)
+    assert (found.flops_once, found.flops) == (12, 60)
 
 
 def test_loops_of_unknown_length_are_counted_once():
     found = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, jnp.negative, x), X)
-    assert (found.once, found.all, found.unknown) == (13, 13, 1)
+    assert (found.flops_once, found.flops, found.unknown) == (13, 13, 1)
     twice = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: looped(2, 1)(c) - 1, x), X)
-    assert (twice.all, twice.unknown) == (37, 1)
+    assert (twice.flops, twice.unknown) == (37, 1)
