@@ -201,8 +201,8 @@ class RunInfo(abc.ABC):
         self.pending.append((hook, check))
 
     @abc.abstractmethod
-    def stop(self, caller: str) -> None:
-        """End the run after this step; `caller` is the hook that wants it."""
+    def stop(self, by: str) -> None:
+        """End the run after this step; `by` is the name of the hook that wants it."""
 
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
         """End the run with this error between two iterations, once the checkpoint that is due is saved."""

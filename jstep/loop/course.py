@@ -6,7 +6,7 @@
 | `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if it is stopped before | nothing |
 | `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
 | `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
-| `ENDING` | the last iteration; an error or a signal between two | `CLOSING`; `WITHIN` | the state before the `end`s |
+| `ENDING` | the last iteration; an error between two; `LEAVING` | `CLOSING`; `WITHIN` | the state before the `end`s |
 | `LEAVING` | a signal between two iterations | `ENDING`, by its exception; `WITHIN` | the state |
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
@@ -77,13 +77,14 @@ class Course:
         iterations: The iterations that have begun, of a body that makes its batches.
         restoring_step: The step of the checkpoint that is being read.
         is_restored: Whether the run began from a checkpoint of its own.
-        body_taken_at: The latest step whose body has begun, or needs none; None if an earlier start may owe one.
+        body_taken_at: The latest step that owes no body: its body has begun, or it has none. None if the restored step
+            may owe one.
         ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
         has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may swallow it.
         state_changes: When the body or a hook replaced the state.
-        replaced_at: The latest step at which the state was replaced, which no call has returned then.
+        replaced_at: The latest step at which the body, a hook or `make_end` replaced the state.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
@@ -182,25 +183,25 @@ class Course:
         may_owe_body = is_restored and step not in (ended_at, last_body)
         self.body_taken_at = None if may_owe_body else step
 
-    def get_ready(self) -> None:
+    def set_ready(self) -> None:
         """`BEGINNING` → `READY`: the hooks have begun, and there is a step to take."""
         self.status = READY
 
-    def begin(self) -> None:
+    def begin_loop(self) -> None:
         """`READY` → `BETWEEN`, before the first batch is fetched."""
         self.status = BETWEEN
         self.has_begun = True
 
     # An iteration.
 
-    def begin_iteration(self) -> None:
+    def forbid_saves(self) -> None:
         """→ `WITHIN`, before code of the user: what it does is saved once all of the iteration has been done."""
         self.status = WITHIN
 
     def take_due_body(self) -> bool:
         """Return whether the body follows the call that has just ended, and note that it has had its turn."""
         step = self.position.step
-        # As `_is_between_bodies`, without a call at each step.
+        # The first two conditions are `_is_between_bodies()`, inlined, as this runs at each step.
         if self.body_interval is not None and step % self.body_interval > 0 and not self.is_last_step:
             return False
         self.body_taken_at = step
@@ -215,7 +216,7 @@ class Course:
         """Whether the body of the last step is still to run.
 
         With `run.every(n)` the body also runs at the end of the loop, which is known only once the batches have ended:
-        the step before may be no multiple of n. A restart at such a step may owe it, too (`set_start`).
+        the last step may be no multiple of n. A restart at such a step may owe it, too (`set_start`).
         """
         if not self.has_body or not self.has_begun or self.is_leaving:
             return False
@@ -224,7 +225,7 @@ class Course:
     def begin_last_body(self) -> None:
         """→ `WITHIN`, before a body that was owed. If it fails, nothing is saved, and the next start owes it again."""
         self.body_taken_at = self.position.step
-        self.begin_iteration()
+        self.forbid_saves()
 
     @property
     def has_run_last_body(self) -> bool:
@@ -268,9 +269,9 @@ class Course:
 
     # The end.
 
-    def stop(self, name: str | None) -> None:
-        """Let no iteration follow this one; the first name is kept."""
-        self.stopped_by = self.stopped_by or name
+    def stop(self, by: str | None) -> None:
+        """Let no iteration follow this one; of several callers, the first one is kept."""
+        self.stopped_by = self.stopped_by or by
 
     def leave(self) -> None:
         """→ `LEAVING`: a signal ends the run here, at a step that is whole."""

@@ -130,7 +130,7 @@ class HookRunner:
         def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
             # Before the hooks: a signal may end the wait for the compiler, but after `before_step` the step must run.
             dispatch.compile_for(state, chunk)
-            self._course.begin_iteration()
+            self._course.forbid_saves()
             for hook in hooks:
                 self.call(hook, "before_step", chunk.first, state)
             return dispatch(state, chunk)

@@ -65,7 +65,7 @@ class QuietStretch:
         if step - first < _MIN_CALLS:
             self._not_before = step + _PAUSE
         # A clock may have ended the stretch: the hook that is due by it is called at this step.
-        run.course.begin_iteration()
+        run.course.forbid_saves()
         run.components.runner.call_after_step(step)
         run.course.end_iteration()
 
@@ -87,6 +87,11 @@ class QuietStretch:
         return not run.pending and not run.failures and not is_traced()
 
     def _take_until(self, last: int, latest: Chunk) -> None:
+        """Take the steps up to `last`, or until a batch is of another type, a clock is due or something begins.
+
+        The status stays `BETWEEN`. In `Run._take` it becomes `WITHIN` with the new position, as hooks follow there.
+        Here only bookkeeping follows, so each position is the state between two iterations.
+        """
         run = self._run
         course = run.course
         feeder = run.components.feeder
@@ -97,7 +102,7 @@ class QuietStretch:
         program = latest.program
         deadlines = run.components.runner.deadlines()
         checks_at = feeder.checks_at
-        chunk = Chunk(program, (), 1, course.position.step)  # the only one: nobody keeps it
+        chunk = Chunk(program, (), 1, course.position.step)  # one for all calls: `run` does not keep it
         for step in range(course.position.step + 1, last + 1):
             course.activity = Activity.FETCHING
             batch = feeder.take_alike()

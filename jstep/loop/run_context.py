@@ -153,7 +153,11 @@ class RunContext(RunInfo):
         return hasattr(self, "components")
 
     def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
-        """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved."""
+        """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved.
+
+        The activity is set back only if the run goes on. Otherwise it stays, so that the note of the error names the
+        hook.
+        """
         call = HookCall(hook, "deliver")
         outer = self.course.activity
         try:
@@ -162,12 +166,11 @@ class RunContext(RunInfo):
             raise
         except Exception as error:
             self.log_failed(hook, error, call.method)
-            # The run goes on. After any other exception the activity stays, so that the note names the hook.
             self.course.activity = outer
         except BaseException:
             # An exit in the user's `write`. The row is lost, so its step must be taken again. Back to `WITHIN`, in
             # which nothing is saved: a restart from a checkpoint made here would not make the row again.
-            self.course.begin_iteration()
+            self.course.forbid_saves()
             raise
 
     @contextlib.contextmanager
@@ -182,8 +185,10 @@ class RunContext(RunInfo):
         """Return the span of steps that the device has finished, and the seconds of each phase."""
         course = self.course
         seconds = self.watch.seconds()
+        finished = self.step
         unfinished = self.in_flight.unfinished()
-        finished = self.step if unfinished is None else unfinished[0]
+        if unfinished is not None:
+            finished, _ = unfinished
         steps = None
         if course.has_first:
             steps = [course.first, max(course.first, finished)]
@@ -220,9 +225,9 @@ class RunContext(RunInfo):
                 return meter
         return None
 
-    def stop(self, caller: str) -> None:
+    def stop(self, by: str) -> None:
         if not self.is_over:
-            self.course.stop(caller)
+            self.course.stop(by)
 
     def poll_stop_signal(self) -> bool:
         # If a hook or the body still follows in this iteration, the evaluation is not abandoned: they may change the

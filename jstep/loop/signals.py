@@ -59,7 +59,7 @@ class StopWaiting(BaseException):
     """Raised when the run stops while it waits for a batch or a program; never propagates out of `train`."""
 
 
-Interrupts = Callable[[], BaseException | None]
+MakeInterrupt = Callable[[], BaseException | None]
 """Returns the exception that a signal raises wherever the main thread is; None if it is only recorded."""
 
 
@@ -84,7 +84,7 @@ class StopSignals:
         seconds_left: Returns the seconds from now until `stop_secs` are over; None without a limit.
 
     Attributes:
-        interrupts: What the first signal raises; the loop sets it for each wait that a signal may end.
+        make_interrupt: Returns what the first signal raises; the loop sets it for each wait that a signal may end.
         received: The signal that stops the run: this process's own, from its arrival on, or the one agreed upon.
         received_at: When this process received one, in seconds since 1970; None if it did not.
         is_obeyed: Whether an error has ended the run since it came. If not, the run exits by it once it has closed.
@@ -93,7 +93,7 @@ class StopSignals:
     def __init__(self, seconds_left: Callable[[], float] | None = None) -> None:
         self.is_single_process = processes.is_single_process()
         self._previous_handlers: dict[signal.Signals, Any] = {}
-        self.interrupts: Interrupts = _only_record
+        self.make_interrupt: MakeInterrupt = _only_record
         self.received: signal.Signals | None = None
         self.received_at: float | None = None
         self.received_twice = False  # SIGINT, after any signal
@@ -116,7 +116,7 @@ class StopSignals:
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
-        self.interrupts = lambda: self.stop_error("before its first step")
+        self.make_interrupt = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._set_handlers()
         if self._seconds_left is not None and self.is_single_process:
@@ -192,7 +192,7 @@ class StopSignals:
         self.received = signal.Signals(number)
         self.received_at = time.time()
         if self.is_single_process:
-            error = self.interrupts()
+            error = self.make_interrupt()
             if error is not None:
                 raise error
             return
@@ -202,22 +202,25 @@ class StopSignals:
             # Otherwise the signal would be ignored.
             processes.request_stop()
 
-    # Waits that a signal interrupts.
+    # Waits that a signal interrupts. `make_interrupt` decides what it raises when it arrives: an exit during the start,
+    # `StopWaiting` during the wait for a batch (`BatchFeeder.signal_exception`) and within `allow_interrupts`, nothing
+    # after `disable_interrupts`. A wait for another thread does not need that: `wait_for` polls `check`, which raises
+    # for a signal that was only recorded. `can_interrupt`, of a source or a chunk, says whether no batch is lost by it.
 
     def disable_interrupts(self) -> None:
         """From now on, the first signal raises nothing."""
-        self.interrupts = _only_record
+        self.make_interrupt = _only_record
 
     @contextlib.contextmanager
     def allow_interrupts(self) -> Iterator[None]:
         """A context that the first signal leaves by `StopWaiting`, also one that has arrived before."""
-        outer = self.interrupts
-        self.interrupts = StopWaiting
+        outer = self.make_interrupt
+        self.make_interrupt = StopWaiting
         try:
             self.check()
             yield
         finally:
-            self.interrupts = outer
+            self.make_interrupt = outer
 
     def check(self) -> None:
         """Raise `StopWaiting` if a signal has arrived; never on one of several processes, which stop together."""

@@ -81,8 +81,8 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
             # The user or `_release` has called `close` of the iterator, which raises it at the `yield`. Any other one
             # comes from the user's loader or hook, also in an `end`, and is an error like any other.
             return
-        # Leaving the contexts of the loop sets `__traceback__`. Some exceptions refuse that, and their refusal arrives
-        # here in their place.
+        # Leaving the contexts of the loop sets `__traceback__`, which a class of exceptions may reject. Then `error` is
+        # what that assignment raises, and `original_error` finds the exception of the user in its context.
         course.failure = original_error(error)
         if course.failure is not error:
             raise course.failure from None
@@ -323,7 +323,7 @@ class Run(Generic[P]):
                 for chunk in self._begin():
                     if chunk is None:  # the body makes the batches, and takes the steps
                         course.iterations += 1
-                        course.begin_iteration()
+                        course.forbid_saves()
                     else:
                         self._take(chunk)
                     if course.has_body and course.take_due_body():
@@ -334,7 +334,7 @@ class Run(Generic[P]):
                         if course.failure is not None:
                             return
                         self._pause_body()
-                    course.status = BETWEEN  # as `end_iteration`, which costs a call
+                    course.status = BETWEEN  # `course.end_iteration()`, inlined
                     if chunk is not None and quiet is not None:
                         quiet.take(chunk)
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
@@ -358,8 +358,8 @@ class Run(Generic[P]):
         context = self._context
         if not context.course.has_next:
             return ()
-        context.signals.interrupts = context.components.feeder.signal_exception
-        context.course.begin()
+        context.signals.make_interrupt = context.components.feeder.signal_exception
+        context.course.begin_loop()
         context.course.activity = Activity.FETCHING
         self._run_chunk = context.components.runner.make_run_chunk(context.components.dispatch)
         if self._loop_batches is not None:
@@ -379,8 +379,8 @@ class Run(Generic[P]):
         state, metrics = self._run_chunk(course.position.state, chunk)
         step = chunk.first + chunk.steps
         course.position = LoopState(step, state, metrics, chunk.program.rows)
-        # As `begin_iteration`, which costs a call. Only now: if tracing or compiling the step fails, the state is still
-        # that between two iterations, and is saved.
+        # `course.forbid_saves()`, inlined. Only now: if tracing or compiling the step fails, the state is still that
+        # between two iterations, and is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
         context.components.runner.call_after_step(chunk.first)
@@ -436,7 +436,7 @@ class Run(Generic[P]):
         course = context.course
         runner = context.components.runner
         # Of several processes only one may have failed to write a log. It asks all to stop, as for a signal, and its
-        # error is raised where they do.
+        # error is raised where they do. On one process, `stop_all` returns False, and the error is raised below.
         defers_failures = bool(context.failures) and context.signals.stop_all()
         if course.has_next and course.position.step >= runner.savers.next:
             runner.save(raises_failures=not defers_failures)
@@ -461,16 +461,17 @@ class Run(Generic[P]):
         context.signals.disable_interrupts()
         runner.call_at_last_step()
         context.check_step()
-        is_cut_short = course.is_leaving or context.signals.poll_stop_signal()
-        # A block that is left before its first batch, although there are steps to take, has done nothing, and so ends
-        # well. If its checkpoint owes `end`s, it still owes them: nothing here marks them as made.
-        if course.owes_end and not is_left_before_first and not is_cut_short:
-            is_cut_short = not make_end(context)
-        elif not is_cut_short:
+        if course.is_leaving or context.signals.poll_stop_signal():
+            stopping.exit_on_signal(context)
+        if is_left_before_first or not course.owes_end:
+            # A block that is left before its first batch, although there are steps to take, has done nothing, and so
+            # ends well. If its checkpoint owes `end`s, it still owes them: nothing here marks them as made.
             course.is_finished = True
-        # Polled again, as the `end`s may have taken minutes. If all of them have run, that is saved, and a restart does
-        # not make them again.
-        if is_cut_short or context.signals.poll_stop_signal():
+        elif not make_end(context):
+            stopping.exit_on_signal(context)
+        # Polled again, as the `end`s may have taken minutes. If they have run, that is saved, and a restart does not
+        # make them again.
+        if context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
         self._outcome = course.position
@@ -513,7 +514,7 @@ class Run(Generic[P]):
             context.signals.begin()
             context.components = open_run(context, self._batches)
             if begin_hooks(context):
-                context.course.get_ready()
+                context.course.set_ready()
             self._iterator = self._iterate()
             self._stack = stack.pop_all()
         return self
@@ -521,14 +522,14 @@ class Run(Generic[P]):
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         failure = self._context.course.take_failure()
-        is_deliberate = error is not failure and self._has_closed_generator(error)
+        ends_like_break = error is not failure and self._has_closed_generator(error)
         stack = self._stack
         if stack is None or self._owner is None:
             return
         if self._owner.process != os.getpid():  # the body has forked; the run belongs to the parent
             return
-        self._context.watch.end_body()
-        if error is not None and not is_deliberate:
+        self._context.watch.end_body()  # it may be open; its duration is not recorded, as it may have ended early
+        if error is not None and not ends_like_break:
             stack.__exit__(kind, error, trace)
             shorten(error)
             return
@@ -610,4 +611,4 @@ class Run(Generic[P]):
             stopping.attach_state(failure, self._outcome.state)
             raise
         if error is None:
-            interactive.forget()
+            interactive.forget()  # after a run that ended well, `interrupted_state()` returns None
