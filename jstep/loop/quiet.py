@@ -99,6 +99,9 @@ class QuietStretch:
         sums = run.sums
         failures = run.failures
         signals = run.signals
+        dispatch = run.components.dispatch
+        counts = dispatch.compiler.counts
+        num_programs = counts.programs
         program = latest.program
         deadlines = run.components.runner.deadlines()
         checks_at = feeder.checks_at
@@ -114,7 +117,11 @@ class QuietStretch:
                 signals.check()  # as after each wait
             chunk.args = batch_to_args(batch)
             chunk.first = step - 1
-            state, metrics = program.run(course.position.state, chunk, sums)
+            old_state = course.position.state
+            state, metrics = program.run(old_state, chunk, sums)
+            if counts.programs != num_programs:  # arrays of the same types may be on other devices
+                dispatch.note_compiled(old_state, chunk, (state, metrics), feeder.received_at)
+                num_programs = counts.programs
             course.position = LoopState(step, state, metrics, program.rows)
             in_flight.add(step - 1, step, state, metrics)
             # What other threads, the profiler, or a signal have begun.

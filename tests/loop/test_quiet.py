@@ -126,6 +126,23 @@ def test_other_shapes_are_called_as_they_come(other, is_quiet, calls):
     assert (len(calls) < STEPS) == is_quiet
 
 
+def test_a_program_for_another_sharding_is_reported(is_quiet, caplog):
+    """The types of these batches are the same, but JAX compiles another program for them."""
+    caplog.set_level("INFO", "jstep")
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x["x"]) ** 2), optimizer)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def resharded(number):
+        spec = jax.P("data") if number >= ODD else jax.P()
+        return jax.device_put(batch(number), jax.NamedSharding(mesh, spec))
+
+    state = jstep.train(step, jstep.shard_state(new_state(), mesh), resharded, 60)
+    assert int(state.global_step) == 60
+    lines = [record.message for record in caplog.records if "again" in record.message]
+    assert len(lines) == 1
+    assert "the placement of its batch differs (x: " in lines[0]
+
+
 def test_shapes_that_vary_all_the_time_are_left_to_the_loop(calls):
     state = jstep.train(train_step, new_state(), lambda n: batch(n, rows=2 + n % 3 // 2), 3000, progress=False)
     assert int(state.global_step) == 3000
