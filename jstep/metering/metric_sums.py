@@ -119,8 +119,8 @@ class PlanTable:
         """Split metrics into those that are added on the device and on the host.
 
         Args:
-            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that is not compiled,
-                which comes here at each call. A compiled one comes here only when it takes over from another program,
+            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that jstep has not made,
+                which comes here at each call. A program of jstep comes here only when it takes over from another one,
                 whose metrics may have had other dtypes.
         """
         losses = losses_in(metrics)
@@ -264,7 +264,7 @@ class MetricSums:
     ) -> None:
         """Add the metrics of the step after `first`; `skip` names the one that is 1 if the update was skipped."""
         # Once a step: the same program as before has the same metrics, and nothing is planned. Its only numbers of the
-        # host are constants, as it is compiled.
+        # host are constants: its metrics are split when it is traced.
         if first == self._last and constants is self._planned_for:
             self._last += 1
             self._host.constant_steps += 1
@@ -286,13 +286,13 @@ class MetricSums:
 
     def _begin_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
         """Choose the plan of a step, count it, and add its numbers of the host; return what the device adds."""
-        is_compiled = constants is not NO_CONSTANTS
-        plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_compiled)
+        is_program = constants is not NO_CONSTANTS  # of jstep, not a step of the user's
+        plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_program)
         if plan.columns.ratios:
             self.has_ratios = True
         if plan != self._plan:
             self._switch_plan(plan)
-        self._planned_for = constants if is_compiled else None
+        self._planned_for = constants if is_program else None
         self._extend(first, 1, constants)
         self._host.add(on_host)
         return on_device
