@@ -344,9 +344,12 @@ class ArrayReader:
                 self._result(name, future, ahead)
 
     def _read_stored(self, name: str, kind: ArrayKind, box: ShardBounds, values: Any, stored: dict[str, Any]) -> Any:
-        """Begin to read a box by tensorstore; None, and a problem, if the array cannot be opened."""
+        """Begin to read a box by tensorstore, with an array of `stored`, to which it adds one that it opens.
+
+        None, and a problem, if the array cannot be opened.
+        """
         if name not in stored:
-            stored |= self._open({name: kind})
+            stored.update(self._open({name: kind}))
         if name not in stored:
             return None
         return ts.array(values).write(stored[name][slices(box)])
@@ -460,8 +463,8 @@ class ArrayReader:
             kind = ArrayKind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
             # Nothing else says how large a file is: the manifest has only its name.
             is_stored = self._chunk_bytes.get(name, 0) >= kind.nbytes
-            is_size = type(size) is int and _strip_optional(metadata) == _metadata_of_file(size, kind.chunk)
-            if is_size and is_stored:
+            is_expected = type(size) is int and _strip_optional(metadata) == _metadata_of_file(size, kind.chunk)
+            if is_expected and is_stored:
                 return kind
         self.problems.append(f"{self._described(name)} is not what jstep writes")
         return None

@@ -85,7 +85,7 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
     divided = divide_replicas(sharding, shape, itemsize)
     local = sharding.addressable_devices_indices_map(shape)  # in the order of the shards
     shards = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
-    # Part → the devices so far that hold it. The next one that holds it has the replica of that number.
+    # Part → how many devices so far hold it: the number of the replica that the next one holds.
     seen = Counter[ShardBounds]()
     local_parts: dict[int, list[_LocalPart]] = {}
     for device, index in divided.devices_indices_map(shape).items():
@@ -235,8 +235,8 @@ class Turns:
     """Whose turn it is to write or read an array that `count` replicas or processes have: each in turn takes a group.
 
     A group has `MIN_PART_BYTES` bytes. It lies in one file, because one replica writes it. The processes that restore
-    take the same turns (`shared_reads`), so that each of them reads a group at once. Only speed depends on it: with
-    other turns, a process would read small pieces of many files.
+    take the same turns (`shared_reads`), so that each of them reads whole groups. Only speed depends on it: with other
+    turns, a process would read small pieces of many files.
 
     Attributes:
         current: The index of the one whose turn it is.
@@ -288,7 +288,7 @@ def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
 
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 # Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
-# one node, reading would be quadratic. No other process writes to a database.
+# one node, reading would be quadratic.
 _MAX_INLINE_BYTES = 1024
 """The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
 CONFIG = {
@@ -336,6 +336,7 @@ def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 def _root(base: Mapping[str, Any], context: ts.Context) -> bytes | None:
     if base["driver"] != "kvstack":
         return None
+    # The one in which `base` keeps the root: a context has one memory for all stores of this driver.
     memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
     root = memory.read(f"{base['path']}{ROOT}").result()
     # A process that has nothing to write makes no database.

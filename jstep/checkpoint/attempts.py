@@ -32,7 +32,7 @@ from jstep.stores.files import new_file, read_small, replace_file, sync_director
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES
 from jstep.stores.urls import is_url
 
-Files = Mapping[str, int]
+FileSizes = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
 
 OUTCOME_SECS = 1800.0
@@ -42,7 +42,7 @@ _HEARTBEAT_SECS = 30.0
 PARTS = "parts/"
 _FAILED = ".failed"
 """The end of the name of a file in which a process reports to the first one why it has failed."""
-# What the first process publishes at the key of its part, one after the other. Anything else is its error.
+# What the first process writes at its `report_key`, one after the other. Anything else is its error.
 _BEGUN = b""
 """It writes its part."""
 _HEARTBEAT = b"waiting "
@@ -76,14 +76,14 @@ class Storage(Protocol):
     def write(self, key: str, data: bytes) -> object:
         """Write a new file, and flush its content."""
 
-    def publish(self, key: str, data: bytes) -> object:
-        """Write a file that others wait for, atomically."""
+    def write_atomically(self, key: str, data: bytes) -> object:
+        """Write a file that others wait for: whoever reads it finds all of it."""
 
     def wait(self, future: Any, nbytes: int) -> Any:
         """See `array_writer.Wait`."""
         return future.result()
 
-    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> Files:
+    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> FileSizes:
         """Flush the names of the files below a key, and return those that the manifest lists, with their sizes.
 
         Args:
@@ -123,10 +123,10 @@ class LocalStorage(Storage):
         with new_file(self.path(key)) as file:
             file.write(data)
 
-    def publish(self, key: str, data: bytes) -> None:
+    def write_atomically(self, key: str, data: bytes) -> None:
         replace_file(self.path(key), data, make_parents=False)
 
-    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> Files:
+    def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> FileSizes:
         sizes = {}
         flushed = {self.path(other).rstrip("/") for other in flushed_keys}
         for directory, _, names in os.walk(self.path(key)):
@@ -152,7 +152,7 @@ class SaveJob:
         nbytes: The bytes of all arrays, by all processes.
         arrays: The `OwnParts` to write.
         files: Name → `ExternalBytes`.
-        end: `Retention.finish`, for the first process: see `Attempt.commit`.
+        finish_save: `Retention.finish`, for the first process: see `Attempt.commit`.
         release: Gives back the memory of the arrays, once they are written.
     """
 
@@ -163,7 +163,7 @@ class SaveJob:
     nbytes: int
     arrays: Sequence[Any]
     files: Mapping[str, Any]
-    end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
+    finish_save: Callable[[FileSizes, Callable[[Manifest], Sequence[str]]], None]
     release: Callable[[], None]
 
 
@@ -179,7 +179,7 @@ class Attempt(abc.ABC):
         self.process = job.process
         self.count = job.count
         self.saved_at = job.saved_at
-        self._end = job.end
+        self._finish_save = job.finish_save
         self._release = job.release
         # The arrays are forgotten once they are written, so that their memory is free; their names are not.
         self._arrays = job.arrays
@@ -204,23 +204,23 @@ class Attempt(abc.ABC):
     def begin(self) -> None:
         """Let the others wait for the outcome; called on the first process before anything is written."""
         if self.count > 1:
-            self.storage.publish(self.outcome_key(0), _BEGUN)
+            self.storage.write_atomically(self.report_key(0), _BEGUN)
 
-    def commit(self, files: Files) -> None:
+    def commit(self, file_sizes: FileSizes) -> None:
         """Publish the checkpoint, on the first process.
 
         This calls `Retention.finish`, which decides what the checkpoint supersedes, calls `publish` with the manifest
         that says so, and then deletes.
         """
-        self._end(files, self.publish)
+        self._finish_save(file_sizes, self.publish)
 
-    def outcome_key(self, process: int) -> str:
-        """Return the key of the file in which a process says that it has written, and the first one the outcome."""
+    def report_key(self, process: int) -> str:
+        """Return the key of a process's report: that it has written its part; of the first process, the outcome."""
         return f"{PARTS}{self.name}.{process}"
 
     def tell_outcome(self, outcome: bytes = _SAVED) -> None:
         if self.count > 1:
-            self.storage.publish(self.outcome_key(0), outcome)
+            self.storage.write_atomically(self.report_key(0), outcome)
 
     def run(self) -> None:
         began = time.monotonic()
@@ -260,7 +260,7 @@ class Attempt(abc.ABC):
             file.written()
         if self.process:
             self.storage.finish(key)
-            self.storage.publish(self.outcome_key(self.process), b"")
+            self.storage.write_atomically(self.report_key(self.process), b"")
 
     def _merge(self) -> None:
         """Wait for the parts of all processes, and merge their databases."""
@@ -280,7 +280,7 @@ class Attempt(abc.ABC):
         """Wait, on the first process, until all others have written; a process that hangs is an error."""
         watches = {process: self._watch(process) for process in range(1, self.count)}
         warned_of: set[int] = set()
-        self._publish_heartbeat()
+        self._write_heartbeat()
         heartbeat_at = time.monotonic()
         for pause in _pauses():
             self._drop_finished(watches)
@@ -290,7 +290,7 @@ class Attempt(abc.ABC):
             self._check_not_stuck(watches, instant)
             self._warn_of_quiet(watches, instant, warned_of)
             if instant - heartbeat_at > _HEARTBEAT_SECS:
-                self._publish_heartbeat()
+                self._write_heartbeat()
                 heartbeat_at = instant
             time.sleep(pause)
 
@@ -299,7 +299,7 @@ class Attempt(abc.ABC):
         names = set(self.storage.names(PARTS))
         for process in list(watches):
             if f"{self.name}.{process}{_FAILED}" in names:
-                text = self.storage.read(f"{self.outcome_key(process)}{_FAILED}") or b""
+                text = self.storage.read(f"{self.report_key(process)}{_FAILED}") or b""
                 raise CheckpointError(f"process {process}: {text.decode()}")
             if f"{self.name}.{process}" in names:
                 del watches[process]
@@ -330,10 +330,10 @@ class Attempt(abc.ABC):
             *(self.storage.path(""), _processes_text(quiet), PATIENCE_SECS, watches[quiet[0]].left_secs(instant)),
         )
 
-    def _publish_heartbeat(self) -> None:
+    def _write_heartbeat(self) -> None:
         """Tell the others that this first process lives, and has written its part."""
         self._heartbeats += 1
-        self.storage.publish(self.outcome_key(0), _HEARTBEAT + str(self._heartbeats).encode())
+        self.storage.write_atomically(self.report_key(0), _HEARTBEAT + str(self._heartbeats).encode())
 
     def _write_root(self, key: str, root: bytes | None) -> None:
         if root is not None:
@@ -342,22 +342,25 @@ class Attempt(abc.ABC):
     def _wait_for_outcome(self) -> None:
         """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not.
 
-        What the first process has published is None before it has begun, and in a directory also afterwards: then the
-        directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
+        What the first process has reported is None before it has begun. In a directory it is None again after the end:
+        then the directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
         """
         watch = self._watch(0)
         latest: bytes | None = None
         latest_at = time.monotonic()
         for pause in _pauses():
-            outcome = self.storage.read(self.outcome_key(0))
-            if outcome == _SAVED or (outcome is None and self.is_published()):
+            outcome = self.storage.read(self.report_key(0))
+            if outcome == _SAVED:
                 return
-            instant = time.monotonic()
-            if outcome is None and latest is not None:
-                raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
-            if outcome and not outcome.startswith(_HEARTBEAT):
+            if outcome is None:
+                if self.is_published():
+                    return
+                if latest is not None:
+                    raise CheckpointError(f"{self.storage.path('')}: process 0 has removed it; see its error")
+            elif outcome and not outcome.startswith(_HEARTBEAT):
                 raise CheckpointError(f"process 0: {outcome.decode()}")
             # It has not begun, it writes, or it waits for the parts of others.
+            instant = time.monotonic()
             if outcome != latest:
                 latest = outcome
                 latest_at = instant
@@ -376,7 +379,7 @@ class Attempt(abc.ABC):
         data = text.encode(errors="replace")
         try:
             if self.process:
-                self.storage.publish(f"{self.outcome_key(self.process)}{_FAILED}", data)
+                self.storage.write_atomically(f"{self.report_key(self.process)}{_FAILED}", data)
             else:
                 self.tell_outcome(data)
         except OSError as error:

@@ -52,7 +52,8 @@ def _escaped(owner: Mapping[str, Any], name: str) -> str:
 # On file systems without locks, the content of the file decides: a process on this host is looked up; one on another
 # host counts as dead when it has not written for an hour.
 
-_FILE_SILENT_SECS = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
+_FILE_SILENT_SECS = 3600.0
+"""Seconds after which a writer on another host counts as dead, on file systems without locks."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _BEGINNING = b'{"host": "'
 """The first bytes of a locked file, by which it is told from a file of somebody else."""
@@ -199,7 +200,7 @@ class ObjectClaim:
         # Held while the object is checked, renewed or deleted.
         self._lock = threading.Lock()
         self._beats = 0
-        # Of the version that this claim has written last, or found to be its own.
+        # The stamp of the version of the object that this claim has written last, or found to be its own.
         self._stamp = self._take()
         _object_claims[self.id] = self
         self._pid = os.getpid()

@@ -26,7 +26,7 @@ class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
         # Whether what interrupted saves left behind has been removed, and no save was interrupted since.
-        self._has_no_leftovers = False
+        self._is_clean = False
         # The directory of an attempt of several processes that is not published: not yet, or never, as it has failed.
         # Some of them may write into it until each has called `wait`.
         self._unpublished: str | None = None
@@ -99,9 +99,9 @@ class DirectoryStore(Store):
         self._check_not_moved()
         make_directories(self.directory)
         super().claim()
-        if not self._has_no_leftovers:
+        if not self._is_clean:
             self._remove_leftovers()
-            self._has_no_leftovers = True
+            self._is_clean = True
 
     def _check_not_moved(self) -> None:
         """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
@@ -109,7 +109,7 @@ class DirectoryStore(Store):
             raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
 
     def lock(self) -> FileClaim:
-        self._has_no_leftovers = False
+        self._is_clean = False
         return FileClaim(self.directory, self._prefix)
 
     def save(self, path: str, job: attempts.SaveJob) -> None:
@@ -122,7 +122,7 @@ class DirectoryStore(Store):
         """
         self.erase_secs = 0.0
         # If Ctrl-C interrupts this, nobody calls `abandon`, and the next save removes the leftovers.
-        self._has_no_leftovers = False
+        self._is_clean = False
         if self._unpublished is not None and job.process == 0:
             remove(self._unpublished)  # all processes have called `wait` before this save: none writes into it any more
         temporary = path + listing.TEMPORARY
@@ -135,7 +135,7 @@ class DirectoryStore(Store):
             self._unpublished = None
         attempt = DirectoryAttempt(self, path, temporary, job)
         self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
-        self._has_no_leftovers = True
+        self._is_clean = True
 
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
@@ -162,7 +162,7 @@ class DirectoryStore(Store):
 
     def abandon(self, path: str) -> None:
         """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
-        self._has_no_leftovers = False
+        self._is_clean = False
         remove(path + listing.TEMPORARY)
         if isinstance(self._claim, FileClaim) and self._claim.is_moved():
             with contextlib.suppress(OSError):  # tensorstore has made it again
@@ -221,7 +221,7 @@ class DirectoryAttempt(attempts.Attempt):
     def is_published(self) -> bool:
         # The rename takes `parts/` along. The names of the files there have the name of this attempt, so that an older
         # checkpoint of the step does not have this one.
-        return os.path.exists(os.path.join(self._final, self.outcome_key(self.process)))
+        return os.path.exists(os.path.join(self._final, self.report_key(self.process)))
 
 
 def _check_remains(path: str) -> None:

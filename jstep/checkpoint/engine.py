@@ -160,15 +160,15 @@ class SaverEngine:
 
     def save(self, state: Tree, extra: CheckpointExtra) -> str:
         """Begin to save a state; return the path that its checkpoint will have."""
-        number, microseconds = self._agree_on_save()
+        attempt_id, microseconds = self._agree_on_save()
         with meshes.internal_transfers():
-            path = self._save(state, extra, number, microseconds / 1e6)
+            path = self._save(state, extra, attempt_id, microseconds / 1e6)
         if not self._is_async:
             self.wait()
         return path
 
     def _agree_on_save(self) -> list[int]:
-        """Return a random number for this save, and its time in microseconds: those of the first process.
+        """Return a random ID of this save, and its time in microseconds: those of the first process.
 
         All processes start the save, or all raise.
         """
@@ -182,7 +182,7 @@ class SaverEngine:
         problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
         return processes.first_ints_on_all(propose, 2, problem, CheckpointError)
 
-    def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
+    def _save(self, state: Tree, extra: CheckpointExtra, attempt_id: int, saved_at: float) -> str:
         leaves = StateLeaves(state)
         saved = SavedState.collect(leaves, self.leave_out)
         step = _step_of(state)
@@ -218,14 +218,14 @@ class SaverEngine:
                 number=self.saves_begun,
             )
             job = SaveJob(
-                name=str(number),
+                name=str(attempt_id),
                 saved_at=saved_at,
                 process=jax.process_index(),
                 count=jax.process_count(),
                 nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
                 arrays=own_parts,
                 files=extra.files,
-                end=functools.partial(self._retention.finish, end),
+                finish_save=functools.partial(self._retention.finish, end),
                 release=copies.release,
             )
             self._store.save(path, job)
@@ -316,7 +316,10 @@ class SaverEngine:
             processes.share_errors(delete_on_first, problem, CheckpointError)
 
     def delete_alone(self, step: int) -> None:
-        """Delete a checkpoint as `delete` does, without the other processes, none of which still uses it."""
+        """Delete a checkpoint as `delete` does, without the other processes, none of which still uses it.
+
+        The caller has claimed the prefix before: `claim` needs all processes.
+        """
         with self.exclusive():
             self.check_open()
             self.wait_until_finished()

@@ -26,7 +26,7 @@ DATABASE = 1
 TAGS_FORMAT = 1
 """The number of the format of tagged values, which `stores/tagged_json.py` writes: positions, and states of hooks."""
 _LARGEST = 2**58
-"""The number of elements of any dtype that NumPy can index, even if an axis has none."""
+"""A bound on the product of the axes of a shape, without those of size 0: below it, NumPy has arrays of any dtype."""
 _MAX_DIMENSIONS = 64
 """The maximum dimensions of an array of NumPy."""
 _DEEPEST = 100
@@ -157,7 +157,8 @@ class LeafRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the fields, without those that have their usual value.
 
-        That is None, but for two fields: `array` is usually the path, so that None is written, and `keys` its parts.
+        The usual value of `array` is the path, and that of `keys` are the parts of the path; that of all others is
+        None. So a None in `array` is written.
         """
         usual = {"array": self.path, "keys": tuple(self.path.split("/"))}
         fields: dict[str, Any] = {}

@@ -15,7 +15,8 @@ from jstep.stores.files import open_regular
 from jstep.stores.untrusted import is_utf8
 from jstep.stores.urls import absolute, is_url, location
 
-_MAX_LENGTH = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
+_MAX_LENGTH = 180
+"""The maximum bytes of a prefix: file names have at most 255, of which the step and temporary suffixes take some."""
 
 
 def checkpoint_name(prefix: str, step: int) -> str:

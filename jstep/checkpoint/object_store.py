@@ -37,12 +37,12 @@ _MANIFEST_KEY = re.compile(rf"[^/]+/{re.escape(MANIFEST_FILE)}")
 _MIN_LISTED = 3
 """The minimum number of checkpoints beside the newest one for which all objects may be listed."""
 _OTHER_OBJECTS = 8
-"""Objects of a checkpoint beside full ones, for each process: nodes, roots, what says that its part is written."""
+"""The objects of a checkpoint that are not full, for each process: nodes and roots, and the report of its part."""
 _KEYS_OF_PAGE = 1000
 """The keys in one response to a list. The next page is requested after it."""
 _READS_OF_PAGE = 16
-"""Reads that take as long as a page: many of them are in flight at once."""
-_TRIES = 3
+"""How many reads, made at once, take as long as one page of a list."""
+_MAX_LISTINGS = 3
 """Lists until one has a checkpoint: during a list, a writer may replace the only one."""
 
 
@@ -91,7 +91,7 @@ class ObjectStore(Store):
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
         they once were. A run that believed such an index would start from scratch, and overwrite what is there.
         """
-        for _ in range(_TRIES):
+        for _ in range(_MAX_LISTINGS):
             steps: Mapping[str, int] = self._listed(prefix).steps
             names = _highest_first(steps)
             is_newest_there = self._exists(names[:1])
@@ -260,14 +260,14 @@ class ObjectStore(Store):
             if name == self._name(new.checkpoint):
                 useless = _useless_beside(new, found)
             elif name in complete:
-                useless = self._useless_in_complete(name, found, new.saved_at)
+                useless = self._useless_in_complete(new, name, found)
             else:
                 useless = self._useless_in_incomplete(name, found)
             self.erase([f"{name}/{attempt}/" for attempt in useless])
 
-    def _useless_in_complete(self, name: str, found: Sequence[str], time_now: float) -> list[str]:
+    def _useless_in_complete(self, new: "ObjectAttempt", name: str, found: Sequence[str]) -> list[str]:
         """Return the old attempts of an existing checkpoint, but the one that it is made of."""
-        old = [attempt for attempt in found if listing.is_old(attempt, time_now)]
+        old = [attempt for attempt in found if listing.is_old(attempt, new.saved_at)]
         if not old or len(found) == 1:
             return []
         data = self.manifest(self.path(name)).data
@@ -301,14 +301,15 @@ class ObjectStore(Store):
         key = f"{name}/{MANIFEST_FILE}"
         manifest = self.objects.read(key)
         if manifest.data is not None and not self.objects.delete(key, manifest.stamp):
-            return []
+            return []  # there is another checkpoint now
         self._own_paths = {step: other for step, other in self._own_paths.items() if other != path}
         if manifest.data is None:
-            return []
-        with contextlib.suppress(CheckpointError):
+            return []  # it was deleted before
+        with contextlib.suppress(CheckpointError):  # of a manifest that does not say where its data is
             hidden = decode(manifest.data)
             if listing.is_attempt(hidden.data):
                 return [f"{name}/{hidden.data}/"]
+            # It was copied from a disk: its files are beside the manifest.
             return [*[f"{name}/{file}" for file in hidden.files], f"{name}/{listing.COPIED}/"]
         return []
 
@@ -402,7 +403,7 @@ class ObjectAttempt(attempts.Attempt):
         self._store.objects.write(f"{INDEX}{self.key}", _ENTRY)
         super().begin()
 
-    def commit(self, files: attempts.Files) -> None:
+    def commit(self, file_sizes: attempts.FileSizes) -> None:
         super().commit({})
         try:
             self._store.clean_up(self)
@@ -452,7 +453,7 @@ class ObjectStorage(attempts.Storage):
     def write(self, key: str, data: bytes) -> object:
         return self._objects.write(self._key(key), data)
 
-    publish = write
+    write_atomically = write
 
     def wait(self, future: Any, nbytes: int) -> Any:
         return PendingOperation(self._objects, future, self._verb, self._attempt, nbytes).result()

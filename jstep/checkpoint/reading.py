@@ -49,7 +49,8 @@ _SHARED_AGES = (
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 """The dtypes that JAX has only with `jax_enable_x64`."""
-_MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
+_MAX_READS = 10
+"""Reads until one is complete: a writer evicts one checkpoint per save, and a read takes no longer than a few saves."""
 
 
 class _Outcome(enum.IntEnum):
@@ -397,7 +398,7 @@ class CheckpointReader:
                 "same target"
             )
         if jax.process_index() == 0:
-            self._store.warn_of_unused(path, manifest)
+            self._store.warn_of_orbax_files(path, manifest)
         return _resharded(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
 
     def _raise_read_error(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
-from jstep.checkpoint.attempts import Files
+from jstep.checkpoint.attempts import FileSizes
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Store
@@ -182,7 +182,7 @@ class Retention:
         """Note that a save begins, so that `write_secs` is not that of the one before."""
         self._publication_secs = None
 
-    def finish(self, end: EndOfSave, files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+    def finish(self, end: EndOfSave, file_sizes: FileSizes, publish: Callable[[Manifest], Sequence[str]]) -> None:
         """Publish a checkpoint with these files, and then delete what it supersedes."""
         for flush in end.flushes:
             flush()
@@ -192,7 +192,7 @@ class Retention:
             manifest,
             extra=known_values(manifest.extra),
             retention=decision.retained,
-            files=files,
+            files=file_sizes,
             left_out=end.left_out(),
             temporary=decision.is_temporary,
         )

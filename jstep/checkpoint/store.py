@@ -31,6 +31,8 @@ class Store(abc.ABC):
     directory: str
     poll_secs: float = 1.0
     """Polling interval of a reader that waits for a checkpoint."""
+    erase_secs: float = 0.0
+    """The seconds of the deletions since the latest save began: `save` sets it to 0, and `erase` adds to it."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _write: BackgroundWrite | None = None
@@ -112,20 +114,23 @@ class Store(abc.ABC):
         return [*problems, *self.describe_files(path, manifest, every=every)]
 
     def describe_files(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
-        """Describe the files that are missing or differ, as `find_corruption` does, without reading the arrays."""
+        """Describe the files that are missing or differ, as `find_corruption` does, without reading the arrays.
+
+        Files that only Orbax reads are left out. With `every`, they are not, and their contents are compared, too.
+        """
         wrong = dict(self.find_wrong_sizes(path, manifest))
         if every:
-            wrong |= self._unused_corruption(path, manifest)
+            wrong |= self._orbax_corruption(path, manifest)
         return [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
-    def warn_of_unused(self, path: str, manifest: Manifest) -> None:
+    def warn_of_orbax_files(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that only Orbax reads."""
-        unused = self._unused_corruption(path, manifest)
-        if unused and not self.is_gone(path, manifest):
-            texts = [f"{name} ({why})" for name, why in unused.items()]
+        corrupted = self._orbax_corruption(path, manifest)
+        if corrupted and not self.is_gone(path, manifest):
+            texts = [f"{name} ({why})" for name, why in corrupted.items()]
             logger.warning("%s: only Orbax reads these files, which are corrupted: %s", path, " and ".join(texts))
 
-    def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
+    def _orbax_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""
         storage = self.storage(path, manifest)
         corrupted: dict[str, str] = {}
@@ -216,9 +221,6 @@ class Store(abc.ABC):
             self.erase(self.hide(path))
         except (OSError, CheckpointError) as error:
             self.log_undeleted(path, error)
-
-    erase_secs = 0.0
-    """The seconds of the deletions since the latest save began."""
 
     def is_erasing(self) -> bool:
         return False

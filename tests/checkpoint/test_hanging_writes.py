@@ -63,7 +63,7 @@ class LocalAttempt(attempts.Attempt):
 def make_attempt(directory, process, count=2):
     os.makedirs(directory / attempts.PARTS, exist_ok=True)
 
-    def end(files, publish):
+    def finish_save(file_sizes, publish):
         attempt.tell_outcome()
 
     job = SaveJob(
@@ -74,7 +74,7 @@ def make_attempt(directory, process, count=2):
         nbytes=1000,
         arrays=[],
         files={},
-        end=end,
+        finish_save=finish_save,
         release=lambda: None,
     )
     attempt = LocalAttempt(LocalStorage(str(directory)), job)
@@ -127,7 +127,7 @@ def test_a_heartbeat_lets_others_wait(tmp_path, little_patience, monkeypatch):
     monkeypatch.setattr(attempts, "OUTCOME_SECS", 60.0)
     first, second = make_attempt(tmp_path, 0), make_attempt(tmp_path, 1)
     first.begin()
-    first._publish_heartbeat()
+    first._write_heartbeat()
     waiting = threading.Thread(target=second.run, daemon=True)
     waiting.start()
     waiting.join(1.0)
