@@ -157,6 +157,8 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     paths = body.paths()
     _check_database_files(paths)
     count = body.number()
+    if not count:
+        raise UntrustedError("a node has no keys")
     # A key has the first bytes of the one before, as many as are shared, and then its own.
     shared = [0, *body.numbers(max(0, count - 1))]
     unshared = body.numbers(count)

@@ -184,9 +184,10 @@ def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[An
     with np.errstate(all="ignore"):
         result = array.astype(wanted.dtype)
     if not trees.is_floating(wanted.dtype):
-        if (result != array).any():
+        changed = array[result != array]
+        if changed.size:
             raise ValueError(
-                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
+                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {changed[0]}; enable jax_enable_x64"
             )
         return result
     if _largest(result.dtype) < _largest(array.dtype):

@@ -343,6 +343,12 @@ def is_donated(tree: Tree) -> bool:
     return find_donated(tree) is not None
 
 
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array has been computed. A deleted one is ready, as reading it raises JAX's error at once."""
+    # Asked first: JAX crashes if a deleted array is asked whether it is ready.
+    return array.is_deleted() or array.is_ready()
+
+
 def copy_numpy(tree: Tree, argument: str) -> Any:
     """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU."""
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):

@@ -286,12 +286,14 @@ class AddPlan(NamedTuple):
         names: The metrics that are added.
         max_calls: The number of calls that are added in one dispatch.
         is_local: Whether this process can read all shards of the metrics.
+        shapes: Those of the losses.
     """
 
     columns: Columns
     names: tuple[str, ...] = ()
     max_calls: int = 1
     is_local: bool = True
+    shapes: tuple[Any, ...] = ()
 
 
 class DeviceAccumulator:

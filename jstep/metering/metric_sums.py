@@ -146,14 +146,16 @@ class PlanTable:
                 on_device[name] = [_canonical(part) for part in real_parts([value])]
         # A metric may be a number at one step and a `mean_of` at the next, so the kind of each belongs to the key.
         ratios = (name for name, value in on_device.items() if isinstance(value, MeanOf))
-        key = skip, tuple(losses), tuple(on_device), tuple(ratios)
+        # A loss may be an array, of each example for instance, and calls are stacked before they are added.
+        shapes = tuple(_shape(on_device[name]) for name in losses if name in on_device)
+        key = skip, tuple(losses), tuple(on_device), tuple(ratios), shapes
         plan = self._plans.get(key) if may_reuse else None
         if plan is None:
-            plan = self._make(on_device, losses, skip)
+            plan = self._make(on_device, losses, skip, shapes)
             self._plans[key] = plan
         return SplitMetrics(plan, on_device, on_host)
 
-    def _make(self, metrics: Metrics, losses: Metrics, skip: str | None) -> AddPlan:
+    def _make(self, metrics: Metrics, losses: Metrics, skip: str | None, shapes: tuple[Any, ...]) -> AddPlan:
         columns = choose_columns(metrics, losses, skip, self.limit)
         names = tuple(name for name in metrics if name in columns.names or name in columns.losses)
         arrays = jax.tree.leaves([metrics[name] for name in names])
@@ -162,7 +164,12 @@ class PlanTable:
             names=names,
             max_calls=max(1, min(_MAX_CALLS, _MAX_VALUES // max(1, len(names)))),
             is_local=all(getattr(array, "is_fully_addressable", True) for array in arrays),
+            shapes=shapes,
         )
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    return tuple(map(np.shape, value)) if isinstance(value, list) else np.shape(value)
 
 
 def _canonical(value: Any) -> Any:

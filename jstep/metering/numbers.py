@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
 from jstep.metrics.totals import MeanOf
@@ -97,7 +98,7 @@ def start_copies(values: Iterable[Any]) -> None:
 
 def is_ready(values: Iterable[Any]) -> bool:
     arrays: list[Any] = [value for value in values if isinstance(value, jax.Array)]
-    return all(array.is_ready() for array in arrays)
+    return all(map(trees.is_ready, arrays))
 
 
 def read_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
-from jstep.core import exceptions, meshes
+from jstep.core import exceptions, meshes, trees
 from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.placement import is_on_cpus
 from jstep.core.tracebacks import shortens_tracebacks
@@ -128,8 +128,8 @@ _copy = jax.jit(jnp.copy)
 
 
 def is_here(x: jax.Array) -> bool:
-    is_ready = getattr(x, "is_ready", None)
-    return is_ready is not None and x.is_fully_addressable and bool(is_ready()) and is_on_cpus(x)
+    can_be_asked = hasattr(x, "is_ready")
+    return can_be_asked and x.is_fully_addressable and trees.is_ready(x) and is_on_cpus(x)
 
 
 def keep(x: object) -> Any:

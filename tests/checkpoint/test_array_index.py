@@ -89,6 +89,10 @@ def more_keys_than_bytes(put):
     return 0, *put(databases.sealed(0x0CDB20DE, bytes(node[12:-4])))
 
 
+def a_node_without_keys(put):
+    return 0, *put(databases.sealed(0x0CDB20DE, bytes(3)))  # of height 0, with 0 files and 0 keys
+
+
 STRANGE = [
     node_named_twice,
     bytes_named_twice,
@@ -98,6 +102,7 @@ STRANGE = [
     a_file_that_is_none_of_a_database,
     another_height,
     more_keys_than_bytes,
+    a_node_without_keys,
 ]
 
 

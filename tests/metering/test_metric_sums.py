@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metering import metric_sums
+from jstep.metering import metric_sums, numbers
 from jstep.metering.device_sums import choose_columns
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
 from jstep.training.metrics import Constants, losses_in
@@ -168,3 +168,22 @@ def test_a_piece_of_calls_of_one_step_ends_before_float32_ends_to_count(monkeypa
     assert sums._last - sums._first == 5
     interval = sums.take(number)
     assert interval.means(["loss"]) == {"loss": 47.0}
+
+
+def test_losses_of_each_example_may_have_another_shape_at_each_step():
+    sums = MetricSums()
+    number = sums.subscribe()
+    for step, rows in enumerate([8, 8, 4, 4, 1]):
+        sums.add(step, {"loss": jnp.ones(rows), "accuracy": jnp.float32(step)})
+    sums.add(5, {"loss": jnp.float32(1), "accuracy": jnp.float32(5)})
+    interval = sums.take(number)
+    assert interval.means(["accuracy"]) == {"accuracy": 2.5}
+
+
+def test_a_deleted_metric_is_an_error_and_no_crash():
+    """A step that jstep did not make may return an array of its state, which the next call donates."""
+    metric = jnp.ones(())
+    metric.delete()
+    assert numbers.is_ready([metric])
+    with pytest.raises(RuntimeError, match="deleted"):
+        numbers.read_values({"scale": metric})
