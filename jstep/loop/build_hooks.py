@@ -39,11 +39,11 @@ def _list_hooks(run: RunContext) -> list[Any]:
     savers = [hook for hook in run.options.hooks if isinstance(hook, SaverHook)]
     hooks = [hook for hook in run.options.hooks if not isinstance(hook, SaverHook)]
     run.counter = _find_counter(hooks, run.options)
-    if run.counter not in hooks:
+    if all(hook is not run.counter for hook in hooks):
         hooks.append(run.counter)
     hooks += _logs_for(run, hooks)
     if run.saver is not None:
-        savers.insert(0, RunSaverHook(run, run.saver))
+        savers.insert(0, RunSaverHook(run, run.saver))  # but at the end it is called last (`ending.py`)
     run.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
     return hooks + savers
 
@@ -60,13 +60,11 @@ def _logs_for(run: RunContext, hooks: list[Any]) -> list[Any]:
     """Return the hooks that show the run: a progress line or log lines, and summaries unless the user has a hook."""
     options = run.options
     logs: list[Any] = []
-    is_shown = False
     for observer in run.observers:
         hook = observer.progress_hook()
         if hook is not None:
             logs.append(hook)
-        if observer.replaces_log_lines:
-            is_shown = True
+    is_shown = any(observer.replaces_log_lines for observer in run.observers)
     wants_lines = options.log_steps is not None and options.progress is not False and not is_shown
     if wants_lines and jax.process_index() == 0:
         logs.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))

@@ -26,6 +26,7 @@ from typing import Any
 
 from jstep.core import processes
 from jstep.core.public_names import is_public
+from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.hook import defines
 from jstep.hooks.run_hook import HookCall, RunHook, make_last_row
 from jstep.hooks.saver_hook import SaverHook
@@ -43,7 +44,7 @@ def make_end(run: RunContext) -> bool:
     _make_last_rows(run)
     state_before = course.position.state
     own_saver = find_own_saver(run)
-    _raise_log_errors(run)
+    _save_and_raise_log_errors(run)
     if own_saver is not None and any(_acts_at_end(run, hook) for hook in run.components.hooks):
         own_saver.save_pre_end(run.step, state_before)
     is_whole = False
@@ -72,8 +73,8 @@ def _make_last_rows(run: RunContext) -> None:
     errors.end()
 
 
-def _raise_log_errors(run: RunContext) -> None:
-    """Raise the errors of logs, once all savers have saved the state before the `end`s.
+def _save_and_raise_log_errors(run: RunContext) -> None:
+    """If a log has failed, let all savers save the state before the `end`s, and raise its error.
 
     All processes save, though only those that write a log know that it has failed: a save needs all of them.
     """
@@ -95,7 +96,7 @@ def _call_ends(run: RunContext) -> bool:
         step, state, _, _ = course.position
         result = run.components.runner.call(hook, "end", step, state)
         course.apply(HookCall(hook, "end"), result)
-        is_abandoned = hook in run.evaluations and step not in hook.results
+        is_abandoned = isinstance(hook, EvaluationHook) and step not in hook.results
         if is_abandoned:
             return False
     return True
@@ -103,7 +104,7 @@ def _call_ends(run: RunContext) -> bool:
 
 def _acts_at_end(run: RunContext, hook: Any) -> bool:
     """Whether the `end` of a hook changes anything: one of the user's, or an evaluation that has not been made."""
-    if hook in run.evaluations:
+    if isinstance(hook, EvaluationHook):
         return run.step not in hook.results
     # jstep's own classes only check, write and close in `end`, which a restart may do again. A subclass of the user's
     # may do more.

@@ -16,7 +16,7 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
     def __init__(self, course: Course) -> None:
         self._course = course
         self._activity: HookCall | Activity | None = None  # what raised the first error
-        self.all: list[Exception] = []
+        self.collected: list[Exception] = []
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         # An exit or an interrupt is not the error of a hook: no other hook is called after it.
@@ -27,7 +27,7 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
 
     def add(self, error: Exception, activity: HookCall | Activity | None) -> None:
         self._activity = self._activity or activity
-        self.all.append(error)
+        self.collected.append(error)
 
     def add_failures(self, failures: deque[tuple[Exception, HookCall]]) -> None:
         while failures:
@@ -41,15 +41,15 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
         if self._activity is not None:
             self._course.activity = self._activity  # which the note of the first error names
         if failed is not None:
-            for error in self.all:
+            for error in self.collected:
                 failed(error)
             return
-        if not self.all:
+        if not self.collected:
             return
-        first, *others = self.all
+        first, *others = self.collected
         for other in others:
             note_other(first, other)
-        self.all.clear()
+        self.collected.clear()
         try:
             raise first
         finally:

@@ -146,7 +146,7 @@ class HookRunner:
         run = self._run
         position = self._course.position
         step = position.step
-        run.steps_by_rows[position.rows] += step - first
+        run.steps_by_rows[position.rows] += step - first  # for the number of examples (`RunInfo.examples`)
         if first >= self._next_check:
             self._check_step(first)
         non_savers = self._non_savers
@@ -214,7 +214,7 @@ class HookRunner:
                 run.sums.flush()
             with errors:
                 course.call_hook(call, self._apply_after_step, call)
-                if errors.all:
+                if errors.collected:
                     continue  # the run ends: no hook has a next step
                 course.call_hook(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
                 self._record(call, began)
@@ -233,13 +233,15 @@ class HookRunner:
             hook, check = pending.popleft()
             with errors:
                 call = functools.partial(check, wait=True) if wait else check
+                # A check has no name that a user knows. It is called where `after_step` is.
                 if self._course.call_hook(HookCall(hook, "after_step"), call):
                     pending.append((hook, check))
 
     def _apply_after_step(self, call: HookCall) -> None:
         course = self._course
         after_step = call.hook.after_step
-        # A saver may be due at a step within an iteration of several steps.
+        # A saver is called at the end of an iteration. If that has several steps, it may have been due at an earlier
+        # one. The inherited `after_step` does nothing but at multiples of the interval, and would skip it.
         if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
             after_step = functools.partial(call_when_due, call.hook)
         step, state, metrics, _ = course.position
@@ -264,8 +266,8 @@ class HookRunner:
     def may_change_state_after(self, hook: Any) -> bool:
         """Whether a hook behind this one may replace the state in this iteration.
 
-        A hook that is due by a clock counts as due: it is asked only once, when it is its turn. Of jstep's own, only
-        callbacks of evaluations return a state.
+        A hook with a clock counts as due: its clock can be asked only once, at its turn (`AgreedClock`). Of jstep's own
+        hooks, only callbacks of evaluations return a state.
         """
         step = self._course.position.step
         is_behind = False
@@ -309,10 +311,12 @@ class HookRunner:
 
     def deliver_all(self, errors: HookErrors) -> None:
         """Deliver all numbers, even if some deliveries fail."""
-        while True:
-            # `errors` keeps the error of a delivery, which has left the queue: the next round goes on behind it.
+        is_done = False
+        while not is_done:
+            # A delivery that fails has left the queue, and `errors` keeps its error: the next round goes on behind it.
             with errors:
-                return self._run.transfers.deliver_all()
+                self._run.transfers.deliver_all()
+                is_done = True
 
     def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
         errors = HookErrors(self._course)

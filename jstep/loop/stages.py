@@ -27,17 +27,21 @@ def name_of_step(step: object) -> str:
 
 
 def lanes_of(step: object) -> int | None:
+    """Return the number of members of the population that a step trains; None if it trains none."""
     lanes = getattr(step, "lanes", None)
     return lanes if isinstance(lanes, int) else None
 
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """A train step of a run, from `first` to before `stop`.
-
-    `step` is the train step as it was given; `single_step` takes one step, and is compiled if the run loops over steps.
+    """A train step of a run.
 
     Attributes:
+        step: The train step as it was given.
+        first: The step of the run at which the stage begins.
+        single_step: Takes one step; it is compiled if the run loops over steps, even if `step` is not.
+        stop: The step at which the next stage begins; `NEVER` if there is none.
+        is_begun: Whether it was called.
         is_compiled_ahead: Whether its first program was compiled before it was due.
         is_slow: Whether XLA runs it much slower in a loop.
     """

@@ -91,7 +91,7 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
 def begin_hooks(run: RunContext) -> bool:
     """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take.
 
-    They are given the run once all is opened, as they write to it, and are closed first.
+    The hooks get the run last, as they write to what it has opened; so they are closed first.
     """
     components = run.components
     components.runner.use_run(run.closing)
@@ -105,10 +105,11 @@ def begin_hooks(run: RunContext) -> bool:
     if run.restored is not None:
         keeps_stopped = _resume_hooks(run)  # called in any case: the hooks get their states back
         is_over = is_over or keeps_stopped
-    elif run.saver is not None:
-        get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
-    if run.restored is None and not is_over and first < stop_step:
-        is_over = components.runner.make_evaluations(evaluate_first)
+    else:
+        if run.saver is not None:
+            get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
+        if not is_over and first < stop_step:
+            is_over = components.runner.make_evaluations(evaluate_first)
     if is_over and run.poll_stop_signal():
         return False  # a signal has interrupted the owed evaluation again: the next start makes it, and resumes
     if is_over or first >= stop_step:
@@ -164,7 +165,9 @@ def _open_checkpoints(run: RunContext) -> None:
     course.assume_start(parent.step, parent.step)
     with run.times.timing("restore"), course.doing(Activity.RESTORING):
         run.plan, state = read_parent(options, run.plan, state)
-    course.set_start(run.plan.latest or 0, state)
+    assert run.plan.latest is not None  # `read_parent` sets it
+    # The programs are made for this state. `_restore` sets the start again, with the contents of the checkpoint.
+    course.set_start(run.plan.latest, state)
 
 
 def _close_saver(run: RunContext, saver: Saver) -> None:
@@ -185,7 +188,8 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
     saver = run.saver
     course = run.course
     plan = run.plan
-    if saver is not None and plan.latest is not None and plan.first is not None:
+    is_readable = plan.first is not None  # see the table above; if it is not, `restore` raises the reason
+    if saver is not None and plan.latest is not None and is_readable:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             # Before a program is compiled, which takes longer.
             engine_of(saver).check_run(run.state, plan.latest)
@@ -228,9 +232,13 @@ def _open_record(run: RunContext) -> int:
 
 
 def _prepare_directories(options: Options, *, has_saver: bool) -> None:
-    """Check that the directories can be written to, and remove what earlier starts have left in them."""
+    """Fail early if a bucket does not answer or `logdir` leads through a link, and remove files of dead processes.
+
+    With a Saver, the bucket has answered: its checkpoints were listed.
+    """
     if not has_saver and options.directory is not None and is_url(options.directory):
-        objects = Objects(options.directory)  # asked now, as the record and the event files would each wait for it
+        # Listed once: the record and the event files would each wait for a bucket that does not answer.
+        objects = Objects(options.directory)
         with objects.time_limit(START_TIMEOUT_SECS):
             objects.list(FOLDER, f"{FOLDER}~")
     if options.logdir is not None and options.directory is not None:
@@ -282,7 +290,8 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
     if chunk.first != run.course.first:
         return
     for hook in run.components.hooks:
-        if isinstance(hook, LoggingHook) and hook not in run.options.hooks:
+        is_given = any(hook is option for option in run.options.hooks)
+        if isinstance(hook, LoggingHook) and not is_given:
             run.times.log(run.watch.seconds_before)
             return
 
@@ -312,7 +321,9 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
         return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
     if sequence is None and run.plan.latest is None:
-        return None  # nothing is restored meanwhile
+        # Nothing is restored meanwhile. A sequence goes on all the same: its shapes are known, so that its program can
+        # be compiled while its first batch is made.
+        return None
     if sequence is not None and not sequence.is_endless and first >= len(sequence):
         return None  # the batches are used up
     extra = run.plan.extra

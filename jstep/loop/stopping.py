@@ -127,11 +127,17 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     errors.end()
     runner.raise_log_errors_of_all()
     if len(savers) < len(finiteness.savers):
-        run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
-        for hook in finiteness.savers:  # otherwise this raises, if the parameters are the reason
-            finiteness.require_finite(run.step, hook.saver)
+        _raise_if_not_finite(run)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
+
+
+def _raise_if_not_finite(run: RunContext) -> None:
+    """Raise the error of what is not finite, if that prevents a save: it says more than the exit by a signal."""
+    run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
+    finiteness = run.components.finiteness
+    for hook in finiteness.savers:
+        finiteness.require_finite(run.step, hook.saver)
 
 
 def exit_immediately(step: int, error: KeyboardInterrupt) -> NoReturn:
@@ -223,28 +229,28 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
     """End a process that stalls, from another thread.
 
     Args:
-        may_save: Whether the state is one that a restart may resume from, and the only process may save it: it stalls
-            in the user's loader, between two iterations.
+        may_save: Whether there is one process, which stalls in the user's loader, between two iterations: so its state
+            may be saved.
         save_secs: How long a save may take.
         grace_secs: How long it waits before it ends, so that other processes come here as well.
     """
     if may_save and run.is_open and run.saver is not None and run.course.has_trained:
-        if not _done_in_time(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
+        if not _call_in_thread(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
-        _done_in_time(engine_of(run.saver).wait_until_finished, save_secs)  # of the pre-end checkpoint
-    _done_in_time(lambda: print(end="", flush=True))
-    _done_in_time(logging.shutdown)
+        _call_in_thread(engine_of(run.saver).wait_until_finished, save_secs)  # of the pre-end checkpoint
+    _call_in_thread(lambda: print(end="", flush=True))
+    _call_in_thread(logging.shutdown)
     time.sleep(grace_secs)
     os._exit(STALL_EXIT_CODE)
 
 
 def log_in_time(text: str) -> None:
-    _done_in_time(lambda: logger.warning("%s", text))
+    _call_in_thread(lambda: logger.warning("%s", text))
 
 
-def _done_in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Call a function in a thread, as it may wait for a lock that the code which hangs holds."""
+def _call_in_thread(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
+    """Call a function that may wait for a lock of the code which hangs; return whether it has returned in time."""
     return done_in_time(fn, seconds, name="jstep-stall")
 
 
