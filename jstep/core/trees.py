@@ -343,10 +343,11 @@ def is_donated(tree: Tree) -> bool:
     return find_donated(tree) is not None
 
 
-def is_ready(array: jax.Array) -> bool:
+def is_ready(array: Any) -> bool:
     """Whether an array has been computed. A deleted one is ready, as reading it raises JAX's error at once."""
     # Asked first: JAX crashes if a deleted array is asked whether it is ready.
-    return array.is_deleted() or array.is_ready()
+    ready: bool = array.is_deleted() or array.is_ready()
+    return ready
 
 
 def copy_numpy(tree: Tree, argument: str) -> Any:

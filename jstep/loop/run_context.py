@@ -37,7 +37,8 @@ from jstep.state.train_state import TrainState
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run. All but `flush` are called in the loop's thread.
+    Methods are roughly in the order of a run, and are called in the loop's thread. `flush` is not, nor is `on_save` if
+    the thread that watches for stalls saves the state of a run that hangs.
 
     A thread that an observer starts may read the run at any time, and must change nothing. The attributes of `course`
     and of the feeder are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
