@@ -48,6 +48,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
     shutil.copy(DEV / "nightly.sh", directory / "dev")
     stubs = {
         "dev/versions.sh": f'[ "$1" != "{failing}" ]',
+        ".venv-lowest/bin/python": "",
         "benchmarks/accelerator.sh": f'[ accelerator != "{failing}" ]',
         "dev/compilers.sh": f'[ compilers != "{failing}" ]',
         "dev/peers.sh": f'[ peers != "{failing}" ]',
@@ -60,6 +61,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "*typed*) step=types ;; *dev/tests*) step=tools ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
+    (directory / ".venv-lowest/bin").mkdir(parents=True)
     for path, command in stubs.items():
         (directory / path).write_text(
             f"#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; echo '7 passed in 1.00s'\n{command}\n"
