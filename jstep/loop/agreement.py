@@ -21,8 +21,8 @@ from jstep.state.train_state import TrainState
 
 _LEAVES = "leaves of the state"
 """The fact that is compared by its hash, and explained by the leaves themselves."""
-_MANY_LEAVES = 8
-"""How many leaves an error names."""
+_MAX_LEAVES_NAMED = 8
+"""The maximum number of leaves of a process that an error names."""
 
 
 def check_processes(options: Options, state: TrainState, step: int | None) -> None:
@@ -124,8 +124,8 @@ def _differing_leaves(leaves: list[str]) -> str:
             only_other = [other]
         return (
             f"state: must have the same {kind} on all processes, got "
-            f"{format_list(only_first, _MANY_LEAVES) or 'fewer'} on process 0 and "
-            f"{format_list(only_other, _MANY_LEAVES) or 'fewer'} on process {process}; create it from the same "
+            f"{format_list(only_first, _MAX_LEAVES_NAMED) or 'fewer'} on process 0 and "
+            f"{format_list(only_other, _MAX_LEAVES_NAMED) or 'fewer'} on process {process}; create it from the same "
             "program and arguments on all of them"
         )
     raise AssertionError("the leaves do not differ")

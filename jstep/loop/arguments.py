@@ -26,6 +26,7 @@ from jstep.stores.urls import absolute, is_url, location
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
+"""The largest step of int32, at which a run without `last_step` ends."""
 _LAST_STEP_EXPECTED = "or None if the batches, a hook or a signal end the run"
 MAX_SECS = 600.0
 """The longest interval of "auto", in seconds."""
@@ -89,7 +90,7 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         start_from=_as_start_from(given.start_from),
         progress=_as_progress(given.progress),
         stop_secs=_as_secs(given.stop_secs, "stop_secs", "a number of seconds or None"),
-        save_checkpoint_secs=_save_secs(given),
+        save_checkpoint_secs=_as_save_secs(given),
     )
     _check_intervals(options)
     check_locations(options.checkpoint_dir, options.checkpoint_prefix, options.logdir)
@@ -101,7 +102,8 @@ def _as_last_step(value: object) -> int | None:
     if value is None:
         return None
     last_step = as_int(value, "last_step", 0, _LAST_STEP_EXPECTED)
-    return None if last_step == LARGEST_STEP else last_step  # which `Options.stop_step` has for None, too
+    # The run ends there without a limit, too. As None, nobody is warned if the batches end earlier.
+    return None if last_step == LARGEST_STEP else last_step
 
 
 def _as_start_from(value: Any) -> str | None:
@@ -112,7 +114,7 @@ def _as_progress(value: object) -> bool | None:
     return None if value is None else as_bool(value, "progress")
 
 
-def _save_secs(given: Options) -> float | str | None:
+def _as_save_secs(given: Options) -> float | str | None:
     """Resolve "auto" beside a number of steps: then seconds are only the longest time without a checkpoint."""
     if given.save_checkpoint_secs == AUTO and given.save_checkpoint_steps is not None:
         return MAX_SECS

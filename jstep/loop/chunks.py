@@ -76,7 +76,7 @@ def make_chunks(
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
     items = iter(batches)
     step = start
-    item: Any = None
+    item: Any = None  # a batch that was read, and is in no chunk yet
     program: Any = None
     shapes: Any = None
     for end in ends:
@@ -136,11 +136,11 @@ class ProgramChanges(NamedTuple):
     """The steps at which calls need another program: another stage begins, or the shapes of the batches change."""
 
     stages: TrainSteps
-    next_change: Callable[[int], int | None]
+    next_shape_change: Callable[[int], int | None]
 
     def _next_change(self, step: int, last_step: int) -> int:
         next_step = last_step
-        for other in (self.next_change(step), self.stages.next_stage_start(step)):
+        for other in (self.next_shape_change(step), self.stages.next_stage_start(step)):
             if other is not None:
                 next_step = min(next_step, other)
         return next_step

@@ -38,11 +38,13 @@ _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leav
 
 
 class CompileJob(NamedTuple):
-    """A program to be compiled by `make(args)`.
+    """A program to be compiled.
 
     Attributes:
         first: The first step that needs it.
-        args: The shapes for one step; None for the latest chunk's.
+        make: Compiles it for the arguments of one step, of which the shapes count. That of the first program ignores
+            them, as it waits for its shapes.
+        args: The shapes to call `make` with; None for those of the latest chunk when the compilation begins.
         is_quiet: Whether nothing is logged of it.
     """
 
@@ -133,7 +135,7 @@ class Compiler:
             is_first = step == first
             begins_stage = step == stage.first
             args = None
-            # Otherwise `source.item` may take as long as making a batch, which only a later stage is worth.
+            # If the source does not know its shapes, `item` may make the batch, which only a later stage is worth.
             if source.knows_shapes or (source.has_items and begins_stage and not is_first):
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier

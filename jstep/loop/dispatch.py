@@ -96,13 +96,13 @@ class Dispatch:
         if not program.is_settled:
             self.compile_for(state, chunk)
         began = self._watch.clock()
-        if program.is_settled and not is_traced():  # without contexts, which take a microsecond
+        if program.is_settled and not is_profiling():  # without contexts, which take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_in_contexts(state, chunk, began)
         # A program that was called before is compiled again for another state.
-        is_compiled = not program.is_called or counts.programs != programs_before
-        if is_compiled:
+        has_compiled = not program.is_called or counts.programs != programs_before
+        if has_compiled:
             self.note_compiled(state, chunk, result, began)
         self._latest = program
         if not program.is_settled:
@@ -133,7 +133,7 @@ class Dispatch:
     def _run_in_contexts(self, state: Tree, chunk: Chunk, began: float) -> Any:
         """Run a chunk whose program is new, whose time counts, or that is being profiled."""
         program = chunk.program
-        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if is_traced() else _NO_CONTEXT
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if is_profiling() else _NO_CONTEXT
         try:
             watching = _NO_CONTEXT if program.is_called else program.stage.watching()
             with self._context_of_call(), annotation, watching:
@@ -188,7 +188,7 @@ class Dispatch:
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
+is_profiling = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
 """Whether a trace of the profiler is on, which costs less than an annotation."""
 
 

@@ -27,12 +27,12 @@ from jstep.loop.start_times import StartTimes
 
 _T = TypeVar("_T")
 
-_SECOND = 1.0
-"""The interval between two checks of the waits, in seconds."""
-_SHARE = 0.05
+_CHECK_SECS = 1.0
+"""The interval between two checks of the waits."""
+_MAX_WAIT_SHARE = 0.05
 """The share of waiting above which a thread starts."""
-_HAND_OVER = 1e-4
-"""The wait for each call, in seconds, below which no thread starts."""
+_MIN_WAIT_SECS = 1e-4
+"""The wait for each call below which no thread starts."""
 _CALLS_AHEAD = 2
 """The number of calls whose batches a thread reads ahead of the loop."""
 
@@ -42,7 +42,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
-        count: The number of batches that the loop has taken, and after which it has asked for another one.
+        count: The number of batches that the loop is done with: it has asked for the next one.
     """
 
     def __init__(self, source: BatchSource, times: StartTimes | None = None) -> None:
@@ -64,14 +64,16 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         """Return the iterator over the batches, the same one each time."""
         if self._iterator is None:
             item = self._take_first()
-            # The first part takes the item out of its list: a chain of the list itself would hold the batch during the
-            # whole run. A chain, and not a generator, which would be resumed for each batch.
-            first_item = [] if item is None else [item]
-            first = map(first_item.pop, range(len(first_item)))
+            # A chain, and not a generator, which would be resumed for each batch.
+            first = () if item is None else _once(item)
             self._iterator = itertools.chain(first, self._items, self._take_from_thread())
         return self._iterator
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
+        """Yield the batches that are left, for the loop or, if `is_ahead`, for the thread.
+
+        Each generator ends with the batches; that of the loop also once a thread reads from there on.
+        """
         source = self.source
         read_position = source.read_position
         shapes: Any = None
@@ -190,7 +192,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             except StopIteration:
                 return
             thread.request()
-            del thread  # while the loop has the batch, nobody but the feeder holds the thread
+            del thread  # while the loop has the batch, only the feeder holds the thread: once dropped, it ends
             yield item
             del item
             self.count += 1
@@ -315,7 +317,7 @@ class BatchFeeder(Iterator[Chunk]):
     @property
     def checks_at(self) -> float:
         """When `next` checks the waits again, by the stopwatch."""
-        return self._last_check.checked_at + _SECOND
+        return self._last_check.checked_at + _CHECK_SECS
 
     def take_alike(self) -> Any:
         """Return `BatchReader.take_alike()`, which is a wait as in `next`."""
@@ -329,8 +331,8 @@ class BatchFeeder(Iterator[Chunk]):
         last = self._last_check
         waited = self._watch.seconds()[WAITING]
         newly_waited = waited - last.waited
-        is_long_in_all = newly_waited > _SHARE * (received_at - last.checked_at)
-        is_long_for_each = newly_waited > _HAND_OVER * (self._requests - last.requests)
+        is_long_in_all = newly_waited > _MAX_WAIT_SHARE * (received_at - last.checked_at)
+        is_long_for_each = newly_waited > _MIN_WAIT_SECS * (self._requests - last.requests)
         if is_long_in_all and is_long_for_each:
             self._read_ahead()
             self._last_check = _NEVER_AGAIN
@@ -359,6 +361,10 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
         raise ValueError("batches: another process has no batch at all; give each process a part")
     if first is None:
         return remaining
-    # Not the list itself, which would hold the batch during the run.
-    taken = [first]
-    return itertools.chain(map(taken.pop, (0,)), remaining)
+    return itertools.chain(_once(first), remaining)
+
+
+def _once(item: _T) -> Iterator[_T]:
+    """Return an iterator over one item that lets go of it: a chain would hold a list, and the batch, during the run."""
+    items = [item]
+    return map(items.pop, (0,))

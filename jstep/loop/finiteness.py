@@ -39,7 +39,7 @@ class Finiteness:
 
     Attributes:
         initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
-        has_nan_hook: Whether a `NanLossHook` checks the parameters before each save, and more.
+        has_nan_hook: Whether a `NanLossHook` checks the whole state before each save; `require_finite` then does not.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class ResumePlan:
         given_values: The values of its hyperparameters that are in the state.
         first: The step at which the run begins, as assumed (see the table of `start.py`); None if unknown.
         latest: The step of the checkpoint to restore; None to begin with the state passed.
-        is_claimed: Whether the run holds the claim of its checkpoints, needed if there is a step left.
+        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if no step is left to take.
     """
 
     given_step: int | None = None
@@ -152,7 +152,7 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
 
 
 def _load_extra(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state, with this process's position; its files are read later."""
+    """Return what a checkpoint holds beside the state, with this process's position; files are read when used."""
     if not isinstance(extra, dict):
         return {}
 
@@ -211,6 +211,7 @@ def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[
     if jax.process_index() == 0:
         edited = ", with the state passed" if parent.edited_step else ""
         logger.info("this run begins from %s%s%s", parent.reference["path"], edited, missing)
+    # The step may be another one than planned: `read_checkpoint` reads an older checkpoint if that one was replaced.
     plan = dataclasses.replace(
         plan,
         first=parent.step,
@@ -248,7 +249,14 @@ def _has_kept(start: Start, path: str) -> bool:
 
 
 def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
-    """Return where the run comes from: its checkpoint says so, unless its directory is a copy of another run's."""
+    """Return where the run comes from.
+
+    | directory | its lineage |
+    |---|---|
+    | a copy of another run's, in which this is the first start | a new name, and the original's checkpoint as parent |
+    | such a copy, in which earlier starts have saved nothing | as the newest start has recorded it |
+    | any other | as the checkpoint says; unknown without one |
+    """
     directory = options.directory
     prefix = options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
@@ -260,7 +268,7 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
         starts = read_starts(directory)[prefix]
         newest = valid(starts)[-1]
         source = original_of(directory, starts)
-    except (OSError, ValueError, LookupError):  # there is no valid start
+    except (OSError, ValueError, LookupError):  # no valid start is recorded, or it cannot be read
         return lineage
     saved_by = extra.get(RUN_KEY)
     if source is not None:
@@ -272,7 +280,7 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
         return Lineage(new_name, parent, saved_by, is_copy=True)
     has_own_name = newest[RUN_KEY] != newest[PARENT_RUN]
     if has_own_name and saved_by is not None and saved_by == newest[PARENT_RUN]:
-        # An earlier start of this copy has named it, but none has saved anything.
+        # The checkpoint is still the original's.
         return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
     return lineage
 

@@ -109,7 +109,10 @@ def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
-    """Whether a path is this directory, or a checkpoint in it; one of this prefix counts even if it does not exist."""
+    """Whether a path is this directory, or a checkpoint in it.
+
+    One of this prefix counts even if it does not exist: it is the run's own, which has deleted or not yet saved it.
+    """
     resolved = resolve_path(directory)
     named = _parse_path(path)
     if named is None or resolve_path(named.directory) != resolved:
@@ -184,8 +187,8 @@ def _may_name(path: str, parent_path: str) -> bool:
     parent_directory, _ = split_path(parent_path)
     if resolve_path(path) == parent_directory:
         return True
-    # Not only the names: runs usually have checkpoints of the same names. Of a parent that was moved, this warns, too;
-    # nothing is read there to find out, because a parent may be deleted once its branch has a checkpoint.
+    # Whole paths are compared, as runs usually have checkpoints of the same names. So a parent that was moved counts as
+    # another one. Nothing is read there to find out, because a parent may be deleted once its branch has a checkpoint.
     named = _parse_path(path)
     if named is None:
         return False

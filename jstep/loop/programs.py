@@ -109,7 +109,7 @@ class Program:
     ) -> None:
         self.stage = stage
         self.step_args = step_args
-        self._columns = columns
+        self._columns = columns  # of the sums of a loop on the device (`device_sums.Columns`)
         self.step: Any = stage.single_step if loop is None else loop
         self.is_looped = loop is not None
         self.is_stacked = loop is not None and loop.max_steps is not None
@@ -151,7 +151,9 @@ class Program:
         check_alive(state)  # on a mesh, JAX would crash
         # An error of the first call is explained.
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
+        # Guards note in the state whether they have skipped the update, from which `restore_guards` adds `skipped`.
         marked, guard_slots = mark_guards(state, may_be_donated=True)
+        # `reported` are the metrics of the optimizers that the step calls, such as the learning rate.
         result, reported = self._custom_step.call(call, marked, chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result  # which `check_result` rejects
@@ -214,7 +216,7 @@ class ProgramTable:
         compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
         on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
             otherwise get NumPy arrays.
-        tracing: Held while any thread traces a program for new shapes.
+        tracing: Held while a thread makes a loop, which traces its step.
     """
 
     def __init__(
@@ -280,7 +282,8 @@ class ProgramTable:
         loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
         with stage.watching():
             traced = loop.prepare(self.state_shapes, step_args)
-        return Program(stage, loop, step_args, loop.accumulate(traced)), traced
+        columns = loop.accumulate(traced)
+        return Program(stage, loop, step_args, columns), traced
 
     # Compile programs before they are due.
 
@@ -307,6 +310,7 @@ def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:
     has_several = len(train_steps.values) > 1
     stages: list[Stage] = []
     for first, stop, step in train_steps.stages():
+        # Those of `minimize` all have the name `train_step`; their titles tell them apart.
         name = name_of_step(step) if has_several else getattr(step, "__name__", "train_step")
         # A loop traces a step that is not compiled: then a single step is compiled, too.
         single_step = step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)

@@ -10,7 +10,7 @@ from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import LoopState
 from jstep.loop.chunks import Chunk
 from jstep.loop.course import Activity
-from jstep.loop.dispatch import is_traced
+from jstep.loop.dispatch import is_profiling
 from jstep.loop.run_context import RunContext
 
 _PAUSE = 64
@@ -84,7 +84,7 @@ class QuietStretch:
             return False
         if run.signals.received is not None or course.stopped_by is not None:
             return False
-        return not run.pending and not run.failures and not is_traced()
+        return not run.pending and not run.failures and not is_profiling()
 
     def _take_until(self, last: int, latest: Chunk) -> None:
         """Take the steps up to `last`, or until a batch is of another type, a clock is due or something begins.
@@ -125,7 +125,7 @@ class QuietStretch:
             course.position = LoopState(step, state, metrics, program.rows)
             in_flight.add(step - 1, step, state, metrics)
             # What other threads, the profiler, or a signal have begun.
-            if failures or course.stopped_by is not None or is_traced():
+            if failures or course.stopped_by is not None or is_profiling():
                 return
             if signals.received is not None:
                 return

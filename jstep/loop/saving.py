@@ -136,7 +136,7 @@ class RunSaverHook(SaverHook):
 
             timing = self._interval.timing_save()
         with run.watch.phase(SAVING), timing:
-            if not self._is_saved(step, state):
+            if not self._has_saved_contents(step, state):
                 if not may_save(run, step, state):
                     return False
                 self._write(step, state, permanent_every_secs)
@@ -154,16 +154,16 @@ class RunSaverHook(SaverHook):
         self._mark_saved(step, state, contents)
         self._is_temporary = permanent_every_secs is not None
 
-    def _is_saved(self, step: int, state: TrainState) -> bool:
+    def _has_saved_contents(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint taken now would be the latest one again."""
-        if not self.has_saved(step, state):
+        if not self.has_saved_state(step, state):
             return False
         if self._pre_end is not None:
             # The pre-end checkpoint is saved again while it is temporary: no other one may ever replace it.
             return self._saved_contents is self._pre_end and not self._is_temporary
         return self._contents.equals(self._saved_contents)
 
-    def has_saved(self, step: int, state: TrainState) -> bool:
+    def has_saved_state(self, step: int, state: TrainState) -> bool:
         """Whether the latest save of this process holds this state, be it on disk or on its way."""
         return self._latest_save is not None and self._latest_save.holds(step, state)
 
@@ -179,8 +179,8 @@ class RunSaverHook(SaverHook):
             self.saver.wait()
         except Exception:
             # So that another try saves it again instead of returning True. The error may be of this process alone, and
-            # `has_saved` is then True on others. But it ends the run here, and `_save_after_error` calls no collective
-            # on several processes.
+            # `has_saved_state` is then True on others. But it ends the run here, and `_save_after_error` calls no
+            # collective on several processes.
             self._latest_save = None
             raise
 
@@ -213,7 +213,7 @@ class RunSaverHook(SaverHook):
 
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
-        if not self.has_saved(step, state):
+        if not self.has_saved_state(step, state):
             contents = self._contents.take(hooks=self._saved_contents.hooks)
             extra = self._contents.as_extra(contents)._replace(finite=is_finite)
             with internal_transfers():

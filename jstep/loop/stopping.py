@@ -278,7 +278,7 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
     if not processes.is_single_process():
         # Not asked of the savers, which would call collectives.
         own_saver = find_own_saver(run)
-        if own_saver is not None and own_saver.has_saved(run.step, run.state):
+        if own_saver is not None and own_saver.has_saved_state(run.step, run.state):
             name = checkpoint_name(own_saver.saver.prefix, run.step)
             return f", and is saved as {name}; start the run again to resume"
         return f", and is not saved: the other processes may be elsewhere{describe_restart(run)}"

@@ -47,7 +47,7 @@ each_way = pytest.mark.parametrize("way", WAYS)
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch):
     """The thread starts after as many calls as a test says, whatever they take."""
-    monkeypatch.setattr(feeder_module, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder_module, "_CHECK_SECS", -math.inf)
     monkeypatch.setattr(BatchFeeder, "_check_waits", check_waits)
 
 

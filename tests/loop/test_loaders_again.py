@@ -51,7 +51,7 @@ def generated():
 @pytest.fixture(params=[False, True], ids=["direct", "ahead"])
 def is_ahead(request, monkeypatch):
     """Whether a thread reads ahead from the second call on."""
-    monkeypatch.setattr(feeder, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder, "_CHECK_SECS", -math.inf)
     read_ahead = lambda self, got: self._read_ahead() if request.param and self._thread is None else None  # noqa: E731
     monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", read_ahead)
     return request.param

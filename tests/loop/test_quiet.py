@@ -274,6 +274,6 @@ def test_a_profile_that_begins_sees_each_step(monkeypatch, calls):
         return batch(step)
 
     for module in (dispatch, quiet):
-        monkeypatch.setattr(module, "is_traced", lambda: len(made) > ODD)
+        monkeypatch.setattr(module, "is_profiling", lambda: len(made) > ODD)
     jstep.train(train_step, new_state(), batches, 60, progress=False)
     assert calls[-(60 - ODD - 1) :] == [*range(ODD + 1, 60)]

@@ -252,7 +252,7 @@ def way(request, monkeypatch):
         if request.param == "ahead" and calls.looks == UNDECIDED:
             calls._read_ahead()
 
-    monkeypatch.setattr(feeder, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder, "_CHECK_SECS", -math.inf)
     monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", check_waits)
     yield request.param
     assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
