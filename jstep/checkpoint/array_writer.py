@@ -180,55 +180,62 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         # A program for each shape, whatever the number of replicas.
         divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
         jax_arrays |= dict(zip(moving, divided, strict=True))
-    own_parts: list[OwnParts] = []
-    # The values that are replaced by copies below: those that are read in place in the host's memory, and the others.
-    host_values: list[_Value] = []
-    device_values: list[_Value] = []
-    # Number of replicas → the turns of the arrays that have so many.
-    turns_of_replicas: dict[int, Turns] = {}
-    for name, array in arrays.items():
-        values: list[tuple[Index, Any]] = []
-        if name not in divisions:
-            # All processes have the same NumPy array.
-            if jax.process_index() == 0:
-                values.append(((), array))
-            own_parts.append(OwnParts(name, array.shape, array.dtype, part=array.shape, values=values))
-            continue
-        division = divisions[name]
-        replica = 0
-        if division.replicas > 1:
-            turns = turns_of_replicas.setdefault(division.replicas, Turns(division.replicas))
-            replica = turns.current
-            turns.add(math.prod(division.part) * array.dtype.itemsize)
-        for local_part in division.local_parts.get(replica, ()):
+
+    # The parts that are read in place in the host's memory, and the others: all of one kind are copied at once.
+    host_parts: list[_TakenPart] = []
+    device_parts: list[_TakenPart] = []
+    for name, replica in _choose_replicas(jax_arrays, divisions).items():
+        is_in_place = arrays[name].sharding in shardings_in_place
+        for local_part in divisions[name].local_parts.get(replica, ()):
             data: Any = jax_arrays[name].addressable_data(local_part.shard)
-            originals = device_values
-            if array.sharding in shardings_in_place:
+            if is_in_place:
                 data = np.asarray(data)[local_part.indices_in_shard]
-                originals = host_values
-            values.append((local_part.indices, data))
-            originals.append(_Value(values, len(values) - 1, data))
-        own_parts.append(OwnParts(name, array.shape, array.dtype, part=division.part, values=values))
+                host_parts.append(_TakenPart(name, local_part.indices, data))
+            else:
+                device_parts.append(_TakenPart(name, local_part.indices, data))
+    host_values: Sequence[Any] = [part.data for part in host_parts]
     if copies is not None:
-        _replace(host_values, copies.copy([value.data for value in host_values]))
-    if device_values:
-        _replace(device_values, _copies_on_host([value.data for value in device_values]))
+        host_values = copies.copy(host_values)
+    device_values: Sequence[Any] = []
+    if device_parts:
+        device_values = _copies_on_host([part.data for part in device_parts])
+
+    values: dict[str, list[tuple[Index, Any]]] = {name: [] for name in arrays}
+    for part, value in zip([*host_parts, *device_parts], [*host_values, *device_values], strict=True):
+        values[part.name].append((part.indices, value))
+    own_parts: list[OwnParts] = []
+    for name, array in arrays.items():
+        if name in divisions:
+            part_shape = divisions[name].part
+        else:
+            # All processes have the same NumPy array, and the first one writes it.
+            part_shape = array.shape
+            if jax.process_index() == 0:
+                values[name].append(((), array))
+        own_parts.append(OwnParts(name, array.shape, array.dtype, part=part_shape, values=values[name]))
     return own_parts
 
 
-class _Value(NamedTuple):
-    """A value of an `OwnParts`: the `values` that it is in, and its position there."""
+class _TakenPart(NamedTuple):
+    """A part that this process writes of an array: its name, the indices of the part in it, and the values."""
 
-    values: list[tuple[Index, Any]]
-    position: int
+    name: str
+    indices: Index
     data: Any
 
 
-def _replace(originals: Sequence[_Value], copies: Sequence[Any]) -> None:
-    """Replace some values by their copies."""
-    for original, copy in zip(originals, copies, strict=True):
-        index, _ = original.values[original.position]
-        original.values[original.position] = index, copy
+def _choose_replicas(arrays: Mapping[str, jax.Array], divisions: Mapping[str, _Division]) -> dict[str, int]:
+    """Return name → the replica of an array that is written; of arrays with as many replicas, each in turn."""
+    replicas: dict[str, int] = {}
+    turns_of_counts: dict[int, Turns] = {}
+    for name, division in divisions.items():
+        if division.replicas == 1:
+            replicas[name] = 0
+            continue
+        turns = turns_of_counts.setdefault(division.replicas, Turns(division.replicas))
+        replicas[name] = turns.current
+        turns.add(math.prod(division.part) * arrays[name].dtype.itemsize)
+    return replicas
 
 
 class Turns:
