@@ -38,7 +38,7 @@ class _Needs(NamedTuple):
     """Which processes need the same boxes of an array.
 
     Attributes:
-        groups: All processes; each group needs other boxes than the others.
+        groups: All processes: those of one group need the same boxes, and no other group needs these.
         boxes: The boxes of each group.
     """
 
@@ -86,8 +86,10 @@ class ReadPlan:
             kind = kinds[name]
             divided = _divided(sharding, kind.shape, kind.dtype.itemsize)
             if _needs(divided, kind.shape) is None:
+                # Each process reads what it needs of the divided array, and JAX brings the parts together.
                 self.alone[name] = divided
                 continue
+            # Divided or not, several processes would read the same bytes: they share what they need in the end.
             needs = _needs(sharding, kind.shape)
             if needs is None:
                 self.alone[name] = sharding
@@ -108,11 +110,11 @@ class ReadPlan:
             found |= {array.name: array.boxes[group] for array in arrays if array.reader == member}
         return found
 
-    def exchange(self, read: Mapping[str, Mapping[ShardBounds, Any]]) -> dict[str, Any]:
+    def exchange(self, own_data: Mapping[str, Mapping[ShardBounds, Any]]) -> dict[str, Any]:
         """Send the others what this process has read of `boxes_to_read`, and return all arrays that are shared."""
         placed = {}
         for groups, arrays in self._together.items():
-            for array, boxes in _received(groups, arrays, read):
+            for array, boxes in _received(groups, arrays, own_data):
                 placed[array.name] = place_boxes(array.kind, self._shardings[array.name], boxes)
         return placed
 
@@ -160,30 +162,37 @@ def _position(groups: Groups) -> tuple[int, int]:
 
 
 def _received(
-    groups: Groups, arrays: Sequence[_SharedArray], read: Mapping[str, Mapping[ShardBounds, Any]]
+    groups: Groups, arrays: Sequence[_SharedArray], own_data: Mapping[str, Mapping[ShardBounds, Any]]
 ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
     """Yield arrays and their boxes, as they arrive from the members of the group of this process."""
     own_group, own_member = _position(groups)
     arrays_of_members: list[list[_SharedArray]] = [[] for _ in groups[0]]
     for array in arrays:
         arrays_of_members[array.reader].append(array)
-    # Each member sends a stream of all its arrays, one after the other, and in each round `size` bytes of it. The size
-    # is a power of two: at most the limit, and no more than the longest stream needs.
+    # Each member sends a stream of all its arrays, one after the other, and in each round `size` bytes of it.
     longest = 0
     for arrays_of_member in arrays_of_members:
         for group in range(len(groups)):
             longest = max(longest, sum([array.nbytes(group) for array in arrays_of_member]))
-    limit = max(_MIN_ROUND_BYTES, _ROUND_BYTES // len(groups[0]))
-    greatest_size = 1 << (limit.bit_length() - 1)
-    whole_size = max(_MIN_ROUND_BYTES, 1 << (longest - 1).bit_length())
-    size = min(greatest_size, whole_size)
-    sent = _Stream(arrays_of_members[own_member], own_group, read)
-    received = [_Stream(arrays_of_member, own_group) for arrays_of_member in arrays_of_members]
+    size = _round_size(longest, len(groups[0]))
+    sent = _Stream(_pieces_to_send(arrays_of_members[own_member], own_data))
+    received = [_Stream(_pieces_to_receive(arrays_of_member, own_group)) for arrays_of_member in arrays_of_members]
     gather = _Gather(groups, size)
     for _ in range(math.ceil(longest / size)):
         rows = gather.gather(sent.take(size))
         for stream, row in zip(received, rows, strict=True):
             yield from stream.put(row)
+
+
+def _round_size(longest: int, num_members: int) -> int:
+    """Return how many bytes each member of a group sends in a round: a power of two, so that programs are few.
+
+    Together they send at most `_ROUND_BYTES`, if they are not very many, and no more than the longest stream needs.
+    """
+    limit = max(_MIN_ROUND_BYTES, _ROUND_BYTES // num_members)
+    largest_power = 1 << (limit.bit_length() - 1)
+    whole_stream = max(_MIN_ROUND_BYTES, 1 << (longest - 1).bit_length())
+    return min(largest_power, whole_stream)
 
 
 class _Piece(NamedTuple):
@@ -201,29 +210,33 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
+def _pieces_of(array: _SharedArray, boxes: dict[ShardBounds, Any]) -> Iterator[_Piece]:
+    for number, values in enumerate(boxes.values()):
+        yield _Piece(array, boxes, values.reshape(-1).view(np.uint8), number == len(boxes) - 1)
+
+
+def _pieces_to_send(
+    arrays: Sequence[_SharedArray], own_data: Mapping[str, Mapping[ShardBounds, Any]]
+) -> Iterator[_Piece]:
+    for array in arrays:
+        yield from _pieces_of(array, dict(own_data[array.name]))
+
+
+def _pieces_to_receive(arrays: Sequence[_SharedArray], group: int) -> Iterator[_Piece]:
+    for array in arrays:
+        # Only now, when its first byte arrives.
+        boxes = {box: np.empty(lengths(box), array.kind.dtype) for box in array.boxes[group]}
+        yield from _pieces_of(array, boxes)
+
+
 class _Stream:
     """The bytes of arrays, one after the other: those that were read, or memory for those that will arrive."""
 
-    def __init__(
-        self, arrays: Sequence[_SharedArray], group: int, read: Mapping[str, Mapping[ShardBounds, Any]] | None = None
-    ) -> None:
-        self._pieces = self._make_pieces(arrays, group, read)
+    def __init__(self, pieces: Iterator[_Piece]) -> None:
+        self._pieces = pieces
         # The stream goes on at this byte of this piece.
         self._piece: _Piece | None = None
         self._offset = 0
-
-    @staticmethod
-    def _make_pieces(
-        arrays: Sequence[_SharedArray], group: int, read: Mapping[str, Mapping[ShardBounds, Any]] | None
-    ) -> Iterator[_Piece]:
-        for array in arrays:
-            # Memory is allocated when the first byte arrives.
-            if read is None:
-                boxes = {box: np.empty(lengths(box), array.kind.dtype) for box in array.boxes[group]}
-            else:
-                boxes = dict(read[array.name])
-            for number, values in enumerate(boxes.values()):
-                yield _Piece(array, boxes, values.reshape(-1).view(np.uint8), number == len(boxes) - 1)
 
     def _current_piece(self) -> _Piece | None:
         """Return the piece at which the stream goes on; None at its end."""
