@@ -140,7 +140,7 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     if isinstance(array, np.ndarray):
         return array.view(dtype)
     if dtype == record.dtype:
-        # JAX would make two numbers of four bits of each byte that carries one.
+        # A byte carries one number of four bits, and JAX would make two of it: so it becomes an integer of four bits.
         bits = jnp.finfo(dtype).bits  # type: ignore[no-untyped-call]
         array = array.astype(f"uint{bits}")
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))

@@ -24,7 +24,7 @@ from jstep.state.slots import owners
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
 _FORM = "a mapping from paths of the target to paths in the checkpoint, or a function (path) -> path or None"
-_NO_KIND = (
+_KIND_ADVICE = (
     "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
 )
 _Kind = tuple[tuple[int, ...], str]
@@ -154,12 +154,14 @@ class _LeafMatcher:
         self._records = leaf_records.named_records(manifest.leaves)
         saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
         self.renamed = _renamed(names, target.paths, saved.keys(), checkpoint)
-        # The names of the leaves in the target and in the checkpoint. A parameter that `use_averages` restores from its
-        # average still has its own name here: the saved parameter counts as used, as nobody misses it.
-        self._names = leaf_records.unique(target.paths)
-        self._saved_names = [self.renamed.get(name, name) for name in self._names]
+        # The names of the leaves in the target, and in the checkpoint. A parameter that `use_averages` restores from
+        # its average has its own name in both, so that the saved parameter does not count as unused.
+        self._target_names = leaf_records.unique(target.paths)
+        self._saved_names = [self.renamed.get(name, name) for name in self._target_names]
         self._matched = match_paths(self._saved_names, saved)
-        self._kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(target.values, target.paths, strict=True)]
+        self._kinds = [
+            targets.target_kind(*pair, _KIND_ADVICE) for pair in zip(target.values, target.paths, strict=True)
+        ]
         self._step_shape: Sequence[int] = ()
         for keys, kind in zip(target.keys, self._kinds, strict=True):
             if keys == (GLOBAL_STEP,):
@@ -216,7 +218,7 @@ class _LeafMatcher:
     def _find_average(self, i: int, name: str) -> Leaf | None:
         """Return the average that is restored in place of a parameter, if the checkpoint has one that fits."""
         shape, dtype = self._kinds[i]
-        if self._names[i] in self.renamed:
+        if self._target_names[i] in self.renamed:
             # `names`, which names this leaf, counts more than `use_averages`, which is for all.
             average = _named_average(self._target.keys[i], dtype, self._records.get(name))
         else:
@@ -275,7 +277,8 @@ def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int,
 def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
     """Return the slots that start as copies → their originals in order of preference, as indices.
 
-    A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
+    A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter. With
+    `lookahead` there, the slow weights have the originals `[master, parameter]`, and the master has `[parameter]`.
     """
     originals: dict[int, list[int]] = {}
     for state, indices in target.states:
@@ -406,7 +409,7 @@ def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
     """Like `check`, for resuming a run; the error says whose checkpoint it is."""
     result = match(state, manifest, None, None, checkpoint)
     try:
-        check(result, False, checkpoint)
+        check(result, partial=False, checkpoint=checkpoint)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
         differing = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}

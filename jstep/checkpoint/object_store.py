@@ -90,6 +90,9 @@ class ObjectStore(Store):
 
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
         they once were. A run that believed such an index would start from scratch, and overwrite what is there.
+
+        `_attempts` and `_lost` are then of the list in which it has found what it yields: `all_steps` reads both, and
+        `lock` the latter.
         """
         for _ in range(_MAX_LISTINGS):
             steps: Mapping[str, int] = self._listed(prefix).steps

@@ -157,7 +157,7 @@ class CheckpointReader:
     ) -> Any:
         """See `Saver.restore`; with `params_only` the target is `{"params": params}`."""
 
-        def read(path: str, manifest: Manifest) -> Any:
+        def restore_from(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
                 arrays = self.read(path, manifest, dict.fromkeys(manifest.leaves_by_array))
@@ -173,7 +173,7 @@ class CheckpointReader:
                 self._warn_of_raw_model_state(path, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
-        return self._retry(step, read)
+        return self._retry(step, restore_from)
 
     def check_run(self, state: Tree, step: int) -> None:
         self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
@@ -240,14 +240,14 @@ class CheckpointReader:
             # No advice about older checkpoints: this one is intact, and a run that went back would lose steps.
             raise UnsupportedFormatError(f"{path} {_IS_UNREADABLE}: {error}.") from error
         except CheckpointError as error:
-            raise self.unusable(path, [str(error)], _IS_CORRUPTED) from error
+            raise self.unusable(path, [str(error)], is_corrupted=True) from error
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
             problem = f"{error_text(error)}; make it readable for this user"
-            raise self.unusable(path, [problem], _IS_UNREADABLE) from error
+            raise self.unusable(path, [problem], is_corrupted=False) from error
         if manifest.step != step:
-            raise self.unusable(path, [misnaming_text(self._prefix, step, manifest.step)], _IS_UNREADABLE)
+            raise self.unusable(path, [misnaming_text(self._prefix, step, manifest.step)], is_corrupted=False)
         return manifest
 
     def _newest(self) -> int:
@@ -256,7 +256,7 @@ class CheckpointReader:
         broken = self._store.find_broken(self._prefix, step)
         if broken:
             path, lacks = broken[0]
-            raise self.unusable(path, [lacks], _IS_CORRUPTED)
+            raise self.unusable(path, [lacks], is_corrupted=True)
         if step < 0:
             others = next((path for _, path in self._store.newest_first(None)), None)
             hint = f"; it has {others}: give its prefix, Saver(directory, prefix=…)" if others else ""
@@ -365,11 +365,25 @@ class CheckpointReader:
 
         If other processes hold the same of an array, each reads a part of it, and they exchange the parts.
         """
-        arrays: dict[str, Any] = {}
-        boxes: dict[str, Any] = {}
-        problems: list[str] = []
-        failure: Exception | None = None
-        plan: Any = None
+        read = self._read_here(path, manifest, shardings)
+        digest = 0 if read.plan is None else read.plan.digest
+        # In one exchange: the worst outcome, and the largest and the smallest digest.
+        maxima = processes.max_over_processes(np.array([read.outcome, digest, -digest]))
+        worst, largest, negated_smallest = map(int, maxima)
+        if worst != _Outcome.SUCCEEDED:
+            self._raise_read_error(path, manifest, worst == _Outcome.CORRUPTED, read.problems, read.failure)
+        if largest != -negated_smallest:
+            raise ValueError(
+                "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
+                "same target"
+            )
+        if jax.process_index() == 0:
+            self._store.warn_of_orbax_files(path, manifest)
+        resharded = _resharded(read.arrays, {name: shardings[name] for name in read.arrays})
+        return resharded | read.plan.exchange(read.boxes)
+
+    def _read_here(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> "_OwnRead":
+        """Read what this process reads; an error is returned, as all processes must know of it before one raises it."""
         try:
             reader = self._store.reader(path, manifest)
             problem = processes.text_from_first(reader.foreign_content)
@@ -378,28 +392,10 @@ class CheckpointReader:
             plan = shared_reads_module().ReadPlan(reader.kinds(shardings), shardings)
             arrays, boxes = shared_reads_module().read_arrays(reader, plan)
         except CorruptedCheckpointError as error:
-            problems = error.problems
+            return _OwnRead(_Outcome.CORRUPTED, problems=error.problems)
         except Exception as error:
-            failure = error
-        outcome = _Outcome.SUCCEEDED
-        if problems:
-            outcome = _Outcome.CORRUPTED
-        elif failure is not None:
-            outcome = _Outcome.FAILED
-        digest = 0 if plan is None else plan.digest
-        # In one exchange: the worst outcome, and the largest and the smallest digest.
-        maxima = processes.max_over_processes(np.array([outcome, digest, -digest]))
-        worst, largest, negated_smallest = map(int, maxima)
-        if worst != _Outcome.SUCCEEDED:
-            self._raise_read_error(path, manifest, worst == _Outcome.CORRUPTED, problems, failure)
-        if largest != -negated_smallest:
-            raise ValueError(
-                "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
-                "same target"
-            )
-        if jax.process_index() == 0:
-            self._store.warn_of_orbax_files(path, manifest)
-        return _resharded(arrays, {name: shardings[name] for name in arrays}) | plan.exchange(boxes)
+            return _OwnRead(_Outcome.FAILED, failure=error)
+        return _OwnRead(_Outcome.SUCCEEDED, plan, arrays, boxes)
 
     def _raise_read_error(
         self, path: str, manifest: Manifest, is_corrupted: bool, problems: Sequence[str], failure: Exception | None
@@ -421,24 +417,21 @@ class CheckpointReader:
 
             def describe() -> str:
                 files = self._store.describe_files(path, manifest)
-                return str(self.unusable(path, [*files, *found], _IS_CORRUPTED))
+                return str(self.unusable(path, [*files, *found], is_corrupted=True))
 
             raise CorruptedCheckpointError(processes.text_from_first(describe))
         reason = "see the error of another process" if failure is None else error_text(failure)
         raise CheckpointError(f"{path} could not be read: {reason}") from failure
 
-    def unusable(self, path: str, problems: Sequence[str], phrase: str) -> CheckpointError:
-        """Return an error that says what is wrong with a checkpoint, and which one is intact instead.
-
-        Args:
-            phrase: `_IS_CORRUPTED` or `_IS_UNREADABLE`.
-        """
+    def unusable(self, path: str, problems: Sequence[str], *, is_corrupted: bool) -> CheckpointError:
+        """Return an error that says what is wrong with a checkpoint, and which one is intact instead."""
         try:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
+        phrase = _IS_CORRUPTED if is_corrupted else _IS_UNREADABLE
         text = f"{path} {phrase}: {format_list(problems, SHOWN, '; ')}. {advice}."
-        return CorruptedCheckpointError(text) if phrase == _IS_CORRUPTED else CheckpointError(text)
+        return CorruptedCheckpointError(text) if is_corrupted else CheckpointError(text)
 
     def _advice(self, path: str) -> str:
         """Name the newest intact checkpoint beside an unusable one, and the command to resume from it."""
@@ -469,6 +462,24 @@ class CheckpointReader:
         if not commands:
             return ""
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`"
+
+
+class _OwnRead(NamedTuple):
+    """What one process has read.
+
+    Attributes:
+        plan: The `ReadPlan` of all processes.
+        arrays: The arrays that this process has read alone, by name.
+        boxes: What it has read for others, too.
+        problems: The corruption that it has found.
+    """
+
+    outcome: _Outcome
+    plan: Any = None
+    arrays: Mapping[str, Any] = {}
+    boxes: Mapping[str, Any] = {}
+    problems: Sequence[str] = ()
+    failure: Exception | None = None
 
 
 class LeafRead(NamedTuple):

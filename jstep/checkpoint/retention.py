@@ -215,6 +215,14 @@ class Retention:
 
         It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
         candidates, however many checkpoints there are.
+
+        Sets of steps:
+            others: All but the new one.
+            marked: Of these, what the retention state calls temporary.
+            temporary: Of these, what is still temporary.
+            replaced: Of these, what this save deletes: all but the newest finite one.
+            replaced_next: What the next save deletes: of these, the newest finite one; and the new one, if temporary.
+            evicted: The permanent ones that this save deletes.
         """
         paths = self._store.own_paths()
         self._absent.clear()
@@ -224,23 +232,22 @@ class Retention:
         self._heads = {step: head for step, head in self._heads.items() if step in paths}
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = self._is_temporary(new, permanent_every_secs, paths, others)
-        finite = self._newest_finite(others, new)
+        newest_finite = self._newest_finite(others, new)
         # A marked step may have been saved again, as a permanent one, since the manifest that marks it was written.
         marked = [step for step in others if step in retained.temporary]
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
-        replaced = temporary - {finite}
-        # What the next save replaces: the newest finite one, if it is spared now, and the new one.
-        still_temporary = temporary & {finite}
+        replaced = temporary - {newest_finite}
+        replaced_next = temporary & {newest_finite}
         if is_temporary:
-            still_temporary.add(new.step)
+            replaced_next.add(new.step)
         evicted: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
-            saved_at = self._save_times({*others} - temporary, new, retained, finite)
+            saved_at = self._save_times({*others} - temporary, new, retained, newest_finite)
             evicted, retained = plan_evictions(
-                saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, finite
+                saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, newest_finite
             )
-        retained = dataclasses.replace(retained, temporary=frozenset(still_temporary))
+        retained = dataclasses.replace(retained, temporary=frozenset(replaced_next))
         return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
 
     def _is_temporary(

@@ -51,10 +51,11 @@ class TargetLeaf(Generic[Source]):
 
     @property
     def sharding_of_data(self) -> Any:
-        """The sharding to read an array with; None for NumPy."""
-        # The data of a key has additional axes, which these two do not split.
-        fits = isinstance(self.sharding, NamedSharding | SingleDeviceSharding)
-        return self.sharding if fits or not trees.is_key(self.leaf) else None
+        """The sharding to read an array with; None to read it into NumPy, from where `place_leaf` places it."""
+        if not trees.is_key(self.leaf) or isinstance(self.sharding, NamedSharding | SingleDeviceSharding):
+            return self.sharding
+        # The data of a key has more axes than the key, and another kind of sharding than these two may split them.
+        return None
 
 
 _Wanted = TypeVar("_Wanted", bound=TargetLeaf[Any])
