@@ -22,11 +22,11 @@ from jstep.metrics.totals import MeanOf
 from jstep.training.metrics import GRAD_NORM, SKIPPED, Constants, Metrics, losses_in
 
 NO_CONSTANTS = Constants({})
-# Adding the metrics of a call is a dispatch, which costs as much as a small train step: those of several calls are
-# added in one. 25 divides the usual intervals, so that few dispatches are padded. Each value is an argument of the
-# program, hence the second bound.
 _MAX_CALLS = 25
+"""The calls whose metrics are added in one dispatch, which costs as much as a small train step. 25 divides the usual
+intervals, so that few dispatches are padded."""
 _MAX_VALUES = 128
+"""The values that are added in one dispatch: each is an argument of its program."""
 _MAX_STEPS = 2**23
 """The steps after which a piece ends, if no hook has cut it. They are counted in float32, which is exact up to 2**24:
 a call of several steps may add as many again."""
@@ -103,7 +103,7 @@ class SplitMetrics(NamedTuple):
 
 
 class PlanTable:
-    """Plans how the metrics of calls of one step are added, once for metrics of the same names and kinds.
+    """Plans how the metrics of calls of one step are added, once for metrics of the same names, kinds and shapes.
 
     Attributes:
         limit: The number of consecutive skipped updates to report.
