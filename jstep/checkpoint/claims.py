@@ -223,9 +223,11 @@ class ObjectClaim:
         while True:
             owner = owner_in(current.data)
             alive = _is_owner_alive(owner)
-            if alive or (alive is None and current.stamp != first.stamp):
+            is_renewed = current.stamp != first.stamp
+            if alive or (alive is None and is_renewed):
                 raise refusal(self._objects.url, self._prefix, owner)
-            if alive is False or (deadline is not None and time.monotonic() > deadline):
+            is_silent = deadline is not None and time.monotonic() > deadline
+            if alive is False or is_silent:
                 stamp = self._objects.write_if(key, self._as_json(), current.stamp)
                 if stamp is not None:
                     return stamp

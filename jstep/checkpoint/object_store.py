@@ -61,7 +61,7 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
-        # Name of a checkpoint → its attempts, as the index had them when `_listed` read it last.
+        # Name of a checkpoint → its attempts, as the index had them when `newest_first` read it last.
         self._attempts: dict[str, list[str]] = {}
         # The same for checkpoints that the index lacked, and a list of all objects had; `lock` adds them to the index.
         self._lost: dict[str, list[str]] = {}
@@ -81,9 +81,7 @@ class ObjectStore(Store):
     def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
         with _known_marks():
             index = self.objects.index("" if prefix is None else f"{prefix}-")
-            listed = listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
-            self._attempts = listed.attempts
-            return listed
+            return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore.
@@ -91,16 +89,18 @@ class ObjectStore(Store):
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
         they once were. A run that believed such an index would start from scratch, and overwrite what is there.
 
-        `_attempts` and `_lost` are then of the list in which it has found what it yields: `all_steps` reads both, and
-        `lock` the latter.
+        It also sets `_attempts`, and perhaps `_lost`: `all_steps` reads both after the first item, and `lock` reads
+        `_lost` at the end.
         """
         for _ in range(_MAX_LISTINGS):
-            steps: Mapping[str, int] = self._listed(prefix).steps
+            listed = self._listed(prefix)
+            self._attempts = listed.attempts
+            steps: Mapping[str, int] = listed.steps
             names = _highest_first(steps)
             is_newest_there = self._exists(names[:1])
-            if not is_newest_there or self._is_followed(names[0]):
+            if not is_newest_there or self._is_followed(names[0], listed):
                 # The index may lack the newest one.
-                steps = {**steps, **self._listed_whole(prefix)}
+                steps = {**steps, **self._find_lost(prefix, listed)}
                 names = _highest_first(steps)
                 is_newest_there = self._exists(names[:1])
             if not names:
@@ -147,20 +147,23 @@ class ObjectStore(Store):
         pages = (others + 1) * objects_of_one / _KEYS_OF_PAGE
         return pages <= 1 + others / _READS_OF_PAGE
 
-    def _is_followed(self, name: str) -> bool:
+    def _is_followed(self, name: str, listed: listing.ListedCheckpoints) -> bool:
         """Return whether the index says that a newer checkpoint was saved after this one."""
-        for attempt in self._attempts.get(name, ()):
+        for attempt in listed.attempts.get(name, ()):
             entry = self.objects.read(f"{INDEX}{name}/{attempt}").data
             if entry is not None and entry.startswith(_FOLLOWED):
                 return True
         return False
 
-    def _listed_whole(self, prefix: str | None) -> Mapping[str, int]:
-        """Return name → step of the checkpoints in a list of all objects, once for each prefix: it may be long."""
+    def _find_lost(self, prefix: str | None, listed: listing.ListedCheckpoints) -> Mapping[str, int]:
+        """Return name → step of the checkpoints that the index lacks, and a list of all objects has.
+
+        Such a list may be long: once it has no more than the index, it is not made again for the prefix.
+        """
         if prefix in self._complete_prefixes:
             return {}
         whole = listing.ListedCheckpoints(self.objects.listing(), prefix)
-        lost = {name: whole.steps[name] for name in whole.steps.keys() - self._attempts.keys()}
+        lost = {name: whole.steps[name] for name in whole.steps.keys() - listed.attempts.keys()}
         if not lost:
             # Checkpoints that are saved from now on are in the index.
             self._complete_prefixes.add(prefix)
