@@ -43,7 +43,8 @@ def _list_hooks(run: RunContext) -> list[Any]:
         hooks.append(run.counter)
     hooks += _logs_for(run, hooks)
     if run.saver is not None:
-        savers.insert(0, RunSaverHook(run, run.saver))  # but at the end it is called last (`ending.py`)
+        # First, as the exit by a signal or an error names the outcome of the first saver. `ending.py` calls it last.
+        savers.insert(0, RunSaverHook(run, run.saver))
     run.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
     return hooks + savers
 
