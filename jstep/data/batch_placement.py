@@ -220,8 +220,7 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
         item = device_values.prepare_for_device(item, "batch")
         leaves, treedef = trees.flatten(item)
     if not fresh:
-        # A comprehension for its speed: this runs for each batch.
-        leaves = [_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        leaves = list(map(_copy, leaves))  # a call less than a comprehension on Python 3.11: this runs for each batch
     return leaves, treedef
 
 
@@ -272,8 +271,13 @@ _ALIGNMENT = 64
 """Programs on a CPU copy arrays without this alignment, in bytes."""
 
 
-def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy."""
+def _copy(array: Any) -> Any:
+    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(array, np.ndarray):
+        return array
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

@@ -99,7 +99,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
                 if new_shapes != shapes:
                     shapes = new_shapes
                     types = array_types(leaves)
-                self._flat_types = flat_batch_types(batch)
+                self._flat_types = None if types is None else flat_batch_types(batch)
             # A new container, as the user may fill the old one with the next batch.
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if is_ahead:
@@ -260,15 +260,21 @@ class BatchFeeder(Iterator[Chunk]):
         return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:
-        chunk = self._fetch(self._next_chunk)
+        source = self._reader.source
+        if source.moves_between_steps or source.follows_calls:
+            chunk = self._fetch(self._next_chunk)
+        else:
+            chunk = self._fetch(self._chunks.__next__)  # a call less at each step
+            chunk.can_interrupt = source.can_interrupt
         self.steps = chunk.steps
-        if self.received_at >= self.checks_at:
+        if self.received_at >= self._last_check.checked_at + _CHECK_SECS:  # `checks_at`, inlined
             self._check_waits(self.received_at)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
         return chunk
 
     def _next_chunk(self) -> Chunk:
+        """Return the next chunk, of a source that must be told of fetches."""
         source = self._reader.source
         if source.moves_between_steps:
             source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then

@@ -14,7 +14,7 @@ from jstep.loop.dispatch import is_profiling
 from jstep.loop.run_context import RunContext
 
 _PAUSE = 64
-"""The number of steps without a stretch after one that was cut short, mostly by batches whose shapes vary."""
+"""The number of steps without a try after batches have cut a stretch short, mostly by other shapes, or allow none."""
 _MIN_CALLS = 4
 """The least number of calls of a stretch: to begin and to end one takes as long as three iterations of the loop."""
 
@@ -23,12 +23,15 @@ class QuietStretch:
     """Takes steps of a run whose calls need nothing besides themselves, and leaves the run as its loop would.
 
     The run has one process, calls of one step, and batches of arrays on a device.
+
+    Attributes:
+        next_try: The step before which `take` need not be called, as it would take none.
     """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._latest_program: object = None
-        self._not_before = 0
+        self.next_try = 0
 
     @classmethod
     def of(cls, run: RunContext) -> "QuietStretch | None":
@@ -51,10 +54,11 @@ class QuietStretch:
         if not is_repeated or not program.is_settled:
             return
         first = run.course.position.step
-        if first < self._not_before:
+        if not run.components.feeder.can_take_alike:
+            self._pause(first)
             return
         last = self._next_due(latest) - 1
-        if last - first < _MIN_CALLS or not self._is_quiet() or not run.components.feeder.can_take_alike:
+        if last - first < _MIN_CALLS or not self._is_quiet():
             return
         try:
             self._take_until(last, latest)
@@ -63,11 +67,15 @@ class QuietStretch:
             run.steps_by_rows[program.rows] += step - first
             run.components.feeder.go_on_at(step)
         if step - first < _MIN_CALLS:
-            self._not_before = step + _PAUSE
+            self._pause(step)
         # A clock may have ended the stretch: the hook that is due by it is called at this step.
         run.course.forbid_saves()
         run.components.runner.call_after_step(step)
         run.course.end_iteration()
+
+    def _pause(self, step: int) -> None:
+        self.next_try = step + _PAUSE
+        self._latest_program = None  # that of the call before the next try is not known
 
     def _next_due(self, latest: Chunk) -> int:
         """Return the next step at which a hook, the body, another stage or the end is due."""

@@ -335,7 +335,7 @@ class Run(Generic[P]):
                             return
                         self._pause_body()
                     course.status = BETWEEN  # `course.end_iteration()`, inlined
-                    if chunk is not None and quiet is not None:
+                    if chunk is not None and quiet is not None and course.position.step >= quiet.next_try:
                         quiet.take(chunk)
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
