@@ -92,7 +92,7 @@ def test_a_metric_that_the_next_call_donates():
 @pytest.mark.thorough
 def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
     """The call for which it waited to make room is not handed over any more."""
-    monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
+    monkeypatch.setattr(in_flight, "_MAX_SECS", 0.001)
     waits = InFlight.make_room
     count = []
 
@@ -103,7 +103,7 @@ def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(InFlight, "make_room", make_room)
-    monkeypatch.setattr(InFlight, "is_full", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(InFlight, "is_check_due", property(lambda self: True, lambda self, value: None), raising=False)
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved"):
         train(50, [], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).all_steps() == [5]
