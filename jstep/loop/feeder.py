@@ -317,10 +317,6 @@ class BatchFeeder(Iterator[Chunk]):
     # Batches that a `QuietStretch` takes, which needs no chunks.
 
     @property
-    def can_take_alike(self) -> bool:
-        return self._reader.can_take_alike
-
-    @property
     def checks_at(self) -> float:
         """When `next` checks the waits again, by the stopwatch."""
         return self._last_check.checked_at + _CHECK_SECS

@@ -1,7 +1,7 @@
 """Calls between two steps at which something is due: only batches and calls, in one loop.
 
-Most iterations of `Run._iterate` find nothing to do besides their call, and to find that out takes as long as the
-Python code of the call. A stretch asks once up to which step nothing is due, and by which clocks. After each call it
+Most iterations of `Run._iterate` find nothing to do besides their call, and to find that out takes half of the loop's
+own time. A stretch asks once up to which step nothing is due, and by which clocks. After each call it
 asks only for what other threads may have begun.
 """
 
@@ -16,7 +16,7 @@ from jstep.loop.run_context import RunContext
 _PAUSE = 64
 """The number of steps without a try after batches have cut a stretch short, mostly by other shapes, or allow none."""
 _MIN_CALLS = 4
-"""The least number of calls of a stretch: to begin and to end one takes as long as three iterations of the loop."""
+"""The least number of calls of a stretch: to begin and to end one costs what three of its calls save."""
 
 
 class QuietStretch:
@@ -54,7 +54,7 @@ class QuietStretch:
         if not is_repeated or not program.is_settled:
             return
         first = run.course.position.step
-        if not run.components.feeder.can_take_alike:
+        if not run.components.batches.can_take_alike:
             self._pause(first)
             return
         last = self._next_due(latest) - 1

@@ -141,9 +141,10 @@ class InFlight:
     def unfinished(self) -> tuple[int, int] | None:
         """Return the steps before and after the call that the device runs; None if it has finished all."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
-            if result.is_deleted():
+            is_ready = _is_ready(result)
+            if is_ready is None:
                 continue
-            if not result.is_ready():
+            if not is_ready:
                 return first, step
             if step > self._seen.step:
                 self._seen = _SeenStep(step, self._clock())

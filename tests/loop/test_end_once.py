@@ -59,19 +59,21 @@ def test_a_start_that_takes_no_step_saves_nothing(tmp_path):
     assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]
 
 
+class FailsOnce(Doubles):
+    """Raises from its first `end`, after its work."""
+
+    def end(self, step, state):
+        found = super().end(step, state)
+        if len(self.ends) == 1:
+            raise ValueError("my end")
+        return found
+
+
 @pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("saves", [None, 5])
 def test_a_hook_that_raises_in_end_undoes_those_before(saves, tmp_path):
     """What is saved is the state before all of them, as the next start calls all of them again."""
-
-    class Fails(Doubles):
-        def end(self, step, state):
-            found = super().end(step, state)
-            if len(self.ends) == 1:
-                raise ValueError("my end")
-            return found
-
-    hooks = [Doubles(), Fails()]
+    hooks = [Doubles(), FailsOnce()]
     with pytest.raises(ValueError, match="my end") as caught:
         train(5, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=saves)
     plain = w(train(5))
@@ -83,14 +85,6 @@ def test_a_hook_that_raises_in_end_undoes_those_before(saves, tmp_path):
 
 def test_a_block_that_is_left_before_its_first_step_still_owes_the_ends(tmp_path):
     """It has steps to take, and makes none of them: a start without a step to take makes the `end`s."""
-
-    class FailsOnce(Doubles):
-        def end(self, step, state):
-            found = super().end(step, state)
-            if len(self.ends) == 1:
-                raise ValueError("my end")
-            return found
-
     hook = FailsOnce()
     with pytest.raises(ValueError, match="my end"):
         train(5, hooks=[hook], checkpoint_dir=tmp_path)
