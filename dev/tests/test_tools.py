@@ -251,5 +251,15 @@ def test_who_notices_a_change(tmp_path: Path) -> None:
 def test_the_soak_test_runs(tmp_path):
     state, found = soak.soak(40, str(tmp_path))
     assert state.global_step == 40
-    assert len(found) == soak.PARTS
-    assert set(soak.growth(found)) <= set(found[0])
+    parts = soak.least_by_part(found)
+    assert len(parts) == soak.PARTS
+    assert parts[0]["arrays"] == min(one["arrays"] for one in found[:4])
+    assert set(soak.growth(parts)) <= set(found[0])
+
+
+def test_the_soak_test_finds_what_grows():
+    found = [{"arrays": 20 + i % 3, "threads": 4, "descriptors": 9, "objects": 10, "bytes": 1} for i in range(40)]
+    assert soak.growth(soak.least_by_part(found)) == {}
+    for i, one in enumerate(found):
+        one["arrays"] += i
+    assert soak.growth(soak.least_by_part(found)) == {"arrays": (37, 56)}

@@ -1,9 +1,11 @@
-"""Calls between two steps at which something is due: only batches and calls, in one loop.
+"""Calls between two steps at which something is due: only batches, calls and bodies, in one loop.
 
-Most iterations of `Run._iterate` find nothing to do besides their call, and to find that out takes half of the loop's
-own time. A stretch asks once up to which step nothing is due, and by which clocks. After each call it
-asks only for what other threads may have begun.
+Most iterations of `Run._iterate` find nothing to do besides their call and the body, and to find that out takes half of
+the loop's own time. A stretch asks once up to which step nothing is due, and by which clocks. After each call it asks
+only for what the body or other threads may have begun.
 """
+
+from collections.abc import Iterator
 
 from jstep.core.trees import batch_to_args
 from jstep.hooks.cadence import Cadence
@@ -20,7 +22,7 @@ _MIN_CALLS = 4
 
 
 class QuietStretch:
-    """Takes steps of a run whose calls need nothing besides themselves, and leaves the run as its loop would.
+    """Takes steps of a run whose calls need nothing but their body, and leaves the run as its loop would.
 
     The run has one process, calls of one step, and batches of arrays on a device.
 
@@ -36,17 +38,17 @@ class QuietStretch:
     @classmethod
     def of(cls, run: RunContext) -> "QuietStretch | None":
         """Return the stretches of a run; None if each of its calls needs more."""
-        course = run.course
-        if course.has_body and course.body_interval is None:
-            return None
         table = run.components.dispatch.table
         is_placed = table.on_device or run.options.batch_sharding is not None
         if not run.signals.is_single_process or table.is_looped or is_placed or run.components.runner.acts_before_steps:
             return None
         return cls(run)
 
-    def take(self, latest: Chunk) -> None:
-        """Take the steps before the next one at which something is due, if there are several; `latest` was called."""
+    def take(self, latest: Chunk) -> Iterator[int]:
+        """Take the steps before the next one at which something is due, if there are several; `latest` was called.
+
+        Yields each step that a body follows, to the loop, which calls it.
+        """
         run = self._run
         program = latest.program
         is_repeated = program is self._latest_program  # batches may alternate between shapes
@@ -61,24 +63,19 @@ class QuietStretch:
         if last - first < _MIN_CALLS or not self._is_quiet():
             return
         try:
-            self._take_until(last, latest)
+            yield from self._take_until(last, latest)
         finally:
             step = run.course.position.step
-            run.steps_by_rows[program.rows] += step - first
             run.components.feeder.go_on_at(step)
         if step - first < _MIN_CALLS:
             self._pause(step)
-        # A clock may have ended the stretch: the hook that is due by it is called at this step.
-        run.course.forbid_saves()
-        run.components.runner.call_after_step(step)
-        run.course.end_iteration()
 
     def _pause(self, step: int) -> None:
         self.next_try = step + _PAUSE
         self._latest_program = None  # that of the call before the next try is not known
 
     def _next_due(self, latest: Chunk) -> int:
-        """Return the next step at which a hook, the body, another stage or the end is due."""
+        """Return the next step at which a hook, a body of `every`, another stage or the end is due."""
         course = self._run.course
         body = Cadence(course.body_interval).next_multiple(course.position.step)
         hooks = self._run.components.runner.next_due_step
@@ -94,11 +91,11 @@ class QuietStretch:
             return False
         return not run.pending and not run.failures and not is_profiling()
 
-    def _take_until(self, last: int, latest: Chunk) -> None:
+    def _take_until(self, last: int, latest: Chunk) -> Iterator[int]:
         """Take the steps up to `last`, or until a batch is of another type, a clock is due or something begins.
 
-        The status stays `BETWEEN`. In `Run._take` it becomes `WITHIN` with the new position, as hooks follow there.
-        Here only bookkeeping follows, so each position is the state between two iterations.
+        Without a body, the status stays `BETWEEN`. In `Run._take` it becomes `WITHIN` with the new position, as hooks
+        follow there. Here only bookkeeping follows, so each position is the state between two iterations.
         """
         run = self._run
         course = run.course
@@ -107,11 +104,13 @@ class QuietStretch:
         sums = run.sums
         failures = run.failures
         signals = run.signals
+        runner = run.components.runner
         dispatch = run.components.dispatch
+        has_bodies = course.has_body and course.body_interval is None
         counts = dispatch.compiler.counts
         num_programs = counts.programs
         program = latest.program
-        deadlines = run.components.runner.deadlines()
+        deadlines = runner.deadlines()
         checks_at = feeder.checks_at
         chunk = Chunk(program, (), 1, course.position.step)  # one for all calls: `run` does not keep it
         for step in range(course.position.step + 1, last + 1):
@@ -132,13 +131,23 @@ class QuietStretch:
                 num_programs = counts.programs
             course.position = LoopState(step, state, metrics, program.rows)
             in_flight.add(step - 1, step, state, metrics)
-            # What other threads, the profiler, or a signal have begun.
-            if failures or course.stopped_by is not None or is_profiling():
+            run.steps_by_rows[program.rows] += 1
+            is_due = False
+            for clock, deadline in deadlines:
+                if clock() >= deadline:
+                    is_due = True
+            if is_due or has_bodies:
+                course.forbid_saves()
+                if is_due:
+                    runner.call_after_step(step)
+                if has_bodies:
+                    course.take_due_body()
+                    yield step
+                course.end_iteration()
+            # What the body, other threads, the profiler, or a signal have begun.
+            if is_due or failures or course.replaced_at == step or is_profiling():
                 return
-            if signals.received is not None:
+            if course.stopped_by is not None or signals.received is not None:
                 return
             if feeder.received_at >= checks_at:
                 return
-            for clock, deadline in deadlines:
-                if clock() >= deadline:
-                    return

@@ -336,7 +336,10 @@ class Run(Generic[P]):
                         self._pause_body()
                     course.status = BETWEEN  # `course.end_iteration()`, inlined
                     if chunk is not None and quiet is not None and course.position.step >= quiet.next_try:
-                        quiet.take(chunk)
+                        for step in quiet.take(chunk):
+                            self._resume_body()
+                            yield step
+                            self._pause_body()
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break

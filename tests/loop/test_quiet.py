@@ -96,6 +96,113 @@ def test_hooks_and_bodies_are_called_at_their_steps(is_quiet, calls, expected):
     assert (len(calls) < STEPS // 2) == is_quiet
 
 
+@pytest.fixture
+def bodies():
+    """The steps at which the body ran."""
+    return []
+
+
+def test_a_body_follows_each_step_and_its_hooks(is_quiet, calls, bodies, expected):
+    order = []
+
+    class Ordered(Every):
+        def after_step(self, step, state, metrics):
+            order.append(("hook", step))
+
+    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[Ordered(30)], progress=False) as run:
+        for step in run:
+            order.append(("body", step))
+            assert run.step == step
+            assert weights(run.state) == expected[step]
+            assert run.metrics["loss"].shape == ()
+    both = [(who, step) for step in range(1, STEPS + 1) for who in ("hook", "body")]
+    assert order == [(who, step) for who, step in both if who == "body" or step % 30 == 0]
+    assert (len(calls) < STEPS // 2) == is_quiet
+
+
+def test_a_state_that_the_body_assigns_is_trained(is_quiet):
+    with jstep.Run(train_step, new_state(), batch, STEPS, progress=False) as run:
+        for step in run:
+            if step == ODD:
+                run.state = run.state.replace(params={"w": jnp.ones(3)})
+    reference = new_state()
+    for step in range(STEPS):
+        reference, _ = train_step(reference, batch(step))
+        if step + 1 == ODD:
+            reference = reference.replace(params={"w": jnp.ones(3)})
+    assert weights(run.state) == weights(reference)
+
+
+@pytest.mark.parametrize("how", ["break", "stop"])
+def test_a_body_ends_the_run(how, is_quiet, bodies, expected, tmp_path):
+    hook = Every(100)
+    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[hook], checkpoint_dir=tmp_path, progress=False) as run:
+        for step in run:
+            bodies.append(step)
+            if step == ODD and how == "break":
+                break
+            if step == ODD:
+                run.stop()
+    assert bodies == [*range(1, ODD + 1)]
+    assert weights(run.state) == expected[ODD]
+    assert jstep.Saver(tmp_path).all_steps() == [ODD]
+
+
+def test_an_error_of_the_body_saves_nothing(is_quiet, bodies, expected, tmp_path):
+    def fail_in_body():
+        with jstep.Run(
+            train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, save_checkpoint_steps=20, progress=False
+        ) as run:
+            for step in run:
+                bodies.append(step)
+                if step == ODD:
+                    raise ValueError("in the body")
+
+    with pytest.raises(ValueError, match="in the body") as caught:
+        fail_in_body()
+    assert bodies == [*range(1, ODD + 1)]
+    assert weights(caught.value.state) == expected[ODD]
+    assert jstep.Saver(tmp_path).all_steps() == [20]
+
+
+def test_a_signal_in_the_body_is_obeyed_after_it(is_quiet, bodies, expected, tmp_path):
+    def run_once():
+        with jstep.Run(train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False) as run:
+            for step in run:
+                if step == ODD and ODD not in bodies:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                bodies.append(step)
+        return run.state
+
+    with pytest.raises(jstep.Preempted, match=f"after step {ODD}"):
+        run_once()
+    assert jstep.Saver(tmp_path).all_steps() == [ODD]
+    assert weights(run_once()) == expected[STEPS]
+    assert bodies == [*range(1, STEPS + 1)]
+
+
+def test_a_body_follows_a_hook_that_is_due_by_time(is_quiet, calls):
+    order = []
+    seconds = [0.0]
+
+    def batches(step):
+        seconds[0] += 1.0
+        return batch(step)
+
+    class TimedInOrder(Timed):
+        def _when_due(self, step, state, metrics):
+            order.append(("hook", step))
+
+    hook = TimedInOrder(lambda: seconds[0])
+    with jstep.Run(train_step, new_state(), batches, 60, hooks=[hook], progress=False) as run:
+        for step in run:
+            order.append(("body", step))
+    assert [step for who, step in order if who == "hook"] == [10, 20, 30, 40, 50, 60]
+    assert [step for who, step in order if who == "body"] == [*range(1, 61)]
+    assert all(order[i + 1] == ("body", step) for i, (who, step) in enumerate(order) if who == "hook")
+    assert (len(calls) < 60) == is_quiet
+
+
 def test_a_hook_of_each_step_leaves_nothing_quiet(calls):
     jstep.train(train_step, new_state(), batch, 20, hooks=[Every(1)], progress=False)
     assert calls == [*range(20)]
