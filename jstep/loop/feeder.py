@@ -54,7 +54,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self._put_back: Any = _NO_BATCH  # which `take_alike` has read, and `_read` returns
         self._items = self._read()
         self._iterator: CopiedBatches | None = None
-        self._flat_types: Any = None  # of the latest batch, if it is flat and of arrays on a device
+        self._shapes: Any = None  # of the latest batch that was read
+        self._flat_types: Any = None  # of that batch, if it is flat and of arrays on a device
         self._reopen_source: Callable[[], BatchSource] | None = None
         self._first_task: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
@@ -84,9 +85,9 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             self._put_back = _NO_BATCH
             if batch is _NO_BATCH:
                 batch = next(self._batches, _NO_BATCH)
-            if batch is _NO_BATCH:
-                return
-            self.fetched += 1
+                if batch is _NO_BATCH:
+                    return
+                self.fetched += 1
             is_known = False
             # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
             # the types of all leaves at once: looking into each of them was the largest part of the loop's own time.
@@ -99,7 +100,9 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
                 if new_shapes != shapes:
                     shapes = new_shapes
                     types = array_types(leaves)
-                self._flat_types = None if types is None else flat_batch_types(batch)
+                if not is_ahead:
+                    self._shapes = shapes
+                    self._flat_types = None if types is None else flat_batch_types(batch)
             # A new container, as the user may fill the old one with the next batch.
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
             if is_ahead:
@@ -112,21 +115,25 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
 
     @property
     def can_take_alike(self) -> bool:
-        """Whether `take_alike` may be called: batches have no positions, no thread reads them, the latest is flat."""
+        """Whether `take_alike` may be called: batches have no positions, and no thread reads them."""
         source = self.source
         is_plain = source.read_position is None and not source.follows_calls and not source.moves_between_steps
-        return is_plain and self._thread is None and self._flat_types is not None
+        return is_plain and self._thread is None
 
     def take_alike(self) -> Any:
-        """Return the next batch, as it is, if its arrays have the types of the latest one's.
+        """Return the next batch, copied as by `__iter__`, if it has the shapes of the latest one.
 
-        None if they have not, and at the end; then the iterator over this object goes on with that batch.
+        None if it has not, and at the end; then the iterator over this object goes on with that batch.
         """
         self.count += 1
         batch = next(self._batches, _NO_BATCH)
-        if flat_batch_types(batch) == self._flat_types:
+        if batch is not _NO_BATCH:
             self.fetched += 1
-            return batch
+            if self._flat_types is not None and flat_batch_types(batch) == self._flat_types:
+                return batch
+            leaves, structure = copy_leaves(batch, fresh=self.source.is_fresh)
+            if shapes_of_leaves(leaves, structure) == self._shapes:
+                return structure.unflatten(leaves)
         self.count -= 1
         self._put_back = batch
         return None

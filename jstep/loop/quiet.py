@@ -24,16 +24,18 @@ _MIN_CALLS = 4
 class QuietStretch:
     """Takes steps of a run whose calls need nothing but their body, and leaves the run as its loop would.
 
-    The run has one process, calls of one step, and batches of arrays on a device.
+    The run has one process, calls of one step, and batches that JAX places.
 
     Attributes:
         next_try: The step before which `take` need not be called, as it would take none.
+        has_asked: Whether the latest stretch has asked for a batch that it did not take: the loop asks again first.
     """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._latest_program: object = None
         self.next_try = 0
+        self.has_asked = False
 
     @classmethod
     def of(cls, run: RunContext) -> "QuietStretch | None":
@@ -49,6 +51,7 @@ class QuietStretch:
 
         Yields each step that a body follows, to the loop, which calls it.
         """
+        self.has_asked = False
         run = self._run
         program = latest.program
         is_repeated = program is self._latest_program  # batches may alternate between shapes
@@ -117,6 +120,7 @@ class QuietStretch:
             course.activity = Activity.FETCHING
             batch = feeder.take_alike()
             if batch is None:
+                self.has_asked = True
                 return
             course.activity = Activity.CALLING
             if in_flight.is_check_due:

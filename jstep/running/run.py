@@ -340,6 +340,8 @@ class Run(Generic[P]):
                             self._resume_body()
                             yield step
                             self._pause_body()
+                        if quiet.has_asked:
+                            continue
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break

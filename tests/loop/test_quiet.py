@@ -208,16 +208,96 @@ def test_a_hook_of_each_step_leaves_nothing_quiet(calls):
     assert calls == [*range(20)]
 
 
-@pytest.mark.parametrize("make", [lambda x: (x,), lambda x: {"x": x}, lambda x: x], ids=["tuple", "dict", "array"])
-def test_batches_of_each_kind_are_taken(make, is_quiet, calls):
+KINDS = {
+    "array": lambda x: x,
+    "tuple": lambda x: (x,),
+    "dict": lambda x: {"x": x},
+    "nested": lambda x: {"a": [(x,)]},
+    "numpy": np.asarray,
+    "numpy dict": lambda x: {"x": np.asarray(x)},
+    "both": lambda x: (x, np.ones(2)),
+    "number": lambda x: (np.asarray(x), 2.0),
+    "fortran": lambda x: np.asfortranarray(x),
+    "doubles": lambda x: np.asarray(x, np.float64),
+    "big endian": lambda x: np.asarray(x, ">f4"),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_batches_of_each_kind_are_taken(make, is_quiet, calls, expected):
     def loss(params, *args, **named):
-        (x,) = jax.tree.leaves((args, named))
+        x = next(leaf for leaf in jax.tree.leaves((args, named)) if jnp.ndim(leaf) == 2)
         return jnp.mean((params["w"][None] - x) ** 2)
 
     step = jstep.minimize(loss, optimizer)
     state = jstep.train(step, new_state(), lambda n: make(batch(n)["x"]), 50, progress=False)
-    assert int(state.global_step) == 50
+    assert weights(state) == expected[50]
     assert (len(calls) < 10) == is_quiet
+
+
+def test_batches_of_a_data_set_are_taken(is_quiet, calls):
+    rows = np.arange(300, dtype=np.float32).reshape(100, 3)
+    state = jstep.train(train_step, new_state(), jstep.batches({"x": rows}, 2, seed=1), 70, progress=False)
+    reference = new_state()
+    for step, one in zip(range(70), jstep.batches({"x": rows}, 2, seed=1), strict=False):
+        assert step == jstep.global_step(reference)
+        reference, _ = train_step(reference, one)
+    assert weights(state) == weights(reference)
+    assert (len(calls) < 70) == is_quiet
+
+
+@pytest.mark.parametrize("container", [list, tuple, dict], ids=["list", "tuple", "dict"])
+def test_a_buffer_that_the_loader_writes_again_is_copied(container, is_quiet, expected):
+    """A call may read the batch later than the loader writes the next one."""
+
+    def loss(params, *args, **named):
+        (x,) = jax.tree.leaves((args, named))
+        return jnp.mean((params["w"][None] - x) ** 2)
+
+    buffer = np.empty((2, 3), np.float32)
+    one = {"x": buffer} if container is dict else container([buffer])
+
+    def batches():
+        for step in range(STEPS):
+            buffer[:] = batch(step)["x"]
+            yield one
+
+    state = jstep.train(jstep.minimize(loss, optimizer), new_state(), batches(), STEPS, progress=False)
+    assert weights(state) == expected[STEPS]
+
+
+@pytest.mark.parametrize("wrong", [np.full((2, 3), 2**40), np.array([["a", "b", "c"]] * 2)], ids=["wide", "text"])
+def test_a_batch_that_cannot_be_trained_on_is_refused_at_its_step(wrong, is_quiet, expected, tmp_path):
+    def failing(step):
+        return wrong if step == ODD else np.full((2, 3), step)
+
+    def loss(params, x):
+        return jnp.mean((params["w"][None] - x / STEPS) ** 2)
+
+    step = jstep.minimize(loss, optimizer)
+    with pytest.raises((OverflowError, TypeError), match="batch: ") as caught:
+        jstep.train(step, new_state(), failing, STEPS, checkpoint_dir=tmp_path, progress=False)
+    assert caught.value.state.global_step == ODD
+    assert any(f"while batch {ODD} was fetched" in note for note in caught.value.__notes__)
+    assert jstep.Saver(tmp_path).all_steps()[-1] == ODD
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_stop_while_a_batch_is_made_comes_after_its_step(rows, is_quiet, caplog):
+    def batches():
+        for step in range(STEPS):
+            if step == ODD:
+                run.stop()
+            yield batch(step, rows if step >= ODD else 2)
+
+    source = batches()
+    with jstep.Run(train_step, new_state(), source, STEPS, progress=False) as run:
+        steps = [*run]
+    assert steps == [*range(1, ODD + 2)]
+    # No batch of the generator is lost.
+    state = jstep.train(train_step, new_state(), source, STEPS, progress=False)
+    assert state.global_step == STEPS - ODD - 1
+    assert "lost" not in caplog.text
 
 
 @pytest.mark.parametrize("other", [3, 5])
