@@ -1,4 +1,4 @@
-"""The bounds and reasons of `bounds.toml`: benchmark → (program, compared with) → bound, or reason."""
+"""The bounds, limits and reasons of `bounds.toml`: benchmark → (program, compared with) → bound, limit, or reason."""
 
 import tomllib
 from pathlib import Path
@@ -15,4 +15,5 @@ def _by_pair(kind: str) -> dict[str, dict[tuple[str, str], Any]]:
 
 
 BOUNDS: dict[str, dict[tuple[str, str], float]] = _by_pair("bounds")
+LIMITS: dict[str, dict[tuple[str, str], float]] = _by_pair("limits")
 REASONS: dict[str, dict[tuple[str, str], str]] = _by_pair("reasons")

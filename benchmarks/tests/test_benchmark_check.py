@@ -59,8 +59,30 @@ def test_the_verdict_on_a_ratio(check, runs, verdict):
     loads = {"idle": check.Load(0.0, 0.0), "busy": check.Load(1.0, 0.0)}
     attempts = [check.Attempt({} if ratio is None else {PAIR: ratio}, loads[load]) for ratio, load in runs]
     assert check.judged(PAIR, 1.10, attempts) == verdict
-    assert check.is_settled({PAIR: 1.10}, attempts) == (verdict == "ok")
-    assert not check.is_settled({PAIR: 1.10, OTHER: 1.0}, attempts)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "others", "verdict"),
+    [
+        (1.10, 0.0, "ok"),
+        (1.11, 0.0, "above the bound, as known"),
+        (1.30, 0.0, "above the bound, as known"),
+        (1.31, 0.0, "OVER"),
+        (1.31, 1.0, "not judged: the machine was busy"),
+        (1.30, 1.0, "above the bound, as known"),
+    ],
+)
+def test_the_verdict_on_a_bound_that_is_not_reached(check, ratio, others, verdict):
+    attempts = [check.Attempt({PAIR: ratio}, check.Load(others, 0.0))]
+    assert check.judged(PAIR, 1.10, attempts, 1.30) == verdict
+
+
+def test_each_limit_is_above_its_bound_and_has_a_reason(check):
+    reasons = importlib.import_module("bounds").REASONS
+    for name, limits in check.LIMITS.items():
+        for pair, limit in limits.items():
+            assert limit > check.BOUNDS[name][pair]
+            assert reasons[name][pair]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +105,7 @@ def test_the_exit_code(check, monkeypatch, capsys, ratios, others, code, runs, w
         return ("A title\n" + ("" if ratio is None else f"  train / bare loop: {ratio:.3f}  (bound 1.1)\n")), None
 
     monkeypatch.setattr(check, "BOUNDS", {"loop": {PAIR: 1.1}, "feed": {}})
+    monkeypatch.setattr(check, "LIMITS", {})
     monkeypatch.setattr(check, "run", run)
     monkeypatch.setattr(check, "_wait_until_idle", lambda limit: check.Load(others, 0.0))
     monkeypatch.setattr(check, "load_between", lambda before, after, cores: check.Load(others, 0.0))
