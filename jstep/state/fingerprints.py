@@ -349,11 +349,12 @@ def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> 
     for half, (low, high) in enumerate(words):
         mixed = lanes(low, high, key + U(half * HALF & MASK))
         # Both sums in one fast pass.
-        total = lax.reduce(
-            mixed, (U(0), U(0)), lambda total, other: (total[0] + other[0], total[1] + other[1]), range(key.ndim)
-        )
-        sums.append(jnp.stack(total))
+        sums.append(jnp.stack(lax.reduce(mixed, (U(0), U(0)), _add_pairs, range(key.ndim))))
     return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _add_pairs(pair: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    return pair[0] + other[0], pair[1] + other[1]
 
 
 def _words(array: Any) -> list[tuple[Any, Any]]:

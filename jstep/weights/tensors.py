@@ -98,7 +98,8 @@ def check_file(path: str) -> None:
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{path}: is corrupted, or not readable by safetensors {safetensors.__version__}: {error!s:.300}"
+            f"{path}: is corrupted, or not readable by safetensors {safetensors.__version__}, and newer versions know "
+            f"more dtypes: {error!s:.300}"
         ) from None
 
 

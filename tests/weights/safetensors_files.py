@@ -3,6 +3,9 @@
 import json
 
 import numpy as np
+import safetensors
+
+from jstep.weights.tensors import dtype_code
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -30,6 +33,17 @@ def write_arrays(path, **arrays):
         header[name] = entry("F32", np.shape(array), (len(data), len(data) + len(raw)))
         data += raw
     return write_raw(path, header, data)
+
+
+def is_known(dtype):
+    """Whether the installed package knows a dtype: older ones lack some of 8 bits, and complex numbers."""
+    header = {"x": entry(dtype_code(dtype), (0,), (0, 0))}
+    text = json.dumps(header).encode()
+    try:
+        safetensors.deserialize(len(text).to_bytes(8, "little") + text)
+    except safetensors.SafetensorError:
+        return False
+    return True
 
 
 def same(x, y):
