@@ -109,10 +109,12 @@ def judged(pair: Pair, bound: float, attempts: Sequence[Attempt], limit: float |
     return OVER if idle else NOT_JUDGED
 
 
-def verdicts(name: str, attempts: Sequence[Attempt]) -> dict[Pair, str]:
-    """The verdicts on all ratios of a benchmark that have bounds."""
-    limits = LIMITS.get(name, {})
-    return {pair: judged(pair, bound, attempts, limits.get(pair)) for pair, bound in BOUNDS[name].items()}
+def is_settled(
+    bounds: Mapping[Pair, float], attempts: Sequence[Attempt], limits: Mapping[Pair, float] | None = None
+) -> bool:
+    """Whether no repetition is needed: all ratios are within their bounds, or known."""
+    limits = limits or {}
+    return all(judged(pair, bound, attempts, limits.get(pair)) in (OK, KNOWN) for pair, bound in bounds.items())
 
 
 def _sample() -> Sample:
@@ -146,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     for name in given.only or sorted(BOUNDS):
         attempts: list[Attempt] = []
+        limits = LIMITS.get(name, {})
         for _ in range(given.attempts):
             print(
                 f"{name}: before it, {_wait_until_idle(given.wait)}; load average {os.getloadavg()[0]:.2f}", flush=True
@@ -155,10 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             load = load_between(before, _sample(), os.cpu_count() or 1)
             print(output if failure is None else f"{output}\n{name}: {failure}", f"\n{name}: {load}", flush=True)
             attempts.append(Attempt({(one.ours, one.peer): one.ratio for one in ratios_in(output)}, load))
-            if set(verdicts(name, attempts).values()) <= {OK, KNOWN}:
+            if is_settled(BOUNDS[name], attempts, limits):
                 break
-        for (ours, peer), verdict in verdicts(name, attempts).items():
-            bound = BOUNDS[name][ours, peer]
+        for (ours, peer), bound in BOUNDS[name].items():
+            verdict = judged((ours, peer), bound, attempts, limits.get((ours, peer)))
             ratios = ", ".join(f"{one.ratios[ours, peer]:.3f}" for one in attempts if (ours, peer) in one.ratios)
             print(f"{name}: {ours} / {peer}: {ratios or '-'} (bound {bound:g}): {verdict}", flush=True)
             failed |= verdict in (OVER, MISSING)

@@ -59,6 +59,8 @@ def test_the_verdict_on_a_ratio(check, runs, verdict):
     loads = {"idle": check.Load(0.0, 0.0), "busy": check.Load(1.0, 0.0)}
     attempts = [check.Attempt({} if ratio is None else {PAIR: ratio}, loads[load]) for ratio, load in runs]
     assert check.judged(PAIR, 1.10, attempts) == verdict
+    assert check.is_settled({PAIR: 1.10}, attempts) == (verdict == "ok")
+    assert not check.is_settled({PAIR: 1.10, OTHER: 1.0}, attempts)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,8 @@ def test_the_verdict_on_a_ratio(check, runs, verdict):
 def test_the_verdict_on_a_bound_that_is_not_reached(check, ratio, others, verdict):
     attempts = [check.Attempt({PAIR: ratio}, check.Load(others, 0.0))]
     assert check.judged(PAIR, 1.10, attempts, 1.30) == verdict
+    assert check.is_settled({PAIR: 1.10}, attempts, {PAIR: 1.30}) == (ratio <= 1.30)
+    assert not check.is_settled({PAIR: 1.10, OTHER: 1.0}, attempts, {PAIR: 1.30})
 
 
 def test_each_limit_is_above_its_bound_and_has_a_reason(check):

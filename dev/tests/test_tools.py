@@ -251,6 +251,7 @@ def test_who_notices_a_change(tmp_path: Path) -> None:
 def test_the_soak_test_runs(tmp_path):
     state, found = soak.soak(40, str(tmp_path))
     assert state.global_step == 40
+    assert len(found) == 40
     parts = soak.least_by_part(found)
     assert len(parts) == soak.PARTS
     assert parts[0]["arrays"] == min(one["arrays"] for one in found[:4])

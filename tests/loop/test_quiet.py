@@ -102,7 +102,7 @@ def bodies():
     return []
 
 
-def test_a_body_follows_each_step_and_its_hooks(is_quiet, calls, bodies, expected):
+def test_a_body_follows_each_step_and_its_hooks(is_quiet, calls, expected):
     order = []
 
     class Ordered(Every):
@@ -135,8 +135,7 @@ def test_a_state_that_the_body_assigns_is_trained(is_quiet):
 
 @pytest.mark.parametrize("how", ["break", "stop"])
 def test_a_body_ends_the_run(how, is_quiet, bodies, expected, tmp_path):
-    hook = Every(100)
-    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[hook], checkpoint_dir=tmp_path, progress=False) as run:
+    with jstep.Run(train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False) as run:
         for step in run:
             bodies.append(step)
             if step == ODD and how == "break":
@@ -217,7 +216,7 @@ KINDS = {
     "numpy dict": lambda x: {"x": np.asarray(x)},
     "both": lambda x: (x, np.ones(2)),
     "number": lambda x: (np.asarray(x), 2.0),
-    "fortran": lambda x: np.asfortranarray(x),
+    "fortran": np.asfortranarray,
     "doubles": lambda x: np.asarray(x, np.float64),
     "big endian": lambda x: np.asarray(x, ">f4"),
 }

@@ -14,10 +14,14 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 def write_raw(path, header, data=b"", length=None):
     """Write a file of a header (a dict, or bytes) followed by data."""
+    path.write_bytes(raw_file(header, data, length))
+    return str(path)
+
+
+def raw_file(header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     length = len(text) if length is None else length
-    path.write_bytes(length.to_bytes(8, "little") + text + data)
-    return str(path)
+    return length.to_bytes(8, "little") + text + data
 
 
 def write_index(path, weight_map):
@@ -37,10 +41,8 @@ def write_arrays(path, **arrays):
 
 def is_known(dtype):
     """Whether the installed package knows a dtype: older ones lack some of 8 bits, and complex numbers."""
-    header = {"x": entry(dtype_code(dtype), (0,), (0, 0))}
-    text = json.dumps(header).encode()
     try:
-        safetensors.deserialize(len(text).to_bytes(8, "little") + text)
+        safetensors.deserialize(raw_file({"x": entry(dtype_code(dtype), (0,), (0, 0))}))
     except safetensors.SafetensorError:
         return False
     return True
