@@ -126,27 +126,67 @@ def as_level(level: object) -> int:
 
 @contextlib.contextmanager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
-    # A handler of the root logger alone does not count: some libraries add one for warnings.
-    if logger.handlers or (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
-        yield
-        return
-    handler = _LineHandler(sys.stderr)
-    level = logger.level
-    propagate = logger.propagate
-    logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.setLevel(shown)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    """Show log lines on standard error within the block, which is a run, unless logging is configured.
+
+    Runs in threads end in any order. So they share one handler, which is removed at the end of the last of them: if it
+    belonged to the run that began first, the others would show nothing after that run.
+    """
+    with _changing_handlers:
+        handler = _handler_of_runs()
+        if handler is not None:
+            handler.add_run(shown)
     try:
         yield
     finally:
-        logger.propagate = propagate
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        if handler is not None:
+            with _changing_handlers:
+                handler.remove_run(shown)
+
+
+# Reentrant: garbage collection closes a run that a generator holds at any line, also within this lock.
+_changing_handlers = threading.RLock()
+
+
+def _handler_of_runs() -> "_LineHandler | None":
+    """Return the handler of the open runs, or a new one; None if logging is configured."""
+    match logger.handlers:
+        case [_LineHandler() as handler]:
+            return handler
+        case [_, *_]:
+            return None
+    # A handler of the root logger alone does not count: some libraries add one for warnings.
+    if (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
+        return None
+    return _LineHandler(sys.stderr)
 
 
 class _LineHandler(logging.StreamHandler[Any]):
+    """Shows the lines of all open runs, from the lowest level that one of them shows."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self._shown_by_runs: list[int] = []
+        self._level_before = logger.level
+        self._propagate_before = logger.propagate
+
+    def add_run(self, shown: int) -> None:
+        if not self._shown_by_runs:
+            logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
+        self._shown_by_runs.append(shown)
+        self.setLevel(min(self._shown_by_runs))
+
+    def remove_run(self, shown: int) -> None:
+        self._shown_by_runs.remove(shown)
+        if self._shown_by_runs:
+            self.setLevel(min(self._shown_by_runs))
+            return
+        logger.propagate = self._propagate_before
+        logger.removeHandler(self)
+        logger.setLevel(self._level_before)
+
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
         if tqdm is None:
