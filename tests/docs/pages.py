@@ -93,6 +93,7 @@ def run_page(page, change=str, section=None, more="", wrong=None):
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "path", [os.fspath(EXAMPLES), *sys.path]),  # pages on reinforcement learning import ppo
         warnings.catch_warnings(),
+        printed.logging() if wrong is not None else contextlib.nullcontext(),
     ):
         # Keras 3.15 uses NumPy functions that are now deprecated.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
@@ -127,21 +128,28 @@ class Printed:
             self._lines[caller.f_lineno] = " ".join(map(str, values))
 
     @contextlib.contextmanager
-    def recording(self):
-        """Record the output of a block, log lines among it."""
+    def logging(self):
+        """Record the log lines of a page. A run in a thread may end in another block than it began in."""
         logger, handler = logging.getLogger("jstep"), logging.StreamHandler(self._text)
         level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+    @contextlib.contextmanager
+    def recording(self):
+        """Record the output of a block."""
         self._text.seek(0)
         self._text.truncate()
         self._lines.clear()
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
         try:
             with contextlib.redirect_stdout(self._text):
                 yield
         finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
             sys.stdout.write(self._text.getvalue())
 
     def differences(self, block):
