@@ -2,9 +2,11 @@
 
     python benchmarks/bench_in_flight.py
 
-Steps of 0.1 to 1000 ms on the device. Without the bound, JAX hands over some 33 calls ahead on a CPU.
+Steps of 0.1 to 1000 ms on the device. Without the bound, JAX hands over some 33 calls ahead on a CPU. The times of one
+program vary by a tenth from turn to turn, and the bounds are a few hundredths, so quick steps take many turns.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -13,13 +15,13 @@ import time
 
 import jax
 import jax.numpy as jnp
-from _timing import Timer, report
+from _timing import Timer, in_turn, report
 from bounds import BOUNDS
 
 import jstep
 from jstep.metering.in_flight import InFlight
 
-SIZE = 256
+SIZE = 64
 
 
 def main():
@@ -28,36 +30,42 @@ def main():
 
     def loss_of(products):
         def loss_fn(params, x):
-            return jnp.mean(jax.lax.scan(lambda y, _: (jnp.tanh(y @ params["w"]), None), x, None, length=products)[0])
+            # Without a gradient, which would keep each product: gigabytes in a long step.
+            w = jax.lax.stop_gradient(params["w"])
+            y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), x, None, length=products)
+            return jnp.mean(params["w"] ** 2) + jnp.mean(y)
 
         return loss_fn
 
     def state():
         return jstep.TrainState.create({"w": jnp.eye(SIZE)}, optimizer)
 
-    def run(step, calls, *, bounded, hooks=()):
+    def run(calls, step, *, bounded):
         room = InFlight.make_room
         InFlight.make_room = room if bounded else lambda self: None
         timer = Timer(untimed=4)
         try:
-            jstep.train(step, state(), lambda n: x, calls, hooks=[timer, *hooks], log_steps=None, progress=False)
+            jstep.train(step, state(), lambda n: x, calls, hooks=[timer], log_steps=None, progress=False)
         finally:
             InFlight.make_room = room
         return timer.taken
 
-    one = jstep.minimize(loss_of(1), optimizer)
-    run(one, 200, bounded=True)
-    per_product = min(run(one, 200, bounded=True) for _ in range(3))
+    # Of many products, since a step of one is mostly the overhead of a call.
+    many = jstep.minimize(loss_of(1000), optimizer)
+    per_product = min(run(15, many, bounded=True) for _ in range(3)) / 1000
     is_quick = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
     times, ours, peers = {}, "with the bound", "without it"
-    for milliseconds in (0.1, 1, 10) if is_quick else (0.1, 1, 10, 1000):
+    # Milliseconds of a step, calls of a turn, turns.
+    sizes = [(0.1, 2000, 60), (1, 250, 60), (10, 60, 40)]
+    if not is_quick:
+        sizes.append((1000, 15, 2))
+    for milliseconds, calls, rounds in sizes:
         step = jstep.minimize(loss_of(max(1, round(1e-3 * milliseconds / per_product))), optimizer)
-        calls = max(15, min(2000, round(1000 / milliseconds)))
-        run(step, 15, bounded=True)
-        with_it, without = times[f"{milliseconds} ms, {ours}"], times[f"{milliseconds} ms, {peers}"] = [], []
-        for _ in range(2 if is_quick else 7 if milliseconds < 1000 else 2):
-            without.append(run(step, calls, bounded=False))
-            with_it.append(run(step, calls, bounded=True))
+        contenders = {
+            f"{milliseconds} ms, {ours}": functools.partial(run, step=step, bounded=True),
+            f"{milliseconds} ms, {peers}": functools.partial(run, step=step, bounded=False),
+        }
+        times |= in_turn(contenders, calls, rounds, warm_up=6)
     bounds = {pair: bound for pair, bound in BOUNDS["in_flight"].items() if pair[0] in times}
     good = report("In flight", times, bounds)
     if not is_quick:
@@ -72,7 +80,7 @@ def main():
 
             threading.Thread(target=kill, daemon=True).start()
             try:
-                run(step, 30, bounded=bounded)
+                run(30, step, bounded=bounded)
             except jstep.Preempted:
                 words = ours if bounded else peers
                 print(f"  steps of 2 s, {words}: {time.perf_counter() - sent[0]:.1f} s from SIGTERM to the end")
