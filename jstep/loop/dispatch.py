@@ -209,22 +209,27 @@ def choose_max_steps(seconds: float) -> int:
 
 
 class AutoSteps:
-    """Times the first calls of a run, waiting for the device, then switches to longer ones.
+    """Times the first calls of a run, waiting for the device, then switches to longer ones, and times these as well.
 
-    All processes switch after the same call.
+    A single call of a quick step takes many times as long as the step: it is dispatched, and waited for. So the time of
+    a step is measured again in the longer calls, until it gives no longer ones. All processes switch after the same
+    call.
+
+    Attributes:
+        is_over: Whether no more calls are timed.
     """
 
     def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.is_over = False
         self._table = table
         self._clock = clock
+        self._max_steps = table.max_steps  # what was chosen last; the table has it once its programs are compiled
         self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
-        self._seconds = math.inf  # the shortest call so far
-
-    @property
-    def is_over(self) -> bool:
-        return not self._calls_left
+        self._seconds = math.inf  # of a step, in the shortest call so far
 
     def run_timed(self, state: Tree, chunk: Chunk) -> Any:
+        if self._table.max_steps != self._max_steps:  # the longer program is being compiled
+            return chunk.program.run(state, chunk, self._table.sums)
         self._calls_left -= 1
         is_timed = self._calls_left < _TIMED_CALLS
         if is_timed:
@@ -233,8 +238,8 @@ class AutoSteps:
         result = chunk.program.run(state, chunk, self._table.sums)
         if is_timed:
             jax.block_until_ready(result[0])
-            self._seconds = min(self._seconds, self._clock() - began)
-        if self.is_over:
+            self._seconds = min(self._seconds, (self._clock() - began) / chunk.steps)
+        if not self._calls_left:
             self._choose(self._seconds)
         return result
 
@@ -242,11 +247,15 @@ class AutoSteps:
         is_single_process = processes.is_single_process()
         if not is_single_process:
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
+        before = self._max_steps or 1
         max_steps = choose_max_steps(seconds)
-        steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
-        logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
-        if max_steps == 1:
+        if max_steps <= before or before == MAX_STEPS_PER_CALL:
+            steps = "1 step" if before == 1 else f"up to {before} steps"
+            logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+            self.is_over = True
             return
+        self._max_steps = max_steps
+        self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
         if is_single_process:
             run_in_background(functools.partial(self._lengthen, max_steps), name="jstep-compile")
         else:
@@ -260,7 +269,9 @@ class AutoSteps:
             has_failed = True
             text = "the program of %d steps could not be compiled: %s: %s"
             logger.warning(text, max_steps, type(error).__name__, error)
-        if not processes.any_process(has_failed):
+        if processes.any_process(has_failed):
+            self.is_over = True
+        else:
             self._table.max_steps = max_steps
 
 

@@ -298,7 +298,7 @@ class ProgramTable:
     def compile_with_max_steps(self, max_steps: int) -> None:
         """Compile each looped program again, for calls of up to so many steps."""
         for (stage, _, shapes), program in list(self._programs.items()):
-            if not program.is_looped:
+            if not program.is_looped or (stage, max_steps, shapes) in self._programs:
                 continue
             with self.tracing:
                 longer, _ = self._make_loop(stage, max_steps, program.step_args)

@@ -43,28 +43,73 @@ class Table(types.SimpleNamespace):
             raise self.error
 
 
-def timed(*seconds):
-    """What `AutoSteps` does in a run whose first calls take this long."""
-    now, table = [0.0], Table()
+def run_auto(seconds_of_call, error=None):
+    """What `AutoSteps` does in a run whose calls take `seconds_of_call(number of the call, steps)`."""
+    now, table, lengths = [0.0], Table(error), []
     auto = AutoSteps(table, lambda: now[0])
 
     def run(state, chunk, sums):
-        now[0] += seconds[chunk.first]
+        now[0] += seconds_of_call(len(lengths), chunk.steps)
+        lengths.append(chunk.steps)
         return None, None
 
-    for step in range(len(seconds)):
-        assert not auto.is_over
-        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, step))
-    assert auto.is_over
-    return table
+    while not auto.is_over:
+        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), table.max_steps or 1, 0))
+        assert len(lengths) < 100
+        if table.done:  # compiled in a thread
+            wait_until(lambda: auto.is_over or table.max_steps == table.done[-1][1])
+    return table, lengths
 
 
 def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog):
     caplog.set_level(logging.INFO)
-    table = timed(3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002)
-    wait_until(lambda: table.max_steps is not None)
+    seconds = [3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002]
+    table, lengths = run_auto(lambda call, steps: seconds[call % 7] * steps)
     assert (table.done, table.max_steps) == ([("compile", 4)], 4)
+    assert lengths == [1] * 7 + [4] * 7
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
+
+
+def test_the_time_of_a_step_is_without_the_overhead_of_a_single_call(caplog):
+    """A call takes 0.8 ms, and each of its steps 0.04: by single calls alone, 4 steps would be chosen."""
+    caplog.set_level(logging.INFO)
+    table, _ = run_auto(lambda call, steps: 0.8e-3 + 0.04e-3 * steps)
+    assert table.done == [("compile", 4), ("compile", 16), ("compile", 32), ("compile", 64)]
+    assert table.max_steps == 64
+    assert caplog.messages == ['steps_per_call="auto": up to 64 steps per call (one step takes 0.0525 ms)']
+
+
+def test_the_most_steps_are_not_exceeded():
+    table, _ = run_auto(lambda call, steps: 1e-6 * steps)
+    assert table.done == [("compile", 64)]
+
+
+def test_long_steps_are_timed_once():
+    table, lengths = run_auto(lambda call, steps: 0.01 * steps)
+    assert (table.done, lengths) == ([], [1] * 7)
+
+
+def test_the_choice_ends_although_hooks_cut_all_calls():
+    """A hook at each step leaves single calls, which show no more about longer ones."""
+    now, table = [0.0], Table()
+    auto = AutoSteps(table, lambda: now[0])
+
+    def run(state, chunk, sums):
+        now[0] += 1e-3
+        return None, None
+
+    for call in range(14):
+        assert not auto.is_over
+        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, call))
+        if table.done:
+            wait_until(lambda: table.max_steps == 4)
+    assert auto.is_over
+
+
+def test_a_program_that_cannot_be_compiled_ends_the_choice(caplog):
+    table, _ = run_auto(lambda call, steps: 1e-3 * steps, MemoryError("too large"))
+    assert (table.done, table.max_steps) == ([("compile", 4)], None)
+    assert caplog.messages == ["the program of 4 steps could not be compiled: MemoryError: too large"]
 
 
 @pytest.mark.parametrize(("fails_on", "most"), [(None, 4), (1, None)])
@@ -80,18 +125,23 @@ def test_all_processes_take_as_many_steps_as_the_slowest(fails_on, most, monkeyp
     assert three.each(done_by) == [([("compile", 4)], most)] * 3
 
 
-def test_only_the_first_calls_are_timed(monkeypatch):
+def test_only_calls_before_the_choice_are_timed(monkeypatch):
     """A call that is timed waits for the device; later ones must not."""
+    monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 4)
+    monkeypatch.setattr(dispatch, "run_in_background", lambda function, name: function())
     timed = []
     run = AutoSteps.run_timed
 
     def counted(self, *args):
-        timed.append(1)
-        return run(self, *args)
+        assert not self.is_over
+        result = run(self, *args)
+        timed.append(self.is_over)
+        return result
 
     monkeypatch.setattr(AutoSteps, "run_timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
-    assert len(timed) == dispatch._UNTIMED_CALLS + dispatch._TIMED_CALLS
+    calls = 2 * (dispatch._UNTIMED_CALLS + dispatch._TIMED_CALLS)
+    assert timed == [False] * (calls - 1) + [True]
 
 
 def test_the_longer_program_is_known_to_be_compiled() -> None:
