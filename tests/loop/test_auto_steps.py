@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
-from waiting import wait_until
 
 import jstep
 from jstep.loop import dispatch
 from jstep.loop.chunks import Chunk
-from jstep.loop.dispatch import AutoSteps, choose_max_steps
+from jstep.loop.dispatch import MAX_STEPS_PER_CALL, AutoSteps, choose_max_steps
 from jstep.loop.programs import ProgramTable
 from jstep.loop.stages import as_stages
 
@@ -43,8 +42,17 @@ class Table(types.SimpleNamespace):
             raise self.error
 
 
-def run_auto(seconds_of_call, error=None):
-    """What `AutoSteps` does in a run whose calls take `seconds_of_call(number of the call, steps)`."""
+@pytest.fixture
+def compile_at_once(monkeypatch):
+    """Otherwise it is a matter of luck how many calls a run makes meanwhile."""
+    monkeypatch.setattr(dispatch, "run_in_background", lambda function, name: function())
+
+
+def run_auto(seconds_of_call, error=None, cut=MAX_STEPS_PER_CALL):
+    """What `AutoSteps` does in a run whose calls take `seconds_of_call(number of the call, steps)`.
+
+    Hooks cut each call to at most `cut` steps.
+    """
     now, table, lengths = [0.0], Table(error), []
     auto = AutoSteps(table, lambda: now[0])
 
@@ -54,13 +62,12 @@ def run_auto(seconds_of_call, error=None):
         return None, None
 
     while not auto.is_over:
-        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), table.max_steps or 1, 0))
+        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), min(cut, table.max_steps or 1), 0))
         assert len(lengths) < 100
-        if table.done:  # compiled in a thread
-            wait_until(lambda: auto.is_over or table.max_steps == table.done[-1][1])
     return table, lengths
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog):
     caplog.set_level(logging.INFO)
     seconds = [3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002]
@@ -70,6 +77,7 @@ def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog):
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_the_time_of_a_step_is_without_the_overhead_of_a_single_call(caplog):
     """A call takes 0.8 ms, and each of its steps 0.04: by single calls alone, 4 steps would be chosen."""
     caplog.set_level(logging.INFO)
@@ -79,6 +87,7 @@ def test_the_time_of_a_step_is_without_the_overhead_of_a_single_call(caplog):
     assert caplog.messages == ['steps_per_call="auto": up to 64 steps per call (one step takes 0.0525 ms)']
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_the_most_steps_are_not_exceeded():
     table, _ = run_auto(lambda call, steps: 1e-6 * steps)
     assert table.done == [("compile", 64)]
@@ -89,23 +98,14 @@ def test_long_steps_are_timed_once():
     assert (table.done, lengths) == ([], [1] * 7)
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_the_choice_ends_although_hooks_cut_all_calls():
     """A hook at each step leaves single calls, which show no more about longer ones."""
-    now, table = [0.0], Table()
-    auto = AutoSteps(table, lambda: now[0])
-
-    def run(state, chunk, sums):
-        now[0] += 1e-3
-        return None, None
-
-    for call in range(14):
-        assert not auto.is_over
-        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, call))
-        if table.done:
-            wait_until(lambda: table.max_steps == 4)
-    assert auto.is_over
+    table, lengths = run_auto(lambda call, steps: 1e-3, cut=1)
+    assert (table.done, lengths) == ([("compile", 4)], [1] * 14)
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_a_program_that_cannot_be_compiled_ends_the_choice(caplog):
     table, _ = run_auto(lambda call, steps: 1e-3 * steps, MemoryError("too large"))
     assert (table.done, table.max_steps) == ([("compile", 4)], None)
@@ -125,10 +125,10 @@ def test_all_processes_take_as_many_steps_as_the_slowest(fails_on, most, monkeyp
     assert three.each(done_by) == [([("compile", 4)], most)] * 3
 
 
+@pytest.mark.usefixtures("compile_at_once")
 def test_only_calls_before_the_choice_are_timed(monkeypatch):
     """A call that is timed waits for the device; later ones must not."""
     monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 4)
-    monkeypatch.setattr(dispatch, "run_in_background", lambda function, name: function())
     timed = []
     run = AutoSteps.run_timed
 
