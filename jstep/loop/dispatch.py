@@ -249,7 +249,7 @@ class AutoSteps:
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         before = self._max_steps or 1
         max_steps = choose_max_steps(seconds)
-        if max_steps <= before or before == MAX_STEPS_PER_CALL:
+        if max_steps <= before:
             steps = "1 step" if before == 1 else f"up to {before} steps"
             logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
             self.is_over = True
