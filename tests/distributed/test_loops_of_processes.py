@@ -248,3 +248,37 @@ def test_processes_save_again_together_if_a_memory_has_changed_on_one(tmp_path):
     first, second = run(MEMORIES, 2, tmp_path, tmp_path / "run")
     assert "is saved; start the run again to resume" in printed(first, "stopped")
     assert printed(first, "stopped") == printed(second, "stopped")
+
+
+AUTO = """
+import functools, logging
+from jstep.loop import dispatch
+
+dispatch.MAX_CALL_SECS = 0.1  # a step of two processes takes milliseconds, most of them for the exchange of gradients
+# To process 1, a step takes three times as long as to process 0.
+dispatch.AutoSteps = functools.partial(dispatch.AutoSteps, clock=lambda: (1 + 2 * process) * time.perf_counter())
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("jstep").addHandler(handler)
+logging.getLogger("jstep").setLevel(logging.INFO)
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+steps_per_call = "auto" if sys.argv[5] == "auto" else 1
+state = jstep.train(step, state, batches, 500, batch_sharding=rows, progress=False, steps_per_call=steps_per_call)
+print("choice", [line for line in lines if line.startswith("steps_per_call")])
+print("state", jstep.global_step(state), jstep.fingerprint(state).addressable_data(0))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_choose_the_same_steps_per_call(tmp_path):
+    """Each times its own calls, and a call of other steps than the other process's would wait for it for ever."""
+    auto = run(AUTO, 2, tmp_path, "auto")
+    single = run(AUTO, 2, tmp_path, "single")
+    choices = lines_of(auto, "choice")
+    assert choices[0] == choices[1]
+    assert re.search(r"up to \d+ steps per call \(one step takes", choices[0][0])
+    assert lines_of(single, "choice") == [["choice []"]] * 2
+    assert lines_of(auto, "state") == lines_of(single, "state")
