@@ -149,11 +149,11 @@ _changing_handlers = threading.RLock()
 
 def _handler_of_runs() -> "_LineHandler | None":
     """Return the handler of the open runs, or a new one; None if logging is configured."""
-    match logger.handlers:
-        case [_LineHandler() as handler]:
+    for handler in logger.handlers:  # beside it, an open run has one of its own in a notebook (`ShownLines`)
+        if isinstance(handler, _LineHandler):
             return handler
-        case [_, *_]:
-            return None
+    if logger.handlers:
+        return None
     # A handler of the root logger alone does not count: some libraries add one for warnings.
     if (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         return None

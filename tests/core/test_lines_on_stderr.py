@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from jstep.core.logs import log_to_stderr, logger
+from jstep.watching.notebook import ShownLines
 
 
 @pytest.mark.parametrize("ending", list(itertools.permutations(range(3))))
@@ -66,3 +67,20 @@ def test_a_handler_that_the_user_adds_during_a_run_stays(monkeypatch):
         with log_to_stderr():
             assert len(logger.handlers) == 2
     assert logger.handlers == [users]
+
+
+def test_a_run_beside_one_in_a_notebook_shows_its_lines(monkeypatch, capsys):
+    """In a notebook, a run adds a second handler, for the lines below its bar."""
+    monkeypatch.setattr(logger, "handlers", [])
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(log_to_stderr())
+    below_bar = ShownLines()
+    logger.addHandler(below_bar)
+    second.enter_context(log_to_stderr())
+    logger.removeHandler(below_bar)
+    first.close()
+    logger.info("of the second run")
+    second.close()
+    logger.info("after both runs")
+    assert capsys.readouterr().err == "of the second run\n"
+    assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
