@@ -192,7 +192,7 @@ is_profiling = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: T
 """Whether a trace of the profiler is on, which costs less than an annotation."""
 
 
-# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times of the first calls.
+# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times and the lengths of calls.
 
 MAX_CALL_SECS = 5e-3
 """The maximum duration of a call, in seconds."""
@@ -212,7 +212,8 @@ class AutoSteps:
     """Times the first calls of a run, waiting for the device, then switches to longer ones, and times these as well.
 
     A single call of a quick step takes many times as long as the step: it is dispatched, and waited for. So the time of
-    a step is measured again in the longer calls, until it gives no longer ones. All processes switch after the same
+    a step is measured again in the longer calls, until it gives no longer ones. Calls that hooks end early are padded
+    to the maximum, so the maximum is lowered if no call was longer than half of it. All processes switch after the same
     call.
 
     Attributes:
@@ -226,9 +227,10 @@ class AutoSteps:
         self._max_steps = table.max_steps  # what was chosen last; the table has it once its programs are compiled
         self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
         self._seconds = math.inf  # of a step, in the shortest call so far
+        self._longest = 1  # steps of a call, since the last choice
 
     def run_timed(self, state: Tree, chunk: Chunk) -> Any:
-        if self._table.max_steps != self._max_steps:  # the longer program is being compiled
+        if self._table.max_steps != self._max_steps:  # the chosen program is being compiled
             return chunk.program.run(state, chunk, self._table.sums)
         self._calls_left -= 1
         is_timed = self._calls_left < _TIMED_CALLS
@@ -239,40 +241,55 @@ class AutoSteps:
         if is_timed:
             jax.block_until_ready(result[0])
             self._seconds = min(self._seconds, (self._clock() - began) / chunk.steps)
+            self._longest = max(self._longest, chunk.steps)
         if not self._calls_left:
             self._choose(self._seconds)
         return result
 
     def _choose(self, seconds: float) -> None:
-        is_single_process = processes.is_single_process()
-        if not is_single_process:
+        if not processes.is_single_process():
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         before = self._max_steps or 1
         max_steps = choose_max_steps(seconds)
-        if max_steps <= before:
-            steps = "1 step" if before == 1 else f"up to {before} steps"
-            logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+        if self._longest <= before // 2:  # the least power of 2 that holds the longest call is less than `before`
+            max_steps = 2 ** math.ceil(math.log2(self._longest))
+            text = 'steps_per_call="auto": %s per call, as none had more than %d (one step takes %.3g ms)'
+            logger.info(text, _steps_text(max_steps), self._longest, 1e3 * seconds)
+            self._begin_switch(max_steps, is_last=True)
+        elif max_steps <= before:
+            text = 'steps_per_call="auto": %s per call (one step takes %.3g ms)'
+            logger.info(text, _steps_text(before), 1e3 * seconds)
             self.is_over = True
-            return
-        self._max_steps = max_steps
-        self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
-        if is_single_process:
-            run_in_background(functools.partial(self._lengthen, max_steps), name="jstep-compile")
         else:
-            self._lengthen(max_steps)  # here, as it asks whether it failed on any process
+            self._begin_switch(max_steps, is_last=False)
 
-    def _lengthen(self, max_steps: int) -> None:
+    def _begin_switch(self, max_steps: int, *, is_last: bool) -> None:
+        self._max_steps = None if max_steps == 1 else max_steps
+        self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
+        self._longest = 1
+        switch = functools.partial(self._switch, self._max_steps, is_last=is_last)
+        if processes.is_single_process():
+            run_in_background(switch, name="jstep-compile")
+        else:
+            switch()  # here, as it asks whether it failed on any process
+
+    def _switch(self, max_steps: int | None, *, is_last: bool) -> None:
         has_failed = False
         try:
             self._table.compile_with_max_steps(max_steps)
         except Exception as error:
             has_failed = True
-            text = "the program of %d steps could not be compiled: %s: %s"
-            logger.warning(text, max_steps, type(error).__name__, error)
+            text = "the program of %s could not be compiled: %s: %s"
+            logger.warning(text, _steps_text(max_steps), type(error).__name__, error)
         if processes.any_process(has_failed):
             self.is_over = True
-        else:
-            self._table.max_steps = max_steps
+            return
+        self._table.max_steps = max_steps
+        self.is_over = is_last
+
+
+def _steps_text(max_steps: int | None) -> str:
+    return f"up to {max_steps} steps" if (max_steps or 1) > 1 else "1 step"
 
 
 # Checks and warnings.

@@ -295,15 +295,15 @@ class ProgramTable:
         if program.is_compiled_ahead:
             program.stage.is_compiled_ahead = True
 
-    def compile_with_max_steps(self, max_steps: int) -> None:
-        """Compile each looped program again, for calls of up to so many steps."""
+    def compile_with_max_steps(self, max_steps: int | None) -> None:
+        """Compile each looped program again, for calls of up to so many steps, unless there is one."""
         for (stage, _, shapes), program in list(self._programs.items()):
             if not program.is_looped or (stage, max_steps, shapes) in self._programs:
                 continue
             with self.tracing:
-                longer, _ = self._make_loop(stage, max_steps, program.step_args)
-            longer.compile(self.state_shapes, program.step_args, self.sums)
-            self._programs[stage, max_steps, shapes] = longer
+                other, _ = self._make_loop(stage, max_steps, program.step_args)
+            other.compile(self.state_shapes, program.step_args, self.sums)
+            self._programs[stage, max_steps, shapes] = other
 
 
 def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""`steps_per_call="auto"`: the number of steps of a call is chosen from the times of the first ones."""
+"""`steps_per_call="auto"`: the number of steps of a call is chosen from the times and the lengths of calls."""
 
 import logging
 import types
@@ -6,6 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from comparisons import same
 from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
 
@@ -99,17 +100,30 @@ def test_long_steps_are_timed_once():
 
 
 @pytest.mark.usefixtures("compile_at_once")
-def test_the_choice_ends_although_hooks_cut_all_calls():
-    """A hook at each step leaves single calls, which show no more about longer ones."""
-    table, lengths = run_auto(lambda call, steps: 1e-3, cut=1)
-    assert (table.done, lengths) == ([("compile", 4)], [1] * 14)
+@pytest.mark.parametrize(
+    ("cut", "compiled", "last", "text"),
+    [
+        (1, [4, None], None, "1 step per call, as none had more than 1 (one step takes 0.84 ms)"),
+        (2, [4, 2], 2, "up to 2 steps per call, as none had more than 2 (one step takes 0.44 ms)"),
+        (10, [4, 16, 32, 16], 16, "up to 16 steps per call, as none had more than 10 (one step takes 0.12 ms)"),
+        (16, [4, 16, 32, 16], 16, "up to 16 steps per call, as none had more than 16 (one step takes 0.09 ms)"),
+        (36, [4, 16, 32, 64], 64, "up to 64 steps per call (one step takes 0.0622 ms)"),
+    ],
+)
+def test_calls_that_hooks_end_early_are_not_padded_to_twice_their_steps(cut, compiled, last, text, caplog):
+    caplog.set_level(logging.INFO)
+    table, lengths = run_auto(lambda call, steps: 0.8e-3 + 0.04e-3 * steps, cut=cut)
+    assert table.done == [("compile", most) for most in compiled]
+    assert table.max_steps == last
+    assert max(lengths) == cut
+    assert caplog.messages == [f'steps_per_call="auto": {text}']
 
 
 @pytest.mark.usefixtures("compile_at_once")
 def test_a_program_that_cannot_be_compiled_ends_the_choice(caplog):
     table, _ = run_auto(lambda call, steps: 1e-3 * steps, MemoryError("too large"))
     assert (table.done, table.max_steps) == ([("compile", 4)], None)
-    assert caplog.messages == ["the program of 4 steps could not be compiled: MemoryError: too large"]
+    assert caplog.messages == ["the program of up to 4 steps could not be compiled: MemoryError: too large"]
 
 
 @pytest.mark.parametrize(("fails_on", "most"), [(None, 4), (1, None)])
@@ -151,4 +165,20 @@ def test_the_longer_program_is_known_to_be_compiled() -> None:
     assert not programs.program_for(0, "shapes", lambda: args).is_compiled_ahead
     programs.compile_with_max_steps(4)
     programs.max_steps = 4
-    assert programs.program_for(0, "shapes", lambda: args).is_compiled_ahead
+    longer = programs.program_for(0, "shapes", lambda: args)
+    assert longer.is_compiled_ahead
+    programs.compile_with_max_steps(4)
+    assert programs.program_for(0, "shapes", lambda: args) is longer  # not compiled again
+
+
+def test_a_run_whose_hooks_end_all_calls_goes_back_to_shorter_ones(monkeypatch, caplog):
+    """It has the bits of a run of long calls, and its programs are not compiled for a second time."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 64)
+    monkeypatch.setattr(dispatch, "run_in_background", lambda function, name: function())
+    hooks = [jstep.every(3, lambda step, state, metrics: None)]
+    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)  # compiled by no other test
+    auto = train(60, batches, step=step, steps_per_call="auto", hooks=hooks)
+    choice = 'steps_per_call="auto": up to 4 steps per call, as none had more than 3'
+    assert [text.partition(" (")[0] for text in caplog.messages] == ["compiling train_step for 1 step", choice]
+    assert same(auto, train(60, batches, step=step, steps_per_call=8))
