@@ -35,7 +35,7 @@ def is_single_process() -> bool:
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Set when the preemption service has stopped a run, which it can do only once."""
+"""Set when the preemption service has stopped a run, which it can do only once; or was asked to, but too late."""
 
 
 def should_stop() -> bool:
@@ -51,6 +51,11 @@ def should_stop() -> bool:
     if is_reached:
         _has_stopped.set()
     return is_reached
+
+
+def note_late_stop() -> None:
+    """Note that the service was asked to stop a run that has ended meanwhile: it would stop the next one."""
+    _has_stopped.set()
 
 
 def check_no_other_run() -> None:

@@ -264,6 +264,7 @@ class StopSignals:
         """Let all processes exit by a signal that one of them received too late for the others."""
         if not self.is_single_process and processes.any_process(self.received is not None):
             self._agree_on_signal()
+            processes.note_late_stop()
 
     def _agree_on_signal(self) -> None:
         """Agree on one exit code, except on processes that received SIGINT, and on what the message names."""

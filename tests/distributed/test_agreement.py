@@ -169,7 +169,9 @@ def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
     assert three.each(stopped) == [expected] * 3
 
 
-def test_a_signal_that_comes_too_late_for_the_others(three):
+def test_a_signal_that_comes_too_late_for_the_others(three, monkeypatch):
+    monkeypatch.setattr(processes, "_has_stopped", threading.Event())
+
     def left(index, number):
         stop = StopSignals()
         stop.received, stop.received_at = (number, 1e9) if index == 1 and number else (None, None)
@@ -177,8 +179,12 @@ def test_a_signal_that_comes_too_late_for_the_others(three):
         return stop.received
 
     assert three.each(lambda i: left(i, None)) == [None] * 3
+    processes.check_no_other_run()
     assert three.each(lambda i: left(i, signal.SIGHUP)) == [signal.SIGHUP] * 3
     assert three.each(lambda i: left(i, signal.SIGINT)) == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+    # JAX's service, which has the request, would stop it.
+    with pytest.raises(RuntimeError, match="a signal stopped an earlier run"):
+        processes.check_no_other_run()
 
 
 # Which steps processes agree on by the clock of process 0: two clocks in one process, and a broadcast between them.
