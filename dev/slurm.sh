@@ -12,6 +12,7 @@ for program in munged slurmctld slurmd sbatch; do
 done
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 python=$(command -v "$python") || exit 1
+[[ $python = /* ]] || python=$PWD/$python # jobs begin in the folder of the example
 
 root=$(mktemp -d /tmp/slurm.XXXXXX)
 host=$(hostname -s)
