@@ -30,10 +30,10 @@ _DIFF = (
     "--ignore-submodules=all",  # each of them has a config of its own
 )
 _NO_PROGRAMS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.untrackedCache=false")
-"""Settings that keep git from running what the repository's own config names."""
-_CONFIG = ("config", "--list", "--show-scope", "--name-only", "-z")
-_FILTERS = re.compile(r"(?:local|worktree)\0filter\.", re.IGNORECASE)
-"""A filter in the repository's own config, in the output of `_CONFIG`."""
+"""Settings that keep git from running what a config names, besides filters."""
+_CONFIG = ("config", "--list", "--name-only", "-z")
+_FILTER = re.compile(r"filter\.(.*)\.[^.]+", re.DOTALL)
+"""A setting of a filter, in the output of `_CONFIG`."""
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
 _REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 """Variables that name another repository: git sets them for its hooks, which may start a run."""
@@ -92,12 +92,23 @@ def _git(directory: str, deadline: float, *words: str) -> bytes:
 
 def _edits(directory: str, deadline: float) -> str | None:
     """Return a hash of the edits that are not committed, and of new source files; None if there are none."""
-    if _FILTERS.search(_git(directory, deadline, *_CONFIG).decode(errors="replace")):
-        # A filter is a program through which git passes each changed file. With the filters of the repository's own
-        # config switched off, each file would look edited. Those of the user's config are the user's.
-        return UNKNOWN
+    filters = _filters(directory, deadline)
+    # A filter is a program through which git passes each changed file. That of the user's own config is as unsafe as that
+    # of the repository's: it runs at the root of the repository, where `python -m` imports the modules that are there.
+    off: list[str] = []
+    for name in filters:
+        if "=" in name:  # git takes what precedes it for the whole name of the setting
+            return UNKNOWN
+        for setting in ("clean=", "process=", "required=false"):
+            off += ["-c", f"filter.{name}.{setting}"]
     root = os.fsdecode(_git(directory, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
-    diff = _git(root, deadline, *_DIFF)
+    diff = _git(root, deadline, *off, *_DIFF)
+    if diff and filters:
+        paths = _git(root, deadline, *off, *_DIFF, "--name-only", "-z").split(b"\0")[:-1]
+        attributes = _git(root, deadline, "check-attr", "-z", "filter", "--", *map(os.fsdecode, paths))
+        # Without its filter, a file may look edited and not be.
+        if filters & {os.fsdecode(value) for value in attributes.split(b"\0")[2::3]}:
+            return UNKNOWN
     untracked = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
     new = [path for path in untracked if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
     if not diff and not new:
@@ -107,3 +118,9 @@ def _edits(directory: str, deadline: float) -> str | None:
         digest.update(os.fsencode("\0".join(new)))
         digest.update(_git(root, deadline, "hash-object", "--no-filters", "--", *new))
     return digest.hexdigest()
+
+
+def _filters(directory: str, deadline: float) -> set[str]:
+    """Return the names of the filters in all configs that git reads here."""
+    settings = os.fsdecode(_git(directory, deadline, *_CONFIG)).split("\0")
+    return {match[1] for match in map(_FILTER.fullmatch, settings) if match is not None}

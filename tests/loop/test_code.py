@@ -194,7 +194,36 @@ def test_no_program_of_the_config_of_a_repository_is_run(repository, tmp_path, k
     assert code.code_version()["edits"] not in ("unknown", None)
 
 
-def test_a_filter_of_the_user_is_no_reason_not_to_know_the_edits(repository, tmp_path, monkeypatch):
-    (tmp_path / "config").write_text('[filter "x"]\n\tclean = cat\n')
+@pytest.mark.parametrize("scope", ["repository", "user", "system", "environment"])
+@pytest.mark.parametrize("name", ["x", "a.b", "a=b", ""])
+def test_no_filter_of_any_config_is_run(repository, tmp_path, monkeypatch, scope, name):
+    """`git diff` would run that of the user in the repository, where `python -m` imports what is there."""
+    mark = tmp_path / "was-run"
+    (repository / ".gitattributes").write_text(f"*.txt filter={name}\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "attributes")
+    (repository / "data.txt").write_text("2")
+    config = tmp_path / "config"
+    files = {"repository": repository / ".git/config", "user": config, "system": config, "environment": config}
+    for setting, value in {"clean": f"touch {mark}; cat", "required": "true"}.items():
+        git(repository, "config", "--file", str(files[scope]), f"filter.{name}.{setting}", value)
+    if scope in ("user", "system"):
+        monkeypatch.setenv({"user": "GIT_CONFIG_GLOBAL", "system": "GIT_CONFIG_SYSTEM"}[scope], str(config))
+    if scope == "environment":
+        monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+        monkeypatch.setenv("GIT_CONFIG_KEY_0", f"filter.{name}.clean")
+        monkeypatch.setenv("GIT_CONFIG_VALUE_0", f"touch {mark}; cat")
+    found = code.code_version()
+    assert found == {"commit": git(repository, "rev-parse", "HEAD"), "edits": "unknown"}
+    assert not mark.exists()
+
+
+def test_a_filter_of_files_that_have_not_changed_is_no_reason_not_to_know_the_edits(repository, tmp_path, monkeypatch):
+    (tmp_path / "config").write_text('[filter "x"]\n\tclean = tr a-z A-Z\n')
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
     assert code.code_version()["edits"] is None
+    (repository / ".gitattributes").write_text("*.txt filter=x\n")
+    (repository / "src" / "a b\n.py").write_text("2")
+    assert code.code_version()["edits"] not in (None, "unknown")
+    (repository / "data.txt").write_text("2")
+    assert code.code_version()["edits"] == "unknown"
