@@ -93,8 +93,8 @@ def _git(directory: str, deadline: float, *words: str) -> bytes:
 def _edits(directory: str, deadline: float) -> str | None:
     """Return a hash of the edits that are not committed, and of new source files; None if there are none."""
     filters = _filters(directory, deadline)
-    # A filter is a program through which git passes each changed file. That of the user's own config is as unsafe as that
-    # of the repository's: it runs at the root of the repository, where `python -m` imports the modules that are there.
+    # A filter is a program through which git passes each changed file. That of the user's own config is as unsafe as
+    # that of the repository's: it runs at the root of the repository, where `python -m` imports what is there.
     off: list[str] = []
     for name in filters:
         if "=" in name:  # git takes what precedes it for the whole name of the setting
