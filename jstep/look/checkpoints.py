@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.listing import FOUND_NAME, misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOutLeaf, Manifest
+from jstep.checkpoint.listing import FOUND_NAME, REPLACED, misnaming_text
+from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError, Leaf, LeftOutLeaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
@@ -116,7 +117,7 @@ def checkpoint_at(path: str) -> Checkpoint | None:
     if stored is None:
         problem = dict(store.find_broken(prefix, step - 1)).get(path)
         if problem is not None:
-            raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
+            raise CorruptedCheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
     try:
         manifest = store.manifest(stored)
@@ -128,12 +129,12 @@ def checkpoint_at(path: str) -> Checkpoint | None:
     return Checkpoint(stored, prefix, step, manifest, store)
 
 
-def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
-    """Return the checkpoints in a directory, by prefix and step, and the problems of others by their paths."""
+def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, Exception]]:
+    """Return the checkpoints in a directory, by prefix and step, and the errors of others by their paths."""
     directory = absolute(directory)
     store = open_store(directory)
     paths: list[str] = []
-    problems: dict[str, str] = {}
+    errors: dict[str, Exception] = {}
     names = [split_path(path)[1] for _, path in store.newest_first(None)]
     if not is_url(directory) and is_directory(directory):
         # The store lists only what is complete; a prefix may have nothing but broken checkpoints.
@@ -142,18 +143,18 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
     for prefix in sorted({match["prefix"] for match in matches if match is not None}):
         paths += [path for _, path in store.newest_first(prefix)]
         for path, problem in store.find_broken(prefix, -1):
-            problems[path] = f"{path}: {problem}"
+            errors[path] = CorruptedCheckpointError(f"{path}: {problem}")
     checkpoints: list[Checkpoint] = []
     for path in paths:
         try:
             checkpoint = checkpoint_at(path)
         except (CheckpointError, OSError) as error:
-            problems[path] = str(error)
+            errors[path] = error
             continue
         if checkpoint is not None:
             checkpoints.append(checkpoint)
     checkpoints.sort(key=lambda checkpoint: (checkpoint.prefix, checkpoint.step))
-    return checkpoints, problems
+    return checkpoints, errors
 
 
 # The command.
@@ -302,6 +303,10 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
     return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
 
 
+_AS_WRITTEN = "as written"
+_CORRUPTED = "CORRUPTED"
+_UNUSABLE = "UNUSABLE"
+"""The verdict on a checkpoint that may be intact, but has another name, another format or no permissions."""
 _DIRECTORY_COLUMNS = {
     "checkpoint": "name",
     "saved": "time",
@@ -320,25 +325,39 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
         none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         raise FileNotFoundError(hint_at_runs(path, runs(path)) or none)
     best: list[Checkpoint] = []
+    broken_best: dict[str, Exception] = {}
     if checkpoints:
         best, broken_best = checkpoints_in(join_path(path, "best"))
-        broken |= broken_best
+    broken |= broken_best
     rows: list[dict[str, Any]] = []
-    problems = list(broken.values())
+    shown: dict[tuple[str, str, int], dict[str, Any]] = {}  # by folder, prefix and step
+    problems = [str(error) for error in broken.values()]
     for checkpoint in [*checkpoints, *best]:
         found = _problems(checkpoint, arguments)
         problems += found
-        name = f"{checkpoint.prefix}-{checkpoint.step}"
-        if checkpoint in best:
-            name = f"best/{name}"
+        folder = "best/" if checkpoint in best else ""
+        name = f"{folder}{checkpoint.prefix}-{checkpoint.step}"
         row = {"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves)}
+        verdict = _AS_WRITTEN if arguments.verify else ""
+        if found:
+            verdict = _CORRUPTED
         if arguments.verify:
             row["sound"] = not found
         rows.append(row)
+        size = format_bytes(row["bytes"])
+        shown[folder, checkpoint.prefix, checkpoint.step] = {**row, "size": size, "verdict": verdict}
+    for broken_path, error in broken.items():
+        folder = "best/" if broken_path in broken_best else ""
+        prefix, _, step = split_path(broken_path.removesuffix(REPLACED))[1].rpartition("-")
+        verdict = _CORRUPTED if isinstance(error, CorruptedCheckpointError) else _UNUSABLE
+        shown[folder, prefix, int(step)] = {"name": f"{folder}{prefix}-{step}", "step": step, "verdict": verdict}
+    in_order = [{**shown[key], "note": _note(shown[key])} for key in sorted(shown)]
     lines = [path] if len(arguments.paths) > 1 else []
-    if rows:
-        shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row)} for row in rows]
-        lines += [*cli.table(_DIRECTORY_COLUMNS, shown, left=2), _extent(path, arguments)]
+    lines += cli.table(_DIRECTORY_COLUMNS, in_order, left=2)
+    bad = _verdict_lines(in_order)
+    lines += bad
+    if not (bad and arguments.verify):
+        lines.append(_extent(path, arguments))
     if arguments.verify:
         rows += [{"name": split_path(broken_path)[1], "path": broken_path, "sound": False} for broken_path in broken]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
@@ -346,14 +365,22 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _note(row: Mapping[str, Any]) -> str:
-    notes: list[str] = []
-    if "sound" in row:
-        notes.append("as written" if row["sound"] else "CORRUPTED")
-    if not row["finite"]:
+    notes = [row["verdict"]]
+    if not row.get("finite", True):
         notes.append("NOT FINITE")
-    if row["temporary"]:
+    if row.get("temporary"):
         notes.append("until the next one")
-    return ", ".join(notes)
+    return ", ".join(filter(None, notes))
+
+
+def _verdict_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Count the checkpoints that are not as written, if there are such."""
+    counts = Counter(row["verdict"] for row in rows)
+    parts: list[str] = []
+    for verdict in (_CORRUPTED, _UNUSABLE):
+        if counts[verdict]:
+            parts.append(f"{counts[verdict]} of {len(rows)} {'is' if counts[verdict] == 1 else 'are'} {verdict}")
+    return ["; ".join(parts)] if parts else []
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:

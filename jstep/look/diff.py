@@ -270,10 +270,10 @@ def _side(path: str) -> _Side:
     if checkpoint is not None:
         return _Side(path, _CHECKPOINT, {(checkpoint.step, checkpoint.prefix): checkpoint})
     if is_directory(path):
-        checkpoints, problems = checkpoints_in(path)
-        if checkpoints or problems:
+        checkpoints, errors = checkpoints_in(path)
+        if checkpoints or errors:
             steps = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
-            return _Side(path, _DIRECTORY, steps, list(problems.values()))
+            return _Side(path, _DIRECTORY, steps, [str(error) for error in errors.values()])
         return _log_side(path, is_logdir=True)
     if not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")

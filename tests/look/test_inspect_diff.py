@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import pathlib
 
 import jax
@@ -90,6 +91,27 @@ def test_corruption_is_an_error(save, cli):
     assert "model-1" in cli("inspect", directory, code=2).out
     found = strict(cli("inspect", directory, "--verify", "--json", code=2).out)["checkpoints"]
     assert [(one["name"], one["sound"]) for one in found] == [("model-1", True), ("model-2", False)]
+
+
+def test_the_summary_counts_what_the_rows_say(save, tmp_path, cli):
+    directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
+    sound = cli("inspect", directory, "--verify").out
+    assert sound.endswith("every byte as it was written\n")
+    flip(path, 1000)
+    (tmp_path / "run/best").mkdir()
+    shutil.copytree(f"{directory}/model-1", f"{directory}/best/acc-5")
+    os.truncate(f"{directory}/best/acc-5/manifest.json", 50)
+    shutil.copytree(f"{directory}/model-1", f"{directory}/model-3")
+    *rows, summary = cli("inspect", directory, "--verify", code=2).out.splitlines()
+    assert [(row.split()[0], row.split()[-1]) for row in rows[1:]] == [
+        ("model-1", "written"),
+        ("model-2", "CORRUPTED"),
+        ("model-3", "UNUSABLE"),  # intact, under a wrong name
+        ("best/acc-5", "CORRUPTED"),
+    ]
+    assert summary == "2 of 4 are CORRUPTED; 1 of 4 is UNUSABLE"
+    lines = cli("inspect", directory, code=2).out.splitlines()
+    assert lines[-2:] == ["1 of 4 is CORRUPTED; 1 of 4 is UNUSABLE", "sizes only (--verify reads every byte)"]
 
 
 def test_sizes_are_always_compared(save, cli):
