@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jstep.checkpoint.listing import misnaming_text
+from jstep.checkpoint.manifest import CorruptedCheckpointError
+from jstep.checkpoint.names import open_store
 from jstep.core.checks import format_bytes, format_list, truncate
 from jstep.look.cli import SHOWN, first_lines, local_text, local_zone, table
 from jstep.look.goodput import milliseconds
@@ -45,6 +48,19 @@ class EventFiles(NamedTuple):
     """The paths of the event files of a run, and why others are not read, as sentences."""
 
     paths: Sequence[str]
+    problems: Sequence[str]
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest checkpoint of a run.
+
+    Attributes:
+        path: Its path; None without one.
+        problems: Why those above it cannot be restored, as sentences. A restart raises an error until they are set
+            aside.
+    """
+
+    path: str | None
     problems: Sequence[str]
 
 
@@ -100,6 +116,30 @@ class RunFolder:
     def unreadable_starts(self) -> list[str]:
         """A sentence for each start that cannot be read."""
         return [f"its start {start['number']} {start['problem']}" for start in self.starts if start["problem"]]
+
+    @functools.cached_property
+    def newest_checkpoint(self) -> NewestCheckpoint:
+        newest: str | None = None
+        problems: list[str] = []
+        with contextlib.suppress(Exception):
+            store = open_store(self.path)
+            newest_step = -1
+            for step, path in store.newest_first(self.prefix):
+                try:
+                    found = store.manifest(path).step
+                except CorruptedCheckpointError:
+                    problems.append(f"{split_path(path)[1]} is corrupted")
+                    continue
+                except Exception:
+                    found = step  # it may be intact: of a later version, or out of reach
+                if found == step:
+                    newest = path
+                    newest_step = step
+                    break
+                problems.append(f"{split_path(path)[1]}: {misnaming_text(self.prefix, step, found)}")
+            for path, why in store.find_broken(self.prefix, newest_step):
+                problems.append(f"{split_path(path)[1]} is corrupted: {why}")
+        return NewestCheckpoint(newest, problems)
 
     # What is known of its starts.
 

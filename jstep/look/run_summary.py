@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.names import latest_checkpoint, open_store
+from jstep.checkpoint.names import open_store
+from jstep.core.checks import format_list
 from jstep.look.goodput import SAVED_EXAMPLES, goodput_of_starts, total_at
 from jstep.look.run_folder import HANGS, RUNNING, UNREADABLE, RunFolder, run_folder
 from jstep.record.differences import changes
@@ -63,7 +64,8 @@ class RunSummary:
             `status`, `reason`, `config`, `saved`, `milliseconds` a step of each phase, and `state_changes`; all fields
             are in `docs/recipes/branches.md`. If one cannot be read, its `problem` says why.
         starts_count: The number of all starts.
-        newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
+        newest_checkpoint: The path of its newest checkpoint that is not corrupted, as far as its manifest shows; None
+            if there is none. A restart resumes from it, if `reason` names no newer one that is.
         best_notes: Name → that the best value was measured with another config or on other data, or that a better one
             is its parent's.
         former_paths: The directories in which it was before it was moved.
@@ -173,7 +175,9 @@ def _summary(folder: RunFolder) -> RunSummary:
     shown = active or folder.facts_of(ending)
 
     problem = folder.starts[-1]["problem"]
+    checkpoint = folder.newest_checkpoint
     reasons = [f"its newest start {problem}" if problem else shown["reason"]]
+    reasons.append(format_list(checkpoint.problems, 3, "; "))
     for start_facts in living:
         if start_facts is not active:
             reasons.append(
@@ -223,7 +227,7 @@ def _summary(folder: RunFolder) -> RunSummary:
         refused=_refused(facts, ending["number"]),
         starts=facts[-_SHOWN:],
         starts_count=len(folder.starts),
-        newest_checkpoint=_newest_checkpoint(folder),
+        newest_checkpoint=checkpoint.path,
         former_paths=former_paths,
     )
 
@@ -235,12 +239,6 @@ def _last_known_step(starts: Sequence[Start], trained: Start) -> int:
         if start["step"] is not None:
             return start["step"][1]
     return 0
-
-
-def _newest_checkpoint(folder: RunFolder) -> str | None:
-    with contextlib.suppress(Exception):
-        return latest_checkpoint(folder.path, folder.prefix)
-    return None
 
 
 def _former_paths(folder: RunFolder) -> list[str]:

@@ -117,7 +117,9 @@ def _thinned(steps: Sequence[int], values: Sequence[float], columns: int) -> Poi
 
 
 def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
-    if run.status not in ("finished", "running"):
+    if run.status in ("finished", "running"):
+        yield from folder.newest_checkpoint.problems
+    else:
         yield f"it is {run.status}: {run.reason}".rstrip(": ")
     if run.refused is not None:
         reason = f"{run.refused['status']}: {run.refused['reason']}".rstrip(": ")

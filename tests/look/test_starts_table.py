@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import jax.numpy as jnp
 import pytest
@@ -75,6 +76,25 @@ def test_the_table_of_runs_names_the_newest_checkpoint_and_former_names(moved, c
     assert head.split()[:4] == ["run", "status", "step", "saved"]
     assert row.split()[:6] == ["mix", "(was", "base)", "finished", "20/20", "20"]
     assert below == ["mix: finished: its newest start cannot be read: it is no JSON"]
+
+
+def test_a_newest_checkpoint_that_is_corrupted_is_not_saved(tmp_path, capsys):
+    write_run(tmp_path)
+    with jstep.Saver(tmp_path, max_to_keep=None) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save({"global_step": step})
+    os.truncate(tmp_path / "model-3/manifest.json", 50)
+    os.remove(tmp_path / "model-4/manifest.ocdbt")
+    _, row, note = shown(capsys, "runs", tmp_path).splitlines()
+    assert row.split()[3] == "2"
+    assert note.endswith("finished: model-3 is corrupted; model-4 is corrupted: manifest.ocdbt is missing")
+    (run,) = jstep.runs(tmp_path)
+    assert (run.status, run.newest_checkpoint) == ("finished", f"{tmp_path}/model-2")
+    assert "<li>model-3 is corrupted</li>" in jstep.report(tmp_path).html
+    shutil.copytree(tmp_path / "model-2", tmp_path / "model-5")
+    (run,) = jstep.runs(tmp_path)
+    assert run.newest_checkpoint == f"{tmp_path}/model-2"
+    assert "model-5: its name says step 5, and it holds step 2" in run.reason
 
 
 def test_a_start_that_was_killed_took_at_least_the_steps_of_its_last_second(tmp_path, capsys):
