@@ -9,6 +9,7 @@
 - `claims`: the lock of the one writer of a prefix.
 - `directory_store`: a store in a directory.
 - `engine`: the implementation of `Saver`, and what only a run may call.
+- `finding`: which checkpoint is read: the newest one, or that of a step.
 - `host_copies`: copies of arrays on CPUs, whose memory is kept between saves.
 - `leaf_records`: records of a state's leaves.
 - `listing`: which checkpoints a directory has.
@@ -18,11 +19,12 @@
 - `object_store`: a store below a URL.
 - `opening`: what a run finds when it opens its checkpoints.
 - `part_watch`: whether another process still writes.
-- `reading`: finding, verifying and restoring.
+- `reading`: what is read of one checkpoint.
 - `retention`: which checkpoints are deleted.
 - `saver`: `Saver`, as users see it.
 - `shared_directory`: whether all processes see one directory.
 - `shared_reads`: arrays that several processes need are read once.
 - `store`: the base class of stores.
 - `targets`: filling a target from saved arrays.
+- `verdicts`: whether a checkpoint is intact, and what to do if it is not.
 """

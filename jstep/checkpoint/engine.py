@@ -18,11 +18,12 @@ import numpy as np
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.attempts import SaveJob, writer_module
 from jstep.checkpoint.best_record import BestRecord
+from jstep.checkpoint.finding import CheckpointFinder
 from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
-from jstep.checkpoint.reading import CheckpointReader, error_text
+from jstep.checkpoint.reading import OpenCheckpoint, error_text
 from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
 from jstep.core import exceptions, meshes, processes, trees
 from jstep.core.checks import as_int, describe_type
@@ -36,7 +37,7 @@ class SaverEngine:
     """The writes and reads of one `Saver`.
 
     Attributes:
-        reader: Reads checkpoints. Outside of `locked_reader`, use it only for what no save touches: the files of a
+        finder: Finds checkpoints. Outside of `locked_finder`, use it only for what no save touches: the files of a
             complete checkpoint.
         saves_begun: The number of saves that have begun.
     """
@@ -57,7 +58,7 @@ class SaverEngine:
         self._is_async = is_async
         self._store = naming.open_store(directory, prefix)
         self._retention = Retention(self._store, prefix, max_to_keep, keep_every_n_hours, interval_start=time.time())
-        self.reader = CheckpointReader(self._store, prefix)
+        self.finder = CheckpointFinder(self._store, prefix)
         self._flushes: list[Callable[[], None]] = []
         self._listener: Listener | None = None
         # Held by every call that saves, deletes or finds checkpoints, and by nothing that runs in the background.
@@ -89,11 +90,16 @@ class SaverEngine:
         return self._lock
 
     @contextlib.contextmanager
-    def locked_reader(self) -> Iterator[CheckpointReader]:
-        """Hold the lock, wait for the save in progress, whose error is raised, and give the reader."""
+    def locked_finder(self) -> Iterator[CheckpointFinder]:
+        """Hold the lock, wait for the save in progress, whose error is raised, and give the finder."""
         with self.exclusive():
             self.wait()
-            yield self.reader
+            yield self.finder
+
+    def open(self, step: int | None) -> OpenCheckpoint:
+        """Open the checkpoint of a step, or the newest one; see `CheckpointFinder.open`."""
+        with self.locked_finder() as finder:
+            return finder.open(step)
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -103,42 +109,27 @@ class SaverEngine:
 
     def all_steps(self) -> list[int]:
         """See `Saver.all_steps`."""
-        with self.locked_reader():
+        with self.locked_finder():
             return self._store.all_steps(self.prefix)
 
     def counted_checkpoints(self) -> list[str]:
         """Return the checkpoints that `max_to_keep` counts, lowest step first."""
-        with self.locked_reader():
+        with self.locked_finder():
             return self._retention.counted_checkpoints()
 
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
         """Return the evaluations for which checkpoints were kept, None for those that are not of a `KeepBest`."""
-        with self.locked_reader() as reader:
-            return reader.best_records(steps)
+        with self.locked_finder() as finder:
+            return finder.best_records(steps)
 
     def best(self, step: int) -> BestRecord | None:
         """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
-        with self.locked_reader() as reader:
-            return reader.best(step)
-
-    def check_run(self, state: Tree, step: int) -> None:
-        """Check that a run with this state can resume from a checkpoint; only its manifest is read.
-
-        Args:
-            state: The state, or its shapes.
-            step: The step of the checkpoint.
-
-        Raises:
-            CheckpointError: The manifest is corrupted, or a save failed in the background.
-            FileNotFoundError: There is no checkpoint of that step.
-            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
-        """
-        with self.locked_reader() as reader:
-            reader.check_run(state, step)
+        with self.locked_finder() as finder:
+            return finder.read(step, lambda found: found.best)
 
     def newest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, without reading the others."""
-        with self.locked_reader():
+        with self.locked_finder():
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 
     # Saves.

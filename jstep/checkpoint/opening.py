@@ -1,48 +1,89 @@
-"""Opening the checkpoints of a run in one call: find what the run resumes from, and lock the prefix."""
+"""Opening the checkpoints of a run in one call: lock the prefix, and open the checkpoint that the run resumes from."""
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.reading import OpenCheckpoint
+from jstep.checkpoint.saver import Saver, engine_of
+from jstep.core.meshes import internal_transfers
 from jstep.core.processes import share_errors
 from jstep.core.trees import Tree
 from jstep.state.leaves import StateLeaves
 
+Reading: TypeAlias = Callable[[int], contextlib.AbstractContextManager[None]]
+"""`reading(step)` is a context in which the state of a checkpoint is read."""
 
-class Claimed(NamedTuple):
+
+class OpenedForRun(NamedTuple):
     """What a run finds in its `Saver`.
 
     Attributes:
-        step: The step of the newest checkpoint; None if there is none.
-        extra: What that one holds beside the state; None if it cannot be read: restoring it then raises the reason.
-        is_claimed: Whether no other process may write now. A run that has no step left only reads.
+        checkpoint: The newest checkpoint; None if there is none, or if it cannot be opened.
+        state: Its state, if another run may delete it: then it is read at once. None to read it later.
+        is_claimed: Whether no other process may write now. A run that will save nothing only reads.
+        problem: Why the newest checkpoint cannot be used. It is not raised here, so that the start is recorded first.
     """
 
-    step: int | None = None
-    extra: Any = None
+    checkpoint: OpenCheckpoint | None = None
+    state: Any = None
     is_claimed: bool = False
+    problem: Exception | None = None
 
 
-def open_for_run(saver: Saver, state: Tree, stop_step: int, check_latest: Callable[[int | None], None]) -> Claimed:
-    """Find the newest checkpoint, and claim the prefix if there is a step left to take.
+def open_for_run(
+    saver: Saver,
+    state: Tree,
+    stop_step: int,
+    check_latest: Callable[[int | None], None],
+    is_ended: Callable[[OpenCheckpoint], bool],
+    reading: Reading,
+) -> OpenedForRun:
+    """Claim the prefix, and open the newest checkpoint.
+
+    In this order: nobody else saves or deletes once the prefix is claimed, so the checkpoint that is opened is the one
+    to resume from, whatever an earlier start has still saved before. A run that will save nothing does not claim: it
+    would wait for the claim of a bucket whose writer was killed, for nothing.
 
     Args:
         state: The state to save later, or its shapes.
         stop_step: The step at which the run ends.
         check_latest: Raises an error if the processes have found different steps: the claim that follows is a
             collective, which all of them must call, or none.
+        is_ended: Whether the run of a checkpoint at `stop_step`, or later, owes nothing more.
     """
     # The others would wait in `check_latest` for a process that cannot read the directory.
     step = share_errors(saver.latest_step, "the checkpoints cannot be read")
     check_latest(step)
-    is_claimed = step is None or step < stop_step
-    if is_claimed:
-        saver.claim(state)  # fails now, not at the first save
-    else:
-        StateLeaves(state).left_out(saver.leave_out)  # raises if it selects nothing of this state, as a save would
-    extra: Any = None
-    if step is not None:
-        with contextlib.suppress(Exception):
-            extra = saver.extra(step)
-    return Claimed(step, extra, is_claimed)
+    if step is not None and step >= stop_step:
+        opened = _read_ended(saver, state, step, is_ended, reading)
+        if opened is not None:
+            return opened
+    saver.claim(state)  # fails now, not at the first save
+    try:
+        return OpenedForRun(engine_of(saver).open(None), is_claimed=True)
+    except FileNotFoundError:
+        return OpenedForRun(is_claimed=True)
+    except Exception as problem:
+        return OpenedForRun(is_claimed=True, problem=problem)
+
+
+def _read_ended(
+    saver: Saver, state: Tree, step: int, is_ended: Callable[[OpenCheckpoint], bool], reading: Reading
+) -> OpenedForRun | None:
+    """Read the newest checkpoint of a run that has nothing left to do; None if it has, or was deleted meanwhile."""
+    StateLeaves(state).left_out(saver.leave_out)  # raises if it selects nothing of this state, as a save would
+
+    def read(found: OpenCheckpoint) -> OpenedForRun | None:
+        if not is_ended(found):
+            return None
+        found.check_run(state)
+        return OpenedForRun(found, found.restore(state))
+
+    try:
+        with engine_of(saver).locked_finder() as finder, reading(step), internal_transfers():
+            return finder.read(None, read)
+    except FileNotFoundError:
+        return None
+    except Exception as problem:
+        return OpenedForRun(problem=problem)

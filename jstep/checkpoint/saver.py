@@ -226,9 +226,11 @@ class Saver:
         step = _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
-        with self._engine.locked_reader() as reader:
+        with self._engine.locked_finder() as finder:
             placement.check_not_compile_only(target, "target")
-            return reader.restore(target, step, partial=partial, averages=averages, names=names)
+            return finder.read(
+                step, lambda found: found.restore(target, partial=partial, averages=averages, names=names)
+            )
 
     def restore_params(
         self,
@@ -273,10 +275,12 @@ class Saver:
             )
         step = _step_or_none(step)
         averages = as_average_names(use_averages)
-        with self._engine.locked_reader() as reader:
+        with self._engine.locked_finder() as finder:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
-            restored = reader.restore(target, step, partial=False, averages=averages, names=names, params_only=True)
+            restored = finder.read(
+                step, lambda found: found.restore(target, averages=averages, names=names, params_only=True)
+            )
             return restored[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
@@ -288,8 +292,8 @@ class Saver:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
         """
-        with self._engine.locked_reader() as reader:
-            return reader.extra(_step_or_none(step))
+        with self._engine.locked_finder() as finder:
+            return finder.read(_step_or_none(step), lambda found: found.extra)
 
     def read_file(self, name: str, step: int) -> bytes:
         """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
@@ -300,7 +304,7 @@ class Saver:
             CheckpointError: The file is corrupted, or the checkpoint has no such file.
             FileNotFoundError: There is no checkpoint of that step.
         """
-        return self._engine.reader.file(name, as_int(step, "step", 0))
+        return self._engine.finder.open_here(as_int(step, "step", 0)).file(name)
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import trees
 from jstep.core.checks import as_int, format_list, format_value
 from jstep.core.logs import logger
@@ -22,11 +22,11 @@ from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
 from jstep.hooks.cadence import NEVER
 from jstep.look.run_folder import logged_states, run_folder
-from jstep.loop.arguments import as_steps_per_call, check_locations, check_state
+from jstep.loop.arguments import as_steps_per_call, check_checkpoints, check_state
 from jstep.loop.chunks import ProgramChanges, make_chunks
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchReader
-from jstep.loop.origin import extra_at
+from jstep.loop.origin import load_extra
 from jstep.loop.programs import Program, ProgramTable
 from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value
@@ -174,7 +174,7 @@ def replay_calls(
     check_state(state, step)
     batch_sharding = shardings_of_axes(run.batch_sharding, state)
     prefix = prefix_of(run.checkpoint_dir, run.prefix)
-    check_locations(run.checkpoint_dir, prefix, None)
+    check_checkpoints(run.checkpoint_dir, prefix)
     make_placer(batch_sharding, "batch_sharding")
 
     origin = _restore_newest(state, run.checkpoint_dir, prefix, step, newest, is_finite=is_finite)
@@ -320,8 +320,9 @@ def _restore_newest(
             name = checkpoint_name(saver.prefix, start)
             try:
                 with internal_transfers():
-                    restored = saver.restore(state, step=start)
-                    position = saved_position(extra_at(saver, start))
+                    checkpoint = engine_of(saver).open(start)
+                    restored = checkpoint.restore(state)
+                    position = saved_position(load_extra(checkpoint))
             except (CheckpointError, FileNotFoundError) as error:
                 # It is corrupted, or was replaced by a run that is alive.
                 logger.warning("replay: %s is skipped: %s", name, error)

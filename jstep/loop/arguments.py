@@ -71,9 +71,8 @@ class Options:
         """The directory of the run: checkpoint_dir, or else logdir; None without either."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
-        if self.checkpoint_dir is not None:
-            return location(self.checkpoint_dir, "checkpoint_dir")
-        return None if self.logdir is None else location(self.logdir, "logdir")
+        place = self.logdir if self.checkpoint_dir is None else self.checkpoint_dir
+        return None if place is None else os.fspath(place)
 
 
 def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
@@ -87,13 +86,14 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         last_step=_as_last_step(given.last_step),
         hooks=list_of_hooks(given.hooks),
         config=as_config(given.config),
-        start_from=_as_start_from(given.start_from),
+        checkpoint_dir=_as_checkpoint_dir(given),
+        start_from=_as_place(given.start_from, "start_from"),
+        logdir=_as_place(given.logdir, "logdir"),
         progress=_as_progress(given.progress),
         stop_secs=_as_secs(given.stop_secs, "stop_secs", "a number of seconds or None"),
         save_checkpoint_secs=_as_save_secs(given),
     )
     _check_intervals(options)
-    check_locations(options.checkpoint_dir, options.checkpoint_prefix, options.logdir)
     make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
     return options
 
@@ -106,8 +106,15 @@ def _as_last_step(value: object) -> int | None:
     return None if last_step == LARGEST_STEP else last_step
 
 
-def _as_start_from(value: Any) -> str | None:
-    return None if value is None else absolute(location(value, "start_from"))
+def _as_checkpoint_dir(given: Options) -> str | Saver | None:
+    checkpoint_dir = given.checkpoint_dir
+    check_checkpoints(checkpoint_dir, given.checkpoint_prefix)
+    return checkpoint_dir if isinstance(checkpoint_dir, Saver) else _as_place(checkpoint_dir, "checkpoint_dir")
+
+
+def _as_place(value: object, name: str) -> str | None:
+    """Return a place as all uses of it see it: the program may change its directory."""
+    return None if value is None else absolute(location(value, name))
 
 
 def _as_progress(value: object) -> bool | None:
@@ -149,10 +156,10 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     return steps
 
 
-def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object) -> None:
-    for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
-        if place is not None and not isinstance(place, Saver):
-            location(place, name)
+def check_checkpoints(checkpoint_dir: object, checkpoint_prefix: str) -> None:
+    """Reject a path that names no directory or bucket, and a prefix that is none, or not that of the `Saver`."""
+    if checkpoint_dir is not None and not isinstance(checkpoint_dir, Saver):
+        location(checkpoint_dir, "checkpoint_dir")
     try:
         checkpoint_name(checkpoint_prefix, 0)
     except (TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jstep.loop.run_context import RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.record.starts import FINISHED, valid
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import is_url, location
+from jstep.stores.urls import is_url
 from jstep.summary.new_event_files import marks_of_start, remove_event_file, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
@@ -87,7 +88,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     options = run.options
     if options.logdir is None or options.directory is None:
         return None
-    suffix = suffix_of_run(location(options.logdir, "logdir"), options.directory, options.prefix, run.name)
+    suffix = suffix_of_run(os.fspath(options.logdir), options.directory, options.prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     paths: list[str] = []  # filled below, once the writer has a path
     run.closing.callback(_remove_if_idle, run, paths)  # pushed first, and so called after the writer is closed

@@ -9,9 +9,9 @@
 | `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
 | `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
 | `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
-| `held` | the initial values of held hyperparameters | `as_extra` | `origin.restore`, which warns of others |
+| `held` | the initial values of held hyperparameters | `as_extra` | `origin.read_state`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
-| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.plan_start` |
+| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_origin` |
 | others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
 """
 
@@ -85,8 +85,8 @@ class RunContents:
         values |= contents.hooks.values
         if run.origin.held_values:
             values[HELD_VALUES] = dict(run.origin.held_values)
-        if run.plan.lineage.parent is not None:
-            values[PARENT] = run.plan.lineage.parent
+        if run.origin.lineage.parent is not None:
+            values[PARENT] = run.origin.lineage.parent
         values[RUN_KEY] = run.name
         if is_pre_end:
             values[BEFORE_END] = True

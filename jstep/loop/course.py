@@ -71,11 +71,10 @@ class Course:
         activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         body_interval: The interval in steps at which the body runs; None for every call.
-        first: The step at which the loop begins: assumed from `assume_start` on, known from `set_start` on.
-        has_first: Whether it is assumed or known.
+        first: The step at which the loop begins.
+        has_first: Whether it is known: not while the run looks for checkpoints.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
-        restoring_step: The step of the checkpoint that is being read.
         is_restored: Whether the run began from a checkpoint of its own.
         body_taken_at: The latest step that owes no body: its body has begun, or it has none. None if the restored step
             may owe one.
@@ -97,7 +96,6 @@ class Course:
         self.body_interval: int | None = None
         self.first = 0
         self.has_first = False
-        self.restoring_step: int | None = None
         self.is_restored = False
         self.has_begun = False
         self.iterations = 0
@@ -155,28 +153,29 @@ class Course:
 
     # The start.
 
-    def assume_start(self, first: int, restoring_step: int | None) -> None:
-        """Assume that the run begins at step `first`, while the checkpoint of `restoring_step` is read."""
+    def begin_at(self, first: int) -> None:
+        """Note the step at which the run begins; its state may be read later."""
         self.first = first
         self.has_first = True
-        self.restoring_step = restoring_step
+
+    def set_state(self, state: Tree) -> None:
+        self.position = LoopState(self.first, state)
 
     def set_start(
         self,
-        step: int,
         state: Tree,
         ended_at: int | None = None,
         last_body: int | None = None,
         *,
         is_restored: bool = False,
     ) -> None:
-        """Set the state that the run begins with, once it is known.
+        """Set the state that the run begins with, once it is read.
 
         A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were made there, as the
         body ran before them, nor if the checkpoint says that the body has run: an `end` has failed after it.
         """
-        self.assume_start(step, None)
-        self.position = LoopState(step, state)
+        step = self.first
+        self.set_state(state)
         self.ended_at = ended_at
         self.has_found_end = ended_at == step
         self.is_restored = is_restored

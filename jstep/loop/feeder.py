@@ -152,9 +152,11 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             return next(self._items, None)
 
     def _take_first(self) -> Any:
-        task = self.wait_for_first()
+        task = self._first_task
         if task is None:
             return self._make_first()
+        wait_until_done(task)
+        self._first_task = None
         if self._reopen_source is None or task.exception() is None:
             return task.result()
         self.source = self._reopen_source()
@@ -162,13 +164,6 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self.fetched = 0
         self._items = self._read()
         return self._make_first()
-
-    def wait_for_first(self) -> Task[Any] | None:
-        task = self._first_task
-        if task is not None:
-            wait_until_done(task)
-        self._first_task = None
-        return task
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Return the first batch; None if it fails, if there is none, or if the wait is over before."""

@@ -1,18 +1,21 @@
-"""The origin of a run: the state or the checkpoint that it begins from, opened and restored."""
+"""The origin of a run: the state or the checkpoint that it begins from, found first (`find_origin`) and then read."""
 
 import contextlib
 import dataclasses
+import enum
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.opening import Claimed, open_for_run
+from jstep.checkpoint.opening import OpenedForRun, Reading, open_for_run
+from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.checkpoint.saver import Saver
 from jstep.core import processes, trees
 from jstep.core.checks import format_list
@@ -74,93 +77,97 @@ class Lineage(NamedTuple):
     is_copy: bool = False
 
 
-_NEW = Lineage()
-
-
-@dataclasses.dataclass(frozen=True)
-class ResumePlan:
-    """What is known before the state is restored.
+class EarlierStarts(NamedTuple):
+    """The starts before this one, oldest first.
 
     Attributes:
-        given_step: The step of the state passed; None if it is abstract or was donated.
-        given_values: The values of its hyperparameters that are in the state.
-        first: The step at which the run begins, as assumed (see the table of `start.py`); None if unknown.
-        latest: The step of the checkpoint to restore; None to begin with the state passed.
-        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if no step is left to take.
+        problem: Why they cannot be read: then this start is not recorded.
     """
 
-    given_step: int | None = None
-    given_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    first: int | None = None
-    latest: int | None = None
+    starts: Sequence[Start] = ()
+    problem: Exception | None = None
+
+
+class Given(NamedTuple):
+    """What a run needs to know of the state that was passed, once another one takes its place.
+
+    Attributes:
+        step: Its step; None if it is abstract, or was donated.
+        values: The hyperparameters that are in it, by name; none if the run has no checkpoints.
+    """
+
+    step: int | None = None
+    values: Mapping[str, float] = MappingProxyType({})
+
+
+_UNKNOWN = Lineage()
+_ABSTRACT = Given()
+
+
+class Kind(enum.Enum):
+    FRESH = "with the state passed"
+    RESUMED = "from its own newest checkpoint"
+    BRANCHED = "from a checkpoint of another run, or with an edited state and the rest of that checkpoint"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run begins from. All of it but the state is known before anything else is opened.
+
+    | kind | `step`, `extra` | `state` |
+    |---|---|---|
+    | `FRESH` | of the state passed, nothing | None: the one passed |
+    | `RESUMED` | of its newest checkpoint | None: `read_state` reads `checkpoint` later, beside other work |
+    | `RESUMED`, nothing left to do | the same | read at once: as nothing is claimed, another run may delete it |
+    | `BRANCHED` | of the parent's checkpoint, without its name and stop | read at once, for the same reason |
+
+    Attributes:
+        given: The state that was passed.
+        source: What messages call the checkpoint: its name, or the path of a parent's.
+        earlier: The starts before this one, for the record. Process 0 reads them, of a directory; elsewhere None.
+        checkpoint: The checkpoint of this run, open; None, as `state`, once the run has its state.
+        problem: Why the run cannot begin; raised once the start is recorded.
+        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if it will save nothing.
+    """
+
+    kind: Kind = Kind.FRESH
+    step: int = 0
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lineage: Lineage = _NEW
-    parent: ParentCheckpoint | None = None
+    lineage: Lineage = _UNKNOWN
+    given: Given = _ABSTRACT
+    source: str = ""
+    earlier: EarlierStarts | None = None
+    checkpoint: OpenCheckpoint | None = None
+    state: TrainState | None = None
+    problem: Exception | None = None
     is_claimed: bool = False
 
+    @property
+    def is_restored(self) -> bool:
+        return self.kind is not Kind.FRESH
 
-@dataclasses.dataclass(frozen=True)
-class Fresh:
-    """A run begins with the state passed, at this step.
+    @property
+    def is_at_branch_point(self) -> bool:
+        """Whether the run is still where it branched off, and no hook of its own has stopped it there.
 
-    Attributes:
-        held_values: Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run
-            began.
-    """
+        Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not stop this run.
+        """
+        if self.kind is not Kind.RESUMED:
+            return self.kind is Kind.BRANCHED
+        parent = self.lineage.parent
+        return parent is not None and parent["step"] == self.step and STOPPED not in self.extra
 
-    step: int = 0
-    held_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    extra: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    is_at_branch_point: ClassVar[bool] = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """A run resumes from its own newest checkpoint.
-
-    Attributes:
-        is_at_branch_point: Whether the run is still where it branched off, and no hook of its own has stopped it there.
-            Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not stop this run.
-    """
-
-    step: int
-    held_values: Mapping[str, float]
-    extra: Mapping[str, Any]
-    is_at_branch_point: bool
+    @property
+    def held_values(self) -> Mapping[str, float]:
+        """Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run began."""
+        saved = self.extra.get(HELD_VALUES)
+        initial: Mapping[str, float] = saved if isinstance(saved, dict) else {}
+        if self.kind is not Kind.FRESH and self.given.step != 0:
+            return initial  # shapes, or a trained state, hold no initial values
+        return {**self.given.values, **initial}
 
 
-@dataclasses.dataclass(frozen=True)
-class Branched:
-    """A run begins with a checkpoint of another run, or with an edited state and the rest of that checkpoint."""
-
-    step: int
-    held_values: Mapping[str, float]
-    extra: Mapping[str, Any]
-    is_at_branch_point: ClassVar[bool] = True
-
-
-Origin: TypeAlias = Fresh | Resumed | Branched
-
-
-# Open the checkpoints of the run, or the checkpoint that a branch begins from.
-
-
-def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    extra = saver.extra(step)
-    # Each process reads a position of its own.
-    return processes.share_errors(lambda: _load_extra(saver, step, extra), "the checkpoint cannot be read")
-
-
-def _load_extra(saver: Saver, step: int, extra: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state, with this process's position; files are read when used."""
-    if not isinstance(extra, dict):
-        return {}
-
-    def read(name: str) -> bytes:
-        return saver.read_file(name, step)
-
-    loaded: dict[str, Any] = tagged_json.resolve_files(load_own_position(extra, read), tagged_json.FilesOnce(read))
-    return loaded
+# Find the origin: the newest checkpoint of the run, another run's, or the state that was passed.
 
 
 def open_saver(options: Options) -> Saver | None:
@@ -174,53 +181,111 @@ def open_saver(options: Options) -> Saver | None:
     return processes.share_errors(make_saver, "the checkpoints cannot be read")
 
 
-def plan_start(options: Options, state: TrainState, saver: Saver | None, new_name: str) -> ResumePlan:
-    """Decide what the run begins from: its newest checkpoint, another run's, or the state that was passed."""
-    given_step = step_of_values(state)
-    claimed = Claimed() if saver is None else open_for_run(saver, state, options.stop_step, check_latest)
-    parent = find_parent(options, saver, claimed.step, given_step)
-    given_values: dict[str, float] = {}
-    if given_step is not None and saver is not None:
-        given_values = _hyperparameters_in(state)
-    plan = ResumePlan(given_step=given_step, given_values=given_values, is_claimed=claimed.is_claimed)
+def find_origin(options: Options, state: TrainState, saver: Saver | None, new_name: str, reading: Reading) -> Origin:
+    """Open the checkpoint that a run begins from, and read what may be gone later."""
+    step = step_of_values(state)
+    given = Given(step, _hyperparameters_in(state) if step is not None and saver is not None else {})
+    opened = OpenedForRun()
+    if saver is not None:
+        opened = open_for_run(saver, state, options.stop_step, check_latest, _is_ended, reading)
+    parent = find_parent(options, saver, opened, step)
     if parent is not None:
-        return dataclasses.replace(plan, first=parent.step, latest=parent.step, parent=parent)
+        return _begin_branch(options, given, opened, parent, state, reading)
+    checkpoint = opened.checkpoint
+    problem = opened.problem
+    first = 0
+    extra: Mapping[str, Any] = {}
+    if problem is None:
+        try:
+            first = _step_of_given(state) if checkpoint is None else checkpoint.step
+            extra = {} if checkpoint is None else load_extra(checkpoint)
+        except Exception as error:
+            problem = error
+    earlier: EarlierStarts | None = None
+    directory = options.directory
+    if jax.process_index() == 0 and directory is not None and not is_url(directory):
+        earlier = read_earlier(directory, options.prefix)
 
-    first = given_step
-    latest = claimed.step
-    extra: dict[str, Any] = {}
-    if saver is not None and latest is not None:
-        first = None
-        with contextlib.suppress(Exception):  # `restore` reports the error
-            extra = _load_extra(saver, latest, claimed.extra)
-            if claimed.extra is not None:  # it could be read
-                first = latest
-        # If one process cannot read its positions, none may use `first`: what is done with it early is collective, and
-        # that process would not take part. `restore` reads the positions again, and shares the error.
-        if processes.any_process(first is None):
-            first = None
-    lineage = _find_lineage(options, latest, extra, new_name)
-    return dataclasses.replace(plan, first=first, latest=latest, extra=extra, lineage=lineage)
+    def find_lineage() -> Lineage:
+        return _find_lineage(options, EarlierStarts() if earlier is None else earlier, checkpoint, extra, new_name)
+
+    return Origin(
+        kind=Kind.FRESH if checkpoint is None else Kind.RESUMED,
+        step=first,
+        extra=extra,
+        lineage=_found_by_first(find_lineage),
+        given=given,
+        source=checkpoint_name(options.prefix, first),
+        earlier=earlier,
+        checkpoint=checkpoint,
+        state=opened.state,
+        problem=problem,
+        is_claimed=opened.is_claimed,
+    )
 
 
-def read_parent(options: Options, plan: ResumePlan, state: TrainState) -> tuple[ResumePlan, TrainState]:
+def _is_ended(checkpoint: OpenCheckpoint) -> bool:
+    """Whether the `end`s were made at the step of a checkpoint, so that a run which takes no step saves nothing."""
+    extra = checkpoint.extra
+    return isinstance(extra, dict) and extra.get(ENDED) == checkpoint.step
+
+
+def read_earlier(where: str, prefix: str) -> EarlierStarts:
+    try:
+        return EarlierStarts(read_starts(where).get(prefix, ()))
+    except (OSError, ValueError) as problem:
+        return EarlierStarts(problem=problem)
+
+
+def _found_by_first(find: Callable[[], Lineage]) -> Lineage:
+    """Return the lineage that process 0 finds: the others need not read the records of all earlier starts."""
+    if processes.is_single_process():
+        return find()
+    return Lineage(*json.loads(processes.text_from_first(lambda: json.dumps(find()))))
+
+
+def _begin_branch(
+    options: Options,
+    given: Given,
+    opened: OpenedForRun,
+    found: ParentCheckpoint,
+    state: TrainState,
+    reading: Reading,
+) -> Origin:
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
-    assert plan.parent is not None
-    parent, extra, state = read_checkpoint(options, plan.parent, state)
-    missing = describe_missing(parent)  # on all processes, which read the manifest together
+    with reading(found.step):
+        parent, checkpoint, extra, state = read_checkpoint(options, found, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if parent.edited_step else ""
-        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, missing)
-    # The step may be another one than planned: `read_checkpoint` reads an older checkpoint if that one was replaced.
-    plan = dataclasses.replace(
-        plan,
-        first=parent.step,
-        latest=parent.step,
-        extra=extra,
-        lineage=Lineage(None, parent.reference, _find_run_name(parent, extra)),
-        parent=parent,
+        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, describe_missing(checkpoint))
+    return Origin(
+        kind=Kind.BRANCHED,
+        # Perhaps not the one that was found: `read_checkpoint` reads an older one if that one was replaced.
+        step=parent.step,
+        # The branch is not stopped by the parent's hook, and has its own name.
+        extra={key: value for key, value in extra.items() if key not in (STOPPED, RUN_KEY)},
+        lineage=_found_by_first(lambda: Lineage(None, parent.reference, _find_run_name(parent, extra))),
+        given=given,
+        source=parent.reference["path"],
+        state=state,
+        is_claimed=opened.is_claimed,
     )
-    return plan, state
+
+
+def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the state, with this process's position; files are read when used."""
+    extra = checkpoint.extra
+    if not isinstance(extra, dict):
+        return {}
+
+    def load() -> dict[str, Any]:
+        found: dict[str, Any] = tagged_json.resolve_files(
+            load_own_position(extra, checkpoint.file), tagged_json.FilesOnce(checkpoint.file)
+        )
+        return found
+
+    # Each process reads a position of its own.
+    return processes.share_errors(load, "the checkpoint cannot be read")
 
 
 def _find_run_name(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
@@ -248,8 +313,14 @@ def _has_kept(start: Start, path: str) -> bool:
     return any(resolve_path(kept_path) == path for _, _, kept_path in start["best"].values())
 
 
-def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], new_name: str) -> Lineage:
-    """Return where the run comes from.
+def _find_lineage(
+    options: Options,
+    earlier: EarlierStarts,
+    checkpoint: OpenCheckpoint | None,
+    extra: Mapping[str, Any],
+    new_name: str,
+) -> Lineage:
+    """Return where the run comes from; on process 0.
 
     | directory | its lineage |
     |---|---|
@@ -260,23 +331,20 @@ def _find_lineage(options: Options, step: int | None, extra: Mapping[str, Any], 
     directory = options.directory
     prefix = options.prefix
     lineage = Lineage(_name_in(extra), _parent_in(extra))
-    if extra and jax.process_index() == 0:
+    if extra:
         warn_of_other_parent(options, lineage.parent)
-    if directory is None or is_url(directory):
+    starts = valid(earlier.starts)
+    if directory is None or not starts:
         return lineage
-    try:
-        starts = read_starts(directory)[prefix]
-        newest = valid(starts)[-1]
-        source = original_of(directory, starts)
-    except (OSError, ValueError, LookupError):  # no valid start is recorded, or it cannot be read
-        return lineage
+    newest = starts[-1]
+    source = original_of(directory, starts)
     saved_by = extra.get(RUN_KEY)
     if source is not None:
         parent: Parent | None = None
-        if step is not None:
+        if checkpoint is not None:
+            step = checkpoint.step
             parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
-            if jax.process_index() == 0:
-                logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
+            logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
         return Lineage(new_name, parent, saved_by, is_copy=True)
     has_own_name = newest[RUN_KEY] != newest[PARENT_RUN]
     if has_own_name and saved_by is not None and saved_by == newest[PARENT_RUN]:
@@ -313,52 +381,38 @@ def step_of_values(state: TrainState) -> int | None:
     return state_step(state) if trees.is_array(state.global_step) else None
 
 
-# Restore the newest checkpoint, or use the given state.
+# Read the state.
 
 
-def restore(saver: Saver | None, state: TrainState, plan: ResumePlan) -> tuple[Origin, TrainState]:
-    """Return what the run begins from, and its state; that of a branch was read with its parent."""
-    if plan.parent is not None:
-        # The branch is not stopped by the parent's hook, and has its own name.
-        extra = {key: value for key, value in plan.extra.items() if key not in (STOPPED, RUN_KEY)}
-        step = plan.parent.step
-        path = plan.parent.reference["path"]
-        return Branched(step, _initial_values(plan, state, extra, path), extra), state
-    restored = None
-    if saver is not None:
-        with contextlib.suppress(FileNotFoundError), internal_transfers():
-            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-            restored = saver.restore(state)
-    if saver is None or restored is None:
-        step = _step_of_given(state)
+def read_state(saver: Saver | None, origin: Origin, state: TrainState) -> TrainState:
+    """Return the state that a run begins with; `state` is the one that was passed, or the parent's."""
+    if origin.kind is Kind.FRESH:
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
-            logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
-        return Fresh(step, plan.given_values), state
-    step = state_step(restored)
-    extra = dict(plan.extra) if step == plan.first else extra_at(saver, step)
-    name = checkpoint_name(saver.prefix, step)
-    parent = plan.lineage.parent
-    logger.info("restored %s", name)
-    is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
-    _warn_of_given(plan, state, restored, name)
-    return Resumed(step, _initial_values(plan, restored, extra, name), extra, is_at_branch_point), restored
+            logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step)
+        return state
+    restored = origin.state
+    if restored is None:
+        assert origin.checkpoint is not None
+        with internal_transfers():
+            restored = origin.checkpoint.restore(state)
+    if origin.kind is Kind.RESUMED:
+        logger.info("restored %s", origin.source)
+        _warn_of_given(origin, state, restored)
+    _warn_of_held_values(origin, restored)
+    return restored
 
 
-def _initial_values(
-    plan: ResumePlan, restored: TrainState, extra: Mapping[str, Any], checkpoint: str
-) -> Mapping[str, float]:
-    """Return the values of the hyperparameters in the state when the run began; warn if the program has others now."""
-    saved = extra.get(HELD_VALUES)
-    initial = saved if isinstance(saved, dict) else {}
-    if plan.given_step != 0:
-        return initial  # shapes, or a trained state, hold no initial values
+def _warn_of_held_values(origin: Origin, restored: TrainState) -> None:
+    """Warn of hyperparameters for which the program has other values now than when the run began."""
+    if origin.given.step != 0:
+        return  # shapes, or a trained state, hold no initial values
+    initial = origin.held_values
     current = _hyperparameters_in(restored)
-    for hyperparameter, value in plan.given_values.items():
+    for hyperparameter, value in origin.given.values.items():
         # Compared with the initial values, not with those of the previous start: then each start with a changed number
         # is told that it is not used, not only the first one.
-        is_initial = _is_same(value, initial.get(hyperparameter, value))
-        if is_initial or _is_same(value, current.get(hyperparameter, value)):
+        if _is_same(value, initial[hyperparameter]) or _is_same(value, current.get(hyperparameter, value)):
             continue
         setting = "call jstep.set_hyperparameter"
         if hyperparameter in roles_in(restored).injected:
@@ -369,11 +423,10 @@ def _initial_values(
             hyperparameter,
             value,
             initial[hyperparameter],
-            checkpoint,
+            origin.source,
             current[hyperparameter],
             setting,
         )
-    return {**plan.given_values, **initial}
 
 
 def _is_same(a: float, b: float) -> bool:
@@ -392,21 +445,20 @@ def _step_of_given(state: TrainState) -> int:
     return state_step(state)
 
 
-def _warn_of_given(plan: ResumePlan, state: TrainState, restored: TrainState, name: str) -> None:
+def _warn_of_given(origin: Origin, state: TrainState, restored: TrainState) -> None:
     """Warn if the state passed is a trained one, and another one than that of the checkpoint."""
-    given = plan.given_step
-    step = state_step(restored)
-    parent = plan.lineage.parent
+    given = origin.given.step
+    parent = origin.lineage.parent
     if not given:
         return
-    if given == step:
+    if given == origin.step:
         different = _different_leaves(state, restored)
         if different:
             logger.warning(
                 "state: the state passed (step %d) is ignored in favor of %s, which has other values at %s. To "
                 "continue from the state passed, give another checkpoint_dir, and this checkpoint as start_from.",
                 given,
-                name,
+                origin.source,
                 format_list(list(map(repr, different))),
             )
     elif parent is None or given != parent["step"]:  # the run may have begun with it
@@ -414,7 +466,7 @@ def _warn_of_given(plan: ResumePlan, state: TrainState, restored: TrainState, na
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
             given,
-            name,
+            origin.source,
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.listing import FOUND_NAME
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.opening import OpenedForRun
+from jstep.checkpoint.reading import GoneError, OpenCheckpoint
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.checkpoint.store import Store
 from jstep.core import processes
@@ -46,11 +48,13 @@ class ReadCheckpoint(NamedTuple):
     """What was read of a parent.
 
     Attributes:
+        parent: What was found; perhaps an older one than before.
         extra: What it holds beside the state.
         state: Its state, or the state passed, if that replaces it.
     """
 
     parent: ParentCheckpoint
+    checkpoint: OpenCheckpoint
     extra: dict[str, Any]
     state: Tree
 
@@ -72,19 +76,16 @@ def _parse_path(path: str) -> _CheckpointPath | None:
 
 
 def find_parent(
-    options: Options, saver: Saver | None, latest: int | None, given_step: int | None
+    options: Options, saver: Saver | None, opened: OpenedForRun, given_step: int | None
 ) -> ParentCheckpoint | None:
-    """Find the checkpoint at `start_from`; None if the run has checkpoints of its own, whose newest one is `latest`."""
+    """Find the checkpoint at `start_from`; None if the run has checkpoints of its own."""
     if options.start_from is None:
         return None
     path = os.fspath(options.start_from)
     prefix = options.prefix
     _check_not_own(options, saver, path)
-    if latest is not None:
+    if opened.checkpoint is not None or opened.problem is not None:
         return None
-    if saver is not None:
-        with contextlib.suppress(FileNotFoundError):
-            saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
     parent = processes.share_errors(lambda: _find_checkpoint(path, prefix, given_step or 0), _PROBLEM)
     return _agree_on_parent(options, parent)
 
@@ -215,33 +216,31 @@ def read_checkpoint(options: Options, parent: ParentCheckpoint, target: Tree) ->
 
 def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
     """Read a checkpoint; None if its run has replaced it meanwhile."""
-    saver = parent.saver
-    step = parent.step
+    try:
+        checkpoint = engine_of(parent.saver).open(parent.step)
+        state = target
+        if not parent.edited_step:
+            with internal_transfers():
+                state = checkpoint.restore(target)
+    except (FileNotFoundError, GoneError):
+        return None
 
     def read_file(name: str) -> bytes:
         try:
-            return saver.read_file(name, step)
+            return checkpoint.file(name)
         except FileNotFoundError:  # it was replaced meanwhile, which all processes find out below
             return b""
 
     def load(name: str) -> tagged_json.ExternalBytes:
         return tagged_json.ExternalBytes(read_file(name))
 
-    try:
-        saved = saver.extra(step)
-        state = target
-        if not parent.edited_step:
-            with internal_transfers():
-                state = saver.restore(target, step=step)
-        extra: dict[str, Any] = {}
-        if isinstance(saved, dict):
-            extra = tagged_json.resolve_files(load_own_position(saved, read_file), load)
-        is_replaced = saver.extra(step) != saved
-    except FileNotFoundError:
+    saved = checkpoint.extra
+    extra: dict[str, Any] = {}
+    if isinstance(saved, dict):
+        extra = tagged_json.resolve_files(load_own_position(saved, read_file), load)
+    if processes.any_process(checkpoint.is_gone()):
         return None
-    if processes.any_process(is_replaced):
-        return None
-    return ReadCheckpoint(parent, extra, state)
+    return ReadCheckpoint(parent, checkpoint, extra, state)
 
 
 def _find_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
@@ -263,11 +262,8 @@ def _gone(path: str) -> CheckpointError:
     return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
 
 
-def describe_missing(parent: ParentCheckpoint) -> str:
+def describe_missing(checkpoint: OpenCheckpoint) -> str:
     """Say what a best checkpoint lacks, which was saved within an iteration; "" for one from which a run resumes."""
-    record = None
-    with contextlib.suppress(FileNotFoundError):  # its run has deleted it since it was read
-        record = engine_of(parent.saver).best(parent.step)
-    if record is None:
+    if checkpoint.best is None:
         return ""
     return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"

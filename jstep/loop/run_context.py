@@ -24,7 +24,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.origin import Branched, Fresh, Origin, ResumePlan
+from jstep.loop.origin import Kind, Origin
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.loop.start_times import StartTimes
@@ -138,8 +138,7 @@ class RunContext(RunInfo):
         limit = options.stop_secs
         self.signals = StopSignals(None if limit is None else functools.partial(times.left, limit))
         self.observers: tuple[Observer, ...] = ()
-        self.plan = ResumePlan()
-        self.origin: Origin = Fresh()
+        self.origin = Origin()
         self.closing = contextlib.ExitStack()
         self.process_file: ProcessFile | None = None
         self.start_number = 0
@@ -147,7 +146,7 @@ class RunContext(RunInfo):
 
     @property
     def name(self) -> str:
-        return self.plan.lineage.name or self.new_name
+        return self.origin.lineage.name or self.new_name
 
     @property
     def is_open(self) -> bool:
@@ -202,11 +201,11 @@ class RunContext(RunInfo):
 
     @property
     def restored(self) -> int | None:
-        return None if isinstance(self.origin, Fresh) else self.origin.step
+        return self.origin.step if self.origin.is_restored else None
 
     @property
     def is_new_branch(self) -> bool:
-        return isinstance(self.origin, Branched)
+        return self.origin.kind is Kind.BRANCHED
 
     @property
     def position(self) -> LoopState:

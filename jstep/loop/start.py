@@ -1,30 +1,20 @@
 """The start of a run: its checkpoints are opened, and its state is restored while the first program is compiled.
 
-The step at which the run begins is assumed first, and known once the state is read. The values, as they are set:
-
-| value | is the step of | None if |
-|---|---|---|
-| the plan's `given_step` | the state that was passed | it is abstract, or was donated |
-| the `step` of its `parent` | the checkpoint of another run | the run has checkpoints, or no `start_from` |
-| its `latest` | the checkpoint to restore, the newest one or the parent's | there is none |
-| its `first` | the state, as assumed: `latest`, else `given_step` | both are None, or that checkpoint is unreadable |
-| the course's `first` | the state, assumed (or 0) while it is read, then known | - |
-| the origin's `step` | the state; 0 until it is read | - |
-
-The plan's `first` may be wrong: if a save of an earlier start ends in between, `restore` finds a newer checkpoint than
-`latest`. Batches that were begun at `first` are then begun again (`_restore`).
+`find_origin` comes first. From then on it is known at which step the run begins and what its checkpoint holds, but for
+the values of the state: so the record, the first batch and its program can begin before these are read.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jstep.checkpoint.saver import Saver, engine_of
+from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
@@ -48,7 +38,7 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner, make_next_due
-from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, open_saver, plan_start, read_parent, restore, step_of_values
+from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, Kind, find_origin, open_saver, read_state, step_of_values
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
@@ -67,9 +57,9 @@ _NO_BATCHES = "the batches cannot be opened"
 def open_run(run: RunContext, batches: Tree) -> RunComponents:
     """Open all that a run needs, in this order, and push on its `closing` what closes it.
 
-    The checkpoints come first, as the claim of their prefix refuses a second run before anything is written. While the
-    state is read, a thread makes the first batch and another one compiles the step for it (`_restore`). Only then is
-    the step known, at which the event file, the hooks and the batches begin.
+    The checkpoints come first, as the claim of their prefix refuses a second run before anything is written, and as
+    they say at which step the run begins. While the state is read, a thread makes the first batch and another one
+    compiles the step for it (`_restore`). The event file and the hooks follow, which may need the state.
     """
     _open_checkpoints(run)
     run.start_number = _open_record(run)
@@ -158,16 +148,18 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close_saver, run, run.saver)))
-    run.plan = plan_start(options, state, run.saver, run.new_name)
-    parent = run.plan.parent
-    if parent is None:
-        return
-    course.assume_start(parent.step, parent.step)
-    with run.times.timing("restore"), course.doing(Activity.RESTORING):
-        run.plan, state = read_parent(options, run.plan, state)
-    assert run.plan.latest is not None  # `read_parent` sets it
-    # The programs are made for this state. `_restore` sets the start again, with the contents of the checkpoint.
-    course.set_start(run.plan.latest, state)
+    run.origin = find_origin(options, state, run.saver, run.new_name, functools.partial(_reading, run))
+    if run.origin.kind is Kind.BRANCHED:
+        # The programs are made for this state. `_restore` sets it again, with the contents of the checkpoint.
+        course.begin_at(run.origin.step)
+        course.set_state(run.origin.state)
+
+
+@contextlib.contextmanager
+def _reading(run: RunContext, step: int) -> Iterator[None]:
+    run.course.begin_at(step)
+    with run.times.timing("restore"), run.course.doing(Activity.RESTORING):
+        yield
 
 
 def _close_saver(run: RunContext, saver: Saver) -> None:
@@ -180,38 +172,21 @@ def _close_saver(run: RunContext, saver: Saver) -> None:
 
 
 def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
-    """Restore the state, while the first batch is made and its program compiled.
-
-    Returns:
-        Batches that can be used: begun at the right step, or of an iterator, which has no step. None if there are none.
-    """
-    saver = run.saver
-    course = run.course
-    plan = run.plan
-    is_readable = plan.first is not None  # see the table above; if it is not, `restore` raises the reason
-    if saver is not None and plan.latest is not None and is_readable:
-        with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
-            # Before a program is compiled, which takes longer.
-            engine_of(saver).check_run(run.state, plan.latest)
+    """Restore the state, while the first batch is made and its program compiled; return the batches, if any begun."""
+    origin = run.origin
+    if origin.problem is not None:
+        raise origin.problem
+    unread = origin.checkpoint if origin.state is None else None
+    if unread is not None:
+        unread.check_run(run.state)  # before a program is compiled, which takes longer
+    run.course.begin_at(origin.step)
     early_batches = processes.share_errors(lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES)
-    # The state of a branch was read with the parent's checkpoint.
-    is_reading = plan.latest is not None and plan.parent is None
-    with (
-        contextlib.nullcontext() if plan.latest is None else run.times.timing("restore"),
-        course.doing(Activity.RESTORING if is_reading else Activity.STARTING),
-    ):
-        if plan.parent is None:
-            course.assume_start(plan.first or 0, plan.latest)
-        run.origin, state = restore(saver, run.state, plan)
-        extra = run.origin.extra
-        is_restored = run.restored is not None
-        course.set_start(run.origin.step, state, extra.get(ENDED), extra.get(LAST_BODY), is_restored=is_restored)
-    if early_batches is None or course.first == plan.first:
-        return early_batches
-    if not early_batches.source.is_seekable:
-        return early_batches  # an iterator continues where it is, whatever the step
-    early_batches.wait_for_first()  # the thread ends before the batches are opened again
-    return None
+    with _reading(run, origin.step) if unread is not None else run.course.doing(Activity.STARTING):
+        state = read_state(run.saver, origin, run.state)
+    run.course.set_start(state, origin.extra.get(ENDED), origin.extra.get(LAST_BODY), is_restored=origin.is_restored)
+    # Only the course refers to the state from here on: the origin lives as long as the run.
+    run.origin = dataclasses.replace(origin, state=None, checkpoint=None, earlier=None)
+    return early_batches
 
 
 # The record of this start.
@@ -313,24 +288,23 @@ def _make_chunks(
 
 
 def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
-    """Begin to make the first batch and its program, at the assumed step; return None if that is not possible."""
-    first = run.plan.first
-    if first is None or first >= run.options.stop_step:
-        return None  # it is not known, or no step is left
+    """Begin to make the first batch and its program; return None if that is not possible."""
+    first = run.origin.step
+    if first >= run.options.stop_step:
+        return None
     if are_made_one_by_one(batches):
         return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
-    if sequence is None and run.plan.latest is None:
+    if sequence is None and run.origin.kind is Kind.FRESH:
         # Nothing is restored meanwhile. A sequence goes on all the same: its shapes are known, so that its program can
         # be compiled while its first batch is made.
         return None
     if sequence is not None and not sequence.is_endless and first >= len(sequence):
         return None  # the batches are used up
-    extra = run.plan.extra
-    reader = _begin_batches(run, batches, first, extra)
+    reader = _begin_batches(run, batches)
     reopen_source: Callable[[], BatchSource] | None = None
     if reader.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook
-        reopen_source = functools.partial(_open_source, run, batches, first, extra)
+        reopen_source = functools.partial(_open_source, run, batches)
     reader.start(reopen_source)
     sharding = run.options.batch_sharding
 
@@ -344,12 +318,13 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
     return reader
 
 
-def _begin_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchReader:
-    return BatchReader(_open_source(run, batches, first, extra), run.times)
+def _begin_batches(run: RunContext, batches: Tree) -> BatchReader:
+    return BatchReader(_open_source(run, batches), run.times)
 
 
-def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchSource:
+def _open_source(run: RunContext, batches: Tree) -> BatchSource:
     options = run.options
+    first = run.origin.step
     save_cadence = Cadence(options.save_checkpoint_steps)
 
     def next_save(count: int) -> int:
@@ -361,7 +336,7 @@ def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str,
         batches,
         first,
         options.stop_step,
-        saved_position(extra),
+        saved_position(run.origin.extra),
         is_saved=options.checkpoint_dir is not None,
         next_save=next_save,
         state=lambda: run.state,
@@ -369,13 +344,8 @@ def _open_source(run: RunContext, batches: Tree, first: int, extra: Mapping[str,
 
 
 def _open_reader(run: RunContext, batches: Tree, early_batches: BatchReader | None) -> BatchReader:
-    """Return the batches that have begun early, or open them at the step that is known now."""
-    origin = run.origin
-
-    def open_batches() -> BatchReader:
-        return early_batches or _begin_batches(run, batches, origin.step, origin.extra)
-
-    return processes.share_errors(open_batches, _NO_BATCHES)
+    """Return the batches that have begun early, or open them."""
+    return processes.share_errors(lambda: early_batches or _begin_batches(run, batches), _NO_BATCHES)
 
 
 def _close_batches(run: RunContext, reader: BatchReader, feeder: BatchFeeder) -> None:

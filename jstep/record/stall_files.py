@@ -26,7 +26,7 @@ from jstep.stores.files import (
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
-from jstep.stores.urls import absolute, is_url, join_path
+from jstep.stores.urls import is_url, join_path
 
 FOLDER = "stalls"
 STALLS_VERSION = 1
@@ -188,7 +188,7 @@ class StallFiles:
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
-        self._where = absolute(where) if where else ""
+        self._where = where or ""
         self._process = process
         self._prefix = prefix
         self._folder = join_path(self._where, FOLDER)

@@ -9,7 +9,6 @@ from jstep.core.stopwatch import CLOCKS
 from jstep.loop.run_context import Observer, RunContext
 from jstep.record.process_files import ProcessFile, read_process
 from jstep.stores.owners import this_process
-from jstep.stores.urls import absolute
 
 
 class ProcessRecorder(Observer):
@@ -31,7 +30,7 @@ class ProcessRecorder(Observer):
         earlier = None if run.restored is None else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
         fields = {"start": run.start_number, "process": this_process(), "batches": batches}
-        run.process_file = ProcessFile(absolute(where), prefix, index, fields | self._current())
+        run.process_file = ProcessFile(where, prefix, index, fields | self._current())
         self._thread.start()
 
     def _current(self) -> dict[str, Any]:

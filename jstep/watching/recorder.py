@@ -7,6 +7,7 @@ describes the start and each of its programs.
 import contextlib
 import functools
 import math
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
@@ -22,17 +23,16 @@ from jstep.core.secret_text import error_text
 from jstep.core.threads import SerialTasks, Task, run_in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.loop.chunks import Chunk
-from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED
+from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED, read_earlier
 from jstep.loop.run_context import Observer, RunContext
 from jstep.loop.stages import Stage
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, KILLED, StartFile, read_starts, valid
+from jstep.record.starts import FINISHED, KILLED, StartFile, valid
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import absolute, location
 from jstep.watching.record_numbers import RecordNumbers
 from jstep.watching.restart_report import describe_past, report_changes
 from jstep.watching.start_setup import describe_program, describe_setup
@@ -83,28 +83,26 @@ class Recorder(Observer):
             self._tasks.add(self._add_code)
 
     def _open(self, where: str) -> None:
-        plan = self.run.plan
+        origin = self.run.origin
         prefix = self.run.options.prefix
-        try:
-            earlier = read_starts(where).get(prefix, [])
-        except (OSError, ValueError) as error:
-            logger.warning("%s: this run cannot be recorded: %s", where, error)
+        earlier = origin.earlier or read_earlier(where, prefix)  # those in a bucket are read here
+        if earlier.problem is not None:
+            logger.warning("%s: this run cannot be recorded: %s", where, earlier.problem)
             return
         newest = None
-        if not plan.lineage.is_copy:
-            newest = next(reversed(valid(earlier)), None)
+        if not origin.lineage.is_copy:
+            newest = next(reversed(valid(earlier.starts)), None)
         if newest is not None:
             self._numbers.inherit(newest)
-        where = absolute(where)  # the program may change its directory
         fields = self._initial_fields(where, newest) | self._numbers.fields()
-        file = StartFile(where, prefix, earlier, fields)
-        _end_earlier(file, claimed=plan.is_claimed)
+        file = StartFile(where, prefix, earlier.starts, fields)
+        _end_earlier(file, claimed=origin.is_claimed)
         self.run.file = file
 
     def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
         options = self.run.options
         state = self.run.state
-        lineage = self.run.plan.lineage
+        lineage = self.run.origin.lineage
         self._numbers.use_devices(state)
         parent_run = lineage.parent_run
         if parent_run is None and newest is not None:
@@ -120,7 +118,7 @@ class Recorder(Observer):
             "processes": None if processes.is_single_process() else jax.process_count(),
             "began": stopwatch.CLOCKS.wall() - sum(self.run.watch.seconds().values()),
             "directory": where,
-            "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
+            "logdir": None if options.logdir is None else os.fspath(options.logdir),
             "last_step": options.last_step,
             "argv": command_line(),
             "config": options.config,

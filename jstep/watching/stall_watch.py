@@ -237,7 +237,7 @@ class StallWatch(Observer):
             case Activity.ENDING:
                 return Wait("close", f"closing after step {step}", "close")
             case Activity.RESTORING:
-                return Wait("restore", f"restoring step {course.restoring_step}", "restore")
+                return Wait("restore", f"restoring step {course.first}", "restore")
             case Activity.STARTING:
                 what = f"starting at step {step}" if course.has_first else "starting: it looks for checkpoints"
                 return Wait(_START, what, _START)

@@ -15,7 +15,7 @@ from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.listing import first_missing_file
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.reading import CheckpointReader, LeafRead
+from jstep.checkpoint.reading import LeafRead, OpenCheckpoint
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
@@ -169,8 +169,8 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, and a function that verifies it and reads them as the loss sees them."""
     parent, name = os.path.split(path)
     store = open_store(parent)
-    reader = CheckpointReader(store, name.rpartition("-")[0] or name)
     manifest = store.manifest(path)
+    checkpoint = OpenCheckpoint(store, name.rpartition("-")[0] or name, path, manifest)
     leaves_by_array = manifest.leaves_by_array
     # Array → the leaf with the second half of its numbers, for slots that `compact` stores in two: the loss sees one.
     halves: dict[str | None, Leaf] = {}
@@ -186,7 +186,7 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         reads = [LeafRead(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
         with meshes.internal_transfers():
-            values = reader.read_leaves(path, manifest, reads)
+            values = checkpoint.read_leaves(reads)
         return dict(zip(shardings, values, strict=True))
 
     arrays: dict[str, Tensor] = {}

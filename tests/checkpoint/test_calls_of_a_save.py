@@ -52,7 +52,7 @@ def test_calls_of_a_save_and_of_a_match(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.extra()  # reads the manifest
         with counted() as calls:
-            engine_of(saver).check_run(state, 0)
+            engine_of(saver).open(0).check_run(state)
         assert LEAVES < calls.total() <= 8000
 
 

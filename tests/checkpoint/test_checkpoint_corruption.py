@@ -9,8 +9,8 @@ from checkpoint_states import edit_manifest, flip, read_files_of, save_all, stat
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
-from jstep.checkpoint.reading import MAX_VERIFIED_BYTES
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.verdicts import MAX_VERIFIED_BYTES
 from jstep.look.cli import main
 
 MOVED = "`mv %s %s.aside.0`"

@@ -104,9 +104,11 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
 
 UNREADABLE = """
 if process == 1:
-    def refuse(self, name, step=None):
+    from jstep.checkpoint.reading import OpenCheckpoint
+
+    def refuse(self, name):
         raise PermissionError(13, "Permission denied", name)
-    jstep.Saver.read_file = refuse
+    OpenCheckpoint.file = refuse
 """
 
 

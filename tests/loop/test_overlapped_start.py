@@ -11,6 +11,7 @@ from loop_runs import same
 from waiting import wait_until
 
 import jstep
+from jstep.checkpoint.reading import OpenCheckpoint
 
 OPTIMIZER = jstep.adam(0.1)
 ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
@@ -44,14 +45,14 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(
     batches = batches_of(kind)
     train(make_step(), batches, 3, tmp_path)
     uninterrupted = train(make_step(), batches, 9, None, steps_per_call=steps_per_call)
-    compiled_first, restore = [], jstep.Saver.restore
+    compiled_first, restore = [], OpenCheckpoint.restore
 
     def slow(self, *args, **kwargs):
         wait_until(lambda: "jstep-compile" in compiling_threads)  # a sequential start would time out here
         compiled_first.append(True)
         return restore(self, *args, **kwargs)
 
-    monkeypatch.setattr(jstep.Saver, "restore", slow)
+    monkeypatch.setattr(OpenCheckpoint, "restore", slow)
     compiling_threads.clear()
     state = train(make_step(), batches, 9, tmp_path, steps_per_call=steps_per_call)
     assert compiled_first == [True]

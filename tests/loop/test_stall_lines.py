@@ -15,7 +15,7 @@ from scalar_points import read_scalars
 from waiting import TIMEOUT, wait_until
 
 import jstep
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core.threads import Thread
 from jstep.look.cli import main
 from jstep.watching import stall_watch as stalls
@@ -149,11 +149,26 @@ def evaluating(stuck):
 
 
 class Slow(jstep.Saver):
-    """A Saver that hangs once, while it saves or restores."""
+    """A Saver that hangs once, while it saves."""
 
-    def __init__(self, directory, stuck, method):
+    def __init__(self, directory, stuck):
         super().__init__(directory)
-        setattr(self, method, once(stuck, getattr(self, method)))
+        self.save = once(stuck, self.save)
+
+
+def slow_to_restore(directory, stuck):
+    """Return a Saver of which a checkpoint that is opened hangs, while it is restored."""
+    saver = jstep.Saver(directory)
+    finder = engine_of(saver).finder
+    open_checkpoint = finder.open
+
+    def opened(step):
+        checkpoint = open_checkpoint(step)
+        checkpoint.restore = once(stuck, checkpoint.restore)
+        return checkpoint
+
+    finder.open = opened
+    return saver
 
 
 def saved(where):
@@ -174,12 +189,12 @@ PLACES = {
         r"in the hook MetricsHook at step 12",
         lambda stuck, where: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
     ),
-    "restore": ("restoring step 3", lambda stuck, where: {"checkpoint_dir": Slow(saved(where), stuck, "restore")}),
+    "restore": ("restoring step 3", lambda stuck, where: {"checkpoint_dir": slow_to_restore(saved(where), stuck)}),
     "compile again": (
         r"compiling step 9's program",
         lambda stuck, where: {"step": slow_second_trace(stuck), "batches": lambda step: jnp.ones(3 + (step >= 9))},
     ),
-    "save": ("saving step 20", lambda stuck, where: {"checkpoint_dir": Slow(where, stuck, "save")}),
+    "save": ("saving step 20", lambda stuck, where: {"checkpoint_dir": Slow(where, stuck)}),
 }
 
 

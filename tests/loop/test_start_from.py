@@ -13,6 +13,7 @@ from positioned import Positioned
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.record.starts import read_starts
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
@@ -216,16 +217,16 @@ class Living:
 
     def __init__(self, where, monkeypatch, *, times, temporary=True):
         self.where, self.times, self.reads = where, times, []
-        restore = jstep.Saver.restore
+        restore = OpenCheckpoint.restore
 
-        def restore_late(saver, target=None, step=None, *args, **kwargs):
-            if saver.directory == str(where) and step is not None:
-                self.reads.append(step)
+        def restore_late(checkpoint, target=None, **kwargs):
+            if os.path.dirname(checkpoint.path) == str(where):
+                self.reads.append(checkpoint.step)
                 if len(self.reads) <= self.times:
                     self.go_on(temporary)
-            return restore(saver, target, step, *args, **kwargs)
+            return restore(checkpoint, target, **kwargs)
 
-        monkeypatch.setattr(jstep.Saver, "restore", restore_late)
+        monkeypatch.setattr(OpenCheckpoint, "restore", restore_late)
 
     def go_on(self, temporary):
         with jstep.Saver(self.where, max_to_keep=1) as saver:

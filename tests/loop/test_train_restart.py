@@ -9,6 +9,7 @@ import pytest
 from loop_runs import make_state, same, train
 
 import jstep
+from jstep.checkpoint.reading import OpenCheckpoint
 
 
 def messages(caplog, level=logging.INFO):
@@ -99,10 +100,10 @@ def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
 def test_the_directory_is_claimed_before_anything_is_restored(tmp_path, monkeypatch):
     train(3, checkpoint_dir=tmp_path)
     order = []
-    for name in ("claim", "restore"):
-        real = getattr(jstep.Saver, name)
+    for owner, name in ((jstep.Saver, "claim"), (OpenCheckpoint, "restore")):
+        real = getattr(owner, name)
         monkeypatch.setattr(
-            jstep.Saver, name, lambda self, *a, real=real, name=name, **k: order.append(name) or real(self, *a, **k)
+            owner, name, lambda self, *a, real=real, name=name, **k: order.append(name) or real(self, *a, **k)
         )
     train(6, checkpoint_dir=tmp_path)
     assert order[:2] == ["claim", "restore"]

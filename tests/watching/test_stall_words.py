@@ -83,7 +83,7 @@ def waits() -> dict[str, Any]:
         "in an evaluation at step 5": doing(of_hook("Loss", EVALUATING)),
         "closing after step 5": doing(Activity.ENDING),
         "closing after step 5 #2": run_of(watch=saving, loop={"activity": Activity.ENDING}),
-        "restoring step 3": doing(Activity.RESTORING, restoring_step=3),
+        "restoring step 3": doing(Activity.RESTORING, first=3),
         "starting at step 5": doing(Activity.STARTING),
         "starting: it looks for checkpoints": doing(Activity.STARTING, has_first=False),
         "compiling step 5's program": doing(Activity.COMPILING),
