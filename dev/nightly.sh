@@ -52,7 +52,7 @@ step() { # name, command …
 # below, and of thorough tests in the first four.
 optimized() { # pytest arguments
     local thorough=(tests/core tests/differentiate tests/optimizers tests/training)
-    local quick=("${thorough[@]}" tests/composition tests/data tests/evaluating tests/hooks tests/metering
+    local quick=("${thorough[@]}" tests/composition tests/data tests/evaluating tests/hooks tests/logs tests/metering
         tests/metrics tests/queues tests/schedules tests/sharding tests/slots tests/state tests/summary)
     env XLA_FLAGS= PYTHONPATH=dev "$python" -m pytest -p costs -n 2 --costs="$logs/costs.json" "${quick[@]}" "$@" &&
         env XLA_FLAGS= "$python" -m pytest -n 2 -m thorough "${thorough[@]}" "$@"

@@ -39,7 +39,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jstep  # noqa: E402
-from jstep.hooks.fingerprint_log import read_log  # noqa: E402
+from jstep.logs.fingerprint_log import read_log  # noqa: E402
 from jstep.look import cli  # noqa: E402
 from jstep.stores.event_files import frame  # noqa: E402
 

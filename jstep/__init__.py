@@ -93,14 +93,14 @@ Training loop and hooks
     loop.signals: Preempted
     loop.stopping: interrupted_state
     hooks.hook: Hook
-    hooks.reporting: ReportingHook LoggingHook SummarySaverHook MetricsHook
+    logs.reporting: ReportingHook LoggingHook SummarySaverHook MetricsHook
     hooks.at_steps: every ProfilerHook StopAtStepHook
     core.logs: log_every_n
-    hooks.speed: StepCounterHook
+    logs.speed: StepCounterHook
     watching.progress: ProgressHook
-    hooks.history: History
+    logs.history: History
     hooks.checkpoint_saver: CheckpointSaverHook
-    hooks.fingerprint_log: FingerprintHook DivergenceError
+    logs.fingerprint_log: FingerprintHook DivergenceError
     hooks.nan_loss: NanLossHook
     state.nonfinite: NanLossDuringTrainingError
     watching.stall_watch: StallHook

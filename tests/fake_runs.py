@@ -5,7 +5,7 @@ from collections import Counter
 from jstep.core.stopwatch import Stopwatch
 from jstep.hooks.run_hook import RunInfo, use_run
 from jstep.hooks.schedule import HookSchedule
-from jstep.hooks.speed import StepCounterHook
+from jstep.logs.speed import StepCounterHook
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue

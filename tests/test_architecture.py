@@ -28,6 +28,7 @@ LAYERS = [
     {"checkpoint", "training"},
     {"metering", "weights"},
     {"hooks"},
+    {"logs"},
     {"evaluating"},
     {"loop"},
     {"watching"},

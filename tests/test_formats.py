@@ -17,7 +17,8 @@ import jstep
 from jstep.checkpoint import manifest
 from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
-from jstep.hooks import fingerprint_log, hook_states
+from jstep.hooks import hook_states
+from jstep.logs import fingerprint_log
 from jstep.loop import contents, origin
 from jstep.record import process_files, schema, stall_files, starts
 from jstep.stores import objects, tagged_arrays, tagged_json

@@ -15,7 +15,7 @@ import pytest
 from golden_runs import RUNS
 
 import jstep
-from jstep.hooks.history_file import read_rows
+from jstep.logs.history_file import read_rows
 from jstep.look.cli import main
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")

@@ -18,6 +18,7 @@
 - `secret_text`: removal of secrets.
 - `selection`: selection of leaves by path, glob or `var_list`.
 - `stopwatch`: the wall time of a run by phase.
+- `tables`: tables as text and HTML.
 - `threads`: threads, and what each is doing.
 - `tracebacks`: tracebacks without jstep's inner frames.
 - `trees`: types of trees, leaves and their paths.

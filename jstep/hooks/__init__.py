@@ -3,15 +3,10 @@
 - `at_steps`: a function every n steps, a profiler trace, the end of a run.
 - `cadence`: when a hook is due: at multiples of steps, after seconds, at the last step.
 - `checkpoint_saver`: the hook that saves checkpoints.
-- `fingerprint_log`: fingerprints of the state by step, in logs.
-- `history`: the metrics of a run, as rows and plots.
-- `history_file`: the file of a `History`.
 - `hook`: the `Hook` protocol.
 - `hook_states`: the states of hooks and callbacks in checkpoints.
 - `nan_loss`: the hook that ends a run at a non-finite loss.
-- `reporting`: hooks that report metrics.
 - `run_hook`: the base class of built-in hooks.
 - `saver_hook`: what all hooks that save have in common.
 - `schedule`: when a hook is due, and where it ends calls.
-- `speed`: the hook that measures the speed.
 """

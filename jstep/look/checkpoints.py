@@ -14,10 +14,10 @@ from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError,
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
+from jstep.core.tables import printable
 from jstep.look import cli
 from jstep.look.arrays import array_range, is_inexact, norm
 from jstep.look.checkpoint_positions import Positions, lines_of_positions, positions_in
-from jstep.showing.tables import printable
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.untrusted import step_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path

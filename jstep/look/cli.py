@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from jstep.core.checks import format_list
-from jstep.showing.tables import columns, fold, printable
+from jstep.core.tables import columns, fold, printable
 from jstep.stores.event_files import DataLossError
 
 # What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.

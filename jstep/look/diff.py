@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.checks import format_list
+from jstep.core.tables import columns, fold
 from jstep.look import cli
 from jstep.look.arrays import LeafDifference, array_difference
 from jstep.look.checkpoint_positions import position_differences
@@ -23,7 +24,6 @@ from jstep.look.run_folder import (
     state_change_lines,
 )
 from jstep.record.differences import PAIR_WORDS, changes
-from jstep.showing.tables import columns, fold
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 
@@ -282,7 +282,7 @@ def _side(path: str) -> _Side:
 
 def _log_side(path: str, *, is_logdir: bool) -> _Side:
     # Imported here, as it imports JAX, which checkpoints do not need.
-    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log
+    from jstep.logs.fingerprint_log import FINGERPRINTS_FILE, read_log
 
     if is_logdir:
         if FINGERPRINTS_FILE not in names_in(path):
@@ -354,7 +354,7 @@ def _position_differences(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
 
 def _entry_differences(a: Any, b: Any) -> list[LeafDifference] | None:
     """Return the leaves that differ between two entries of logs, [] if a log has none; None if the states are equal."""
-    from jstep.hooks.fingerprint_log import compare_logs
+    from jstep.logs.fingerprint_log import compare_logs
 
     result = compare_logs(a, b)
     if result is None:

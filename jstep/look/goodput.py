@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.tables import Tabular
 from jstep.look.cli import Command, answer
 from jstep.record.process_files import read_processes
 from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
-from jstep.showing.tables import Tabular
 from jstep.stores.urls import absolute, location
 
 # The time of stepping is divided into that of the steps that the run kept, and that of the steps that it lost.

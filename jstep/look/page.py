@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import format_list, truncate
+from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
@@ -15,7 +16,6 @@ from jstep.look.runs import duration_text, main_metrics, shared_ids
 from jstep.look.sweep import RunFiles, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 from jstep.showing.drawing import NEUTRAL, Curve, Mark, legend_key, picture
-from jstep.showing.tables import html_text
 
 # The maximum number of characters.
 _MAX_CELL = 24

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable
 
 from jstep.core.checks import as_choice, as_string, describe_type
+from jstep.core.tables import html_text
 from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
 from jstep.look.runs import find_runs, run_names
 from jstep.look.sweep import RunFiles, Sweep
 from jstep.showing.drawing import stylesheet
-from jstep.showing.tables import html_text
 from jstep.stores.files import check_no_links, write_named
 from jstep.stores.urls import absolute, location
 

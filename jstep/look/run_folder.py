@@ -323,7 +323,7 @@ def run_folder(path: str, prefix: str) -> RunFolder:
 
 def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
     """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
-    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
+    from jstep.logs.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
 
     directories = [path]
     for folder in folders:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.listing import REPLACED, has_data
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
+from jstep.core.tables import breadth, columns, fold, html_table, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
 from jstep.look.run_folder import run_folder, run_folders, table_of_starts
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.record.differences import is_setting, values_of
 from jstep.record.starts import FOLDER
-from jstep.showing.tables import breadth, columns, fold, html_table, printable
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.untrusted import is_below_or_beside
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path

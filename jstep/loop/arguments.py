@@ -16,7 +16,7 @@ from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
-from jstep.hooks.speed import StepCounterHook
+from jstep.logs.speed import StepCounterHook
 from jstep.loop.programs import AUTO
 from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step

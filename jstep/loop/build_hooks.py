@@ -10,10 +10,10 @@ import jax
 
 from jstep.core import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
-from jstep.hooks.history import check_paths
-from jstep.hooks.reporting import LoggingHook, SummarySaverHook, uses_writer_of_run
 from jstep.hooks.saver_hook import SaverHook
-from jstep.hooks.speed import StepCounterHook
+from jstep.logs.history import check_paths
+from jstep.logs.reporting import LoggingHook, SummarySaverHook, uses_writer_of_run
+from jstep.logs.speed import StepCounterHook
 from jstep.loop.arguments import Options
 from jstep.loop.run_context import RunContext
 from jstep.loop.saving import RunSaverHook

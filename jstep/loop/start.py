@@ -26,8 +26,8 @@ from jstep.data.sequence import BatchSequence
 from jstep.evaluating.evaluation_hook import evaluate_first, repeat_interrupted
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook_states import check_stateful, get_states
-from jstep.hooks.reporting import LoggingHook
-from jstep.hooks.speed import StepCounterHook, count_examples
+from jstep.logs.reporting import LoggingHook
+from jstep.logs.speed import StepCounterHook, count_examples
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import NO_LOGS, build_hooks

@@ -17,12 +17,12 @@ from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
+from jstep.core.tables import Tabular
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.metering.work import work_of
 from jstep.planning import topologies
-from jstep.showing.tables import Tabular
 from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, as_state

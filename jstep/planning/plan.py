@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
 from jstep.core.meshes import internal_transfers
+from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import OptimizerLike, Schedule, Tree
 from jstep.data.batches import Batches
@@ -21,7 +22,6 @@ from jstep.hooks.hook import Hook, list_of_hooks
 from jstep.hooks.run_hook import RunHook, hook_cadence
 from jstep.hooks.schedule import next_call
 from jstep.loop.stages import as_stages, name_of_step
-from jstep.showing.tables import WIDTH, Tabular, columns, wrap_words
 from jstep.slots.optax_transformations import as_optimizer, is_transformation
 
 T = TypeVar("T")

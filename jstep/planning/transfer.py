@@ -10,10 +10,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_choice, as_function, as_int, describe_type, format_value
+from jstep.core.tables import columns
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params, Tree
 from jstep.optimizers.leaf_values import pair_of_axes
-from jstep.showing.tables import columns
 from jstep.state.train_state import TrainState
 
 # Width ratios of the leaves of two models: fan-in and fan-out of the wide model over the small one.

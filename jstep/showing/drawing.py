@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jstep.showing.tables import html_text
+from jstep.core.tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH = 560

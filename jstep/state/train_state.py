@@ -16,9 +16,9 @@ from jstep.core.logs import logger
 from jstep.core.new_arrays import copy_as, copy_of
 from jstep.core.placement import as_memory, compiles_only, is_shape
 from jstep.core.public_names import explains_attributes, find_hint
+from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, P, Params, Slots, Step, T, Tree
-from jstep.showing.tables import html_table
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import NO_ROLES, Init, Role, Roles, roles_in, state_roles
 from jstep.state import copies

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jstep.core.logs import is_below_bar
+from jstep.core.tables import html_table, html_text
 from jstep.hooks.cadence import Clock
-from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunInfo
+from jstep.logs.history import History
 from jstep.metering.numbers import numbers_in, read_values
-from jstep.showing.tables import html_table, html_text
 
 _MAX_ROWS = 20
 """The maximum number of rows of evaluations."""

@@ -14,9 +14,9 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
 from jstep.evaluating.evaluation_hook import newest_results
 from jstep.hooks.cadence import Cadence, Clock
-from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.hooks.speed import format_utilization
+from jstep.logs.history import History
+from jstep.logs.speed import format_utilization
 from jstep.loop.run_context import Observer, RunContext
 from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, sorted_numbers, start_transfer
 from jstep.optimizers.hyperparameters import held_values

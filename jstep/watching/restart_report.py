@@ -13,6 +13,7 @@ from typing import Any
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
+from jstep.core.tables import printable
 from jstep.data.sequence import BatchSequence
 from jstep.loop.origin import START
 from jstep.loop.run_context import RunContext
@@ -20,7 +21,6 @@ from jstep.loop.stages import lanes_of
 from jstep.record.differences import Changes, changes
 from jstep.record.schema import Start
 from jstep.record.starts import StartFile, load_setup, program_path, valid
-from jstep.showing.tables import printable
 from jstep.training.step import step_function
 from jstep.watching.start_setup import shortened
 

@@ -15,9 +15,9 @@ from processes import python
 from source_files import ROOT, text_of
 
 import jstep
+from jstep.core.tables import columns
 from jstep.look.arrays import is_inexact
 from jstep.look.cli import COMMANDS, Command, main
-from jstep.showing.tables import columns
 
 
 @pytest.fixture(scope="module")

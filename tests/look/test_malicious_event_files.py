@@ -5,8 +5,8 @@ import json
 import pytest
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
+from jstep.core.tables import printable
 from jstep.look.cli import as_strict_json
-from jstep.showing.tables import printable
 from jstep.stores.event_files import frame
 
 

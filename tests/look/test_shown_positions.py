@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.core.tables import printable
 from jstep.look.checkpoint_positions import lines_of_positions, position_differences, positions_in
 from jstep.look.cli import SHOWN
-from jstep.showing.tables import printable
 from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import as_json, copy_encodable
 

@@ -8,7 +8,7 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.hooks import history_file
+from jstep.logs import history_file
 from jstep.stores import growing_files
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks import fingerprint_log
+from jstep.logs import fingerprint_log
 from jstep.look.cli import main
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.record.starts import StartFile, load_setup, read_starts

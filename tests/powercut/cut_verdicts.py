@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.hooks import fingerprint_log
+from jstep.logs import fingerprint_log
 from jstep.record.starts import FOLDER, read_starts
 
 ACCEPTABLE = "acceptable"

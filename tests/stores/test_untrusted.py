@@ -199,8 +199,8 @@ DECODES = {
     "data.positions": "what other processes of this run sent",
     "evaluating.evaluation_hook": "what the first process of this run sent",
     "loop.agreement": "what other processes of this run sent",
-    "hooks.fingerprint_log": "a line, whose fields `parse_line` checks",
-    "hooks.history_file": "a line, which must be as it is written",
+    "logs.fingerprint_log": "a line, whose fields `parse_line` checks",
+    "logs.history_file": "a line, which must be as it is written",
     "weights.search": "an index, whose names are checked",
     "weights.tensors": "a header that the safetensors package has checked",
 }

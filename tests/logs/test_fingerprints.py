@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.fingerprint_log import Difference, Entry, compare_logs, read_log
 from jstep.hooks.run_hook import RunHook
+from jstep.logs.fingerprint_log import Difference, Entry, compare_logs, read_log
 from jstep.look.cli import main
 from jstep.stores import growing_files
 

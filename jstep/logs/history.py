@@ -15,15 +15,15 @@ import numpy as np
 from jstep.core import processes, trees
 from jstep.core.checks import as_int
 from jstep.core.logs import logger
+from jstep.core.tables import html_table
 from jstep.hooks.cadence import make_cadence
-from jstep.hooks.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.hooks.hook_states import StateFormat, register_format
-from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
+from jstep.logs.history_file import HistoryFile, Row, Rows, as_path, read_rows
+from jstep.logs.reporting import ReportingHook
 from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, sort_metrics, sorted_numbers
 from jstep.showing.drawing import Curve, picture
-from jstep.showing.tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.files import check_no_links
 from jstep.stores.urls import location

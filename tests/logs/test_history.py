@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks import history as module
+from jstep.logs import history as module
 
 optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 10, 0.9))
 

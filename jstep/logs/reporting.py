@@ -16,7 +16,7 @@ from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.cadence import UNSET, Clock, make_cadence
 from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
-from jstep.hooks.speed import format_utilization, measure_finished
+from jstep.logs.speed import format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.metering.metric_sums import Needs
 from jstep.state.train_state import TrainState

@@ -13,7 +13,7 @@ from hooked_runs import train
 
 import jstep
 from jstep.hooks.run_hook import use_run
-from jstep.hooks.speed import measure_finished
+from jstep.logs.speed import measure_finished
 from jstep.metering import in_flight
 
 # LoggingHook
