@@ -9,10 +9,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 
 import jstep
+
+T = TypeVar("T")
 
 # With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable jstep again, but not
 # the packages that it is compared with, which pip compiled.
@@ -47,9 +50,7 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
     return times
 
 
-def in_turn(
-    contenders: Mapping[str, Callable[[int], float]], calls: int, rounds: int, warm_up: int
-) -> dict[str, list[float]]:
+def in_turn(contenders: Mapping[str, Callable[[int], T]], calls: int, rounds: int, warm_up: int) -> dict[str, list[T]]:
     """Return what `run(calls)` of each contender returns, one value per round, in a fixed order.
 
     With `JSTEP_QUICK_BENCHMARKS` there are three rounds.
@@ -58,10 +59,43 @@ def in_turn(
         rounds = 3
     for run in contenders.values():
         run(warm_up)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[T]] = {name: [] for name in contenders}
     for _, (name, run) in itertools.product(range(rounds), contenders.items()):
         times[name].append(run(calls))
     return times
+
+
+class ThreadTimes(NamedTuple):
+    """Seconds of one thread, from any moment on.
+
+    Attributes:
+        wall: The time of the clock.
+        cpu: The time on a core.
+        delay: The time in which the thread was ready to run, and all cores were taken; 0 except on Linux.
+    """
+
+    wall: float
+    cpu: float
+    delay: float
+
+    @classmethod
+    def now(cls) -> "ThreadTimes":
+        """The times of the calling thread."""
+        try:
+            with open("/proc/thread-self/schedstat") as file:
+                _, delay, _ = file.read().split()
+        except OSError:
+            delay = "0"
+        return cls(time.perf_counter(), time.thread_time(), int(delay) * 1e-9)
+
+    def per_step(self, began: "ThreadTimes", steps: int) -> "ThreadTimes":
+        """The times from `began` to these, for each of so many steps."""
+        return ThreadTimes(*((end - start) / steps for end, start in zip(self, began, strict=True)))
+
+    @property
+    def delay_share(self) -> float:
+        """The delay as a share of the time of the clock."""
+        return self.delay / self.wall
 
 
 class Timer(jstep.Hook):
@@ -70,6 +104,10 @@ class Timer(jstep.Hook):
     Args:
         untimed: Number of steps that are not timed; the first call never is, because it compiles.
         pause: Seconds to wait in each step that is timed.
+
+    Attributes:
+        times: Those of the thread of the loop, per step.
+        taken: The seconds of the clock, per step.
     """
 
     def __init__(self, untimed=1, pause=0):
@@ -78,13 +116,14 @@ class Timer(jstep.Hook):
     def after_step(self, step, state, metrics):
         if self.started is None:
             if step >= self.untimed:
-                self.started, self.first = time.perf_counter(), step
+                self.started, self.first = ThreadTimes.now(), step
         elif self.pause:
             time.sleep(self.pause)
 
     def end(self, step, state):
         jax.block_until_ready(state)
-        self.taken = (time.perf_counter() - self.started) / (step - self.first)
+        self.times = ThreadTimes.now().per_step(self.started, step - self.first)
+        self.taken = self.times.wall
 
     def next_due(self, step):
         return step + 1 if self.pause or self.started is None else 2**62
@@ -147,10 +186,13 @@ def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str
     return good
 
 
-def report_ratio(ours: str, peer: str, ratio: float, bound: float | None = None) -> bool:
-    """Print a ratio in the format that `report.py` parses, below a title; return whether its bound holds."""
-    if bound is None:
-        print(f"  {ours} / {peer}: {ratio:.3f}")
-        return True
-    print(f"  {ours} / {peer}: {ratio:.3f}  (bound {bound}) {'ok' if ratio <= bound else 'OVER'}")
-    return ratio <= bound
+def report_ratio(ours: str, peer: str, ratio: float, bound: float | None = None, beside: str = "") -> bool:
+    """Print a ratio in the format that `report.py` parses, below a title; return whether its bound holds.
+
+    `beside` follows on the same line, in brackets.
+    """
+    line = f"  {ours} / {peer}: {ratio:.3f}"
+    if bound is not None:
+        line += f"  (bound {bound}) {'ok' if ratio <= bound else 'OVER'}"
+    print(f"{line}  [{beside}]" if beside else line)
+    return bound is None or ratio <= bound

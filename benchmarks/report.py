@@ -48,7 +48,9 @@ NOT_SHOWN = {
 }
 """Benchmarks of jstep's inside: `--only` runs them, and the page leaves them out."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
-_RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
+_RATIO = re.compile(
+    r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?(?:\s+\[.*\])?\s*"
+)
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- versions -->|\Z)", re.DOTALL)
 _WHERE = re.compile(r"^\*(\d{4}-\d\d-\d\d, .*?)\.(?: Python ([^*]+?)\.)?( [A-Z][^*]*)?\*$", re.MULTILINE)

@@ -21,7 +21,7 @@ cpu, load 0.3
   jstep                                   10.00 µs  (best 9.00)
   Optax                                   20.00 µs  (best 19.00)
   jstep / Optax: 0.500  (bound 1.0) ok
-  jstep / Optax, donated | raw: 1.250  (bound 1.2) OVER
+  jstep / Optax, donated | raw: 1.250  (bound 1.2) OVER  [run delay 0.3%; 3 / 4: quiet]
   jstep: trace and lower 33 ms, compile 12 ms
 
 Importing
