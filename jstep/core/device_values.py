@@ -106,14 +106,6 @@ def are_plain(leaves: Iterable[Any]) -> bool:
 _type_of_array = operator.attrgetter("aval")
 
 
-def array_types(leaves: Iterable[Any]) -> list[Any] | None:
-    """Return the `jax.typeof` of each leaf, if all are arrays of a device, else None. It runs at each step."""
-    try:
-        return list(map(_type_of_array, leaves))
-    except AttributeError:
-        return None
-
-
 def flat_batch_types(batch: Any) -> Any:
     """Return a key of the types of a batch that is an array of a device, or a plain tuple or dict of such arrays.
 
@@ -121,13 +113,17 @@ def flat_batch_types(batch: Any) -> Any:
     compared and built again.
     """
     kind = type(batch)
+    names = None
+    leaves: Iterable[Any] = (batch,)
     if kind is tuple:
-        return array_types(batch)
-    if kind is dict:
-        types = array_types(batch.values())
-        return None if types is None else (list(batch), types)
-    types = array_types((batch,))
-    return None if types is None else tuple(types)
+        leaves = batch
+    elif kind is dict:
+        names = list(batch)
+        leaves = batch.values()
+    try:
+        return kind, names, list(map(_type_of_array, leaves))
+    except AttributeError:
+        return None
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:

@@ -17,7 +17,6 @@
 - `origin`: what a run begins from.
 - `parent`: the checkpoint of another run that a branch begins from.
 - `programs`: the programs of stages, by the shapes of their batches.
-- `quiet`: the calls between two steps at which something is due.
 - `run_context`: what the loop, its hooks and its observers share; the interface of observers.
 - `saving`: when the checkpoint of a run is saved, and what prevents it.
 - `signals`: signals, a time limit, and stops of several processes.

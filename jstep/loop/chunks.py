@@ -104,9 +104,13 @@ def make_chunks(
                 batches_of_call.append(item[0])
                 position = item[2]
                 item = None
+            num_steps = len(batches_of_call)
             batch = _stack_batches(batches_of_call, program.max_steps)
-            yield Chunk(program, _make_args(batch, place_stacked), len(batches_of_call), step, position)
-            step += len(batches_of_call)
+            # Here and not when it is assigned again: the call would hold each batch twice, and a stage that is not
+            # stacked would hold those of the latest one that is.
+            del batches_of_call
+            yield Chunk(program, _make_args(batch, place_stacked), num_steps, step, position)
+            step += num_steps
 
 
 def _make_args(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:

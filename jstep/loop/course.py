@@ -83,7 +83,6 @@ class Course:
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may swallow it.
         state_changes: When the body or a hook replaced the state.
-        replaced_at: The latest step at which the body, a hook or `make_end` replaced the state.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
@@ -105,7 +104,6 @@ class Course:
         self.is_finished = False
         self.failure: BaseException | None = None
         self.state_changes = StateChanges()
-        self.replaced_at: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -264,7 +262,6 @@ class Course:
         if author is not None:
             self.state_changes.add(self.position.step, author, self.position.state, state)
         self.position = self.position._replace(state=state)
-        self.replaced_at = self.position.step
 
     # The end.
 

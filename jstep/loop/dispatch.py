@@ -103,7 +103,7 @@ class Dispatch:
         # A program that was called before is compiled again for another state.
         has_compiled = not program.is_called or counts.programs != programs_before
         if has_compiled:
-            self.note_compiled(state, chunk, result, began)
+            self._note_compiled(state, chunk, result, began)
         self._latest = program
         if not program.is_settled:
             self._settle(chunk)
@@ -148,7 +148,7 @@ class Dispatch:
             self._auto = None
         return result
 
-    def note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
+    def _note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
         """After a call that compiled its program: count its time as `starting`, and check a stage's first result."""
         program = chunk.program
         is_first_of_stage = program.stage.begin()

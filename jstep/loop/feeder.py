@@ -10,10 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import jax
-
 from jstep.core import processes
-from jstep.core.device_values import array_types, flat_batch_types
+from jstep.core.device_values import flat_batch_types
 from jstep.core.exceptions import items_until_end
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
@@ -51,11 +49,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self.count = 0
         self._times = StartTimes() if times is None else times
         self._batches = items_until_end(source.items)
-        self._put_back: Any = _NO_BATCH  # which `take_alike` has read, and `_read` returns
         self._items = self._read()
         self._iterator: CopiedBatches | None = None
-        self._shapes: Any = None  # of the latest batch that was read
-        self._flat_types: Any = None  # of that batch, if it is flat and of arrays on a device
         self._reopen_source: Callable[[], BatchSource] | None = None
         self._first_task: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
         # Weak, because the thread, which uses this object, must not keep the reader alive.
@@ -78,65 +73,31 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         source = self.source
         read_position = source.read_position
         shapes: Any = None
-        types: list[Any] | None = None
-        structure: Any = None
+        flat_types: Any = None
         while True:
-            batch = self._put_back
-            self._put_back = _NO_BATCH
+            batch = next(self._batches, _NO_BATCH)
             if batch is _NO_BATCH:
-                batch = next(self._batches, _NO_BATCH)
-                if batch is _NO_BATCH:
-                    return
-                self.fetched += 1
-            is_known = False
+                return
+            self.fetched += 1
             # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
             # the types of all leaves at once: looking into each of them was the largest part of the loop's own time.
-            if types is not None:
-                leaves, new_structure = jax.tree_util.tree_flatten(batch)
-                is_known = new_structure == structure and array_types(leaves) == types
-            if not is_known:
+            if flat_types is not None and flat_batch_types(batch) == flat_types:
+                # A new container, as the user may fill the old one with the next batch.
+                copied = dict(batch) if type(batch) is dict else batch
+            else:
                 leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
+                copied = structure.unflatten(leaves)
                 new_shapes = shapes_of_leaves(leaves, structure)
+                del leaves  # not assigned again while batches need no copy: they would hold this one
                 if new_shapes != shapes:
                     shapes = new_shapes
-                    types = array_types(leaves)
-                if not is_ahead:
-                    self._shapes = shapes
-                    self._flat_types = None if types is None else flat_batch_types(batch)
-            # A new container, as the user may fill the old one with the next batch.
-            yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
+                    flat_types = flat_batch_types(batch)
+            yield copied, shapes, None if read_position is None else read_position()
             if is_ahead:
                 continue
             self.count += 1
             if self._thread is not None:  # it reads from here on
                 return
-
-    # Batches for a `QuietStretch`, which takes them without a chunk.
-
-    @property
-    def can_take_alike(self) -> bool:
-        """Whether `take_alike` may be called: batches have no positions, and no thread reads them."""
-        source = self.source
-        is_plain = source.read_position is None and not source.follows_calls and not source.moves_between_steps
-        return is_plain and self._thread is None
-
-    def take_alike(self) -> Any:
-        """Return the next batch, copied as by `__iter__`, if it has the shapes of the latest one.
-
-        None if it has not, and at the end; then the iterator over this object goes on with that batch.
-        """
-        self.count += 1
-        batch = next(self._batches, _NO_BATCH)
-        if batch is not _NO_BATCH:
-            self.fetched += 1
-            if self._flat_types is not None and flat_batch_types(batch) == self._flat_types:
-                return batch
-            leaves, structure = copy_leaves(batch, fresh=self.source.is_fresh)
-            if shapes_of_leaves(leaves, structure) == self._shapes:
-                return structure.unflatten(leaves)
-        self.count -= 1
-        self._put_back = batch
-        return None
 
     # The first batch.
 
@@ -221,10 +182,6 @@ _NEVER_AGAIN = _WaitCheck(checked_at=math.inf)
 """As if the waits had been checked in the future: the next check is never due."""
 
 
-ChunksFrom = Callable[[int], Iterator[Chunk]]
-"""`chunks_from(step)`: the chunks of the batches that are still to be read, the first of which is for this step."""
-
-
 class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; a thread may read their batches ahead.
 
@@ -238,12 +195,9 @@ class BatchFeeder(Iterator[Chunk]):
         steps: The number of its steps.
     """
 
-    def __init__(
-        self, reader: BatchReader, chunks_from: ChunksFrom, first: int, signals: StopSignals, watch: Stopwatch
-    ) -> None:
+    def __init__(self, reader: BatchReader, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
         self._reader = reader
-        self._chunks_from = chunks_from
-        self._chunks = chunks_from(first)
+        self._chunks = chunks
         self._signals = signals
         self._watch = watch
         self._thread: ReaderThread | None = None
@@ -262,14 +216,35 @@ class BatchFeeder(Iterator[Chunk]):
         return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:
+        watch = self._watch
         source = self._reader.source
-        if source.moves_between_steps or source.follows_calls:
-            chunk = self._fetch(self._next_chunk)
-        else:
-            chunk = self._fetch(self._chunks.__next__)  # a call less at each step
-            chunk.can_interrupt = source.can_interrupt
+        self._requests += 1
+        # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread is: in the user's
+        # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
+        self.waiting = True
+        self.can_interrupt = source.can_interrupt
+        outer_phase = watch.current
+        phase = watch.waiting
+        began = watch.switch(phase)
+        try:
+            if self._signals.received is not None and self.can_interrupt:
+                self._signals.check()
+            if source.moves_between_steps or source.follows_calls:
+                chunk = self._next_chunk()
+            else:
+                chunk = next(self._chunks)
+                chunk.can_interrupt = source.can_interrupt
+        except StopIteration:
+            source.end()
+            self.waiting = False
+            raise
+        finally:
+            self.can_interrupt = False
+            self.received_at = watch.switch(outer_phase)
+            watch.lasted[phase].append(self.received_at - began)
+        self.waiting = False
         self.steps = chunk.steps
-        if self.received_at >= self._last_check.checked_at + _CHECK_SECS:  # `checks_at`, inlined
+        if self.received_at >= self._last_check.checked_at + _CHECK_SECS:
             self._check_waits(self.received_at)
         if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
             self._read_ahead()
@@ -288,48 +263,6 @@ class BatchFeeder(Iterator[Chunk]):
         if source.follows_calls:
             source.end_fetch(chunk.steps, chunk.position)
         return chunk
-
-    def _fetch(self, make: Callable[[], _T]) -> _T:
-        """Return `make()`, which waits for batches."""
-        watch = self._watch
-        source = self._reader.source
-        self._requests += 1
-        # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread is: in the user's
-        # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
-        self.waiting = True
-        self.can_interrupt = source.can_interrupt
-        outer_phase = watch.current
-        phase = watch.waiting
-        began = watch.switch(phase)
-        try:
-            if self._signals.received is not None and self.can_interrupt:
-                self._signals.check()
-            made = make()
-        except StopIteration:
-            source.end()
-            self.waiting = False
-            raise
-        finally:
-            self.can_interrupt = False
-            self.received_at = watch.switch(outer_phase)
-            watch.lasted[phase].append(self.received_at - began)
-        self.waiting = False
-        return made
-
-    # Batches that a `QuietStretch` takes, which needs no chunks.
-
-    @property
-    def checks_at(self) -> float:
-        """When `next` checks the waits again, by the stopwatch."""
-        return self._last_check.checked_at + _CHECK_SECS
-
-    def take_alike(self) -> Any:
-        """Return `BatchReader.take_alike()`, which is a wait as in `next`."""
-        return self._fetch(self._reader.take_alike)
-
-    def go_on_at(self, step: int) -> None:
-        """Make the next chunk for this step, after batches that were taken without one."""
-        self._chunks = self._chunks_from(step)
 
     def _check_waits(self, received_at: float) -> None:
         last = self._last_check

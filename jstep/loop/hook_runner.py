@@ -107,20 +107,6 @@ class HookRunner:
 
     # Around each call.
 
-    @property
-    def acts_before_steps(self) -> bool:
-        return any(defines(hook, "before_step") for hook in self._hooks)
-
-    @property
-    def next_due_step(self) -> int:
-        """The next step at which a hook is due by steps, or the step is checked."""
-        return min(self._non_savers.next, self.savers.next, self._next_check)
-
-    def deadlines(self) -> list[tuple[Callable[[], float], float]]:
-        """Return the clock of each hook that is due by time, and its deadline."""
-        timed = (*self._non_savers.timed, *self.savers.timed)
-        return [(schedule.cadence.clock, schedule.deadline) for schedule in timed]
-
     def make_run_chunk(self, dispatch: Dispatch) -> RunChunk:
         """Return `dispatch`, after a call of each hook's `before_step`."""
         hooks = [hook for hook in self._hooks if defines(hook, "before_step")]

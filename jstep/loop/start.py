@@ -68,8 +68,8 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     hooks = build_hooks(run)
     runner = HookRunner(run, run.course, hooks, run.train_steps)
     reader = _open_reader(run, batches, early_batches)
-    chunks_from = functools.partial(_make_chunks, run, dispatch.table, hooks, reader)
-    feeder = BatchFeeder(reader, chunks_from, run.course.first, run.signals, run.watch)
+    chunks = _make_chunks(run, dispatch.table, hooks, reader)
+    feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
     run.initial_contents = finiteness.initial_contents
     run.closing.callback(_close_batches, run, reader, feeder)
@@ -271,10 +271,9 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
             return
 
 
-def _make_chunks(
-    run: RunContext, table: ProgramTable, hooks: Sequence[Any], reader: BatchReader, first: int
-) -> Iterator[Chunk]:
+def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], reader: BatchReader) -> Iterator[Chunk]:
     options = run.options
+    first = run.course.first
     ends: Iterable[float] = (math.inf,)
     if table.is_looped:
         # Only process 0 writes lines, but all processes end a call when one is due.

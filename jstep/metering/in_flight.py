@@ -1,5 +1,6 @@
 """The calls in flight: the step that the device has finished, and a limit of about one second of work."""
 
+import bisect
 import contextlib
 import math
 import time
@@ -20,8 +21,10 @@ _MIN_CALLS = 2
 """One call that runs, and one that is ready to follow it, however long they take."""
 _NEWEST_WEIGHT = 0.3
 """The weight of the newest observation in the average duration of a call."""
-_MIN_DROPPED = 8
-"""The number of calls from which on finished ones are dropped."""
+_MIN_BETWEEN_LOOKS = 8
+_MAX_BETWEEN_LOOKS = 64
+"""The least and the largest number of calls between two looks at which calls have finished: a hundredth of the limit.
+To ask an array whether it is ready takes some microseconds, most of them in the locks of XLA's threads."""
 _KEPT_DURATIONS = 64
 """The number of durations that are kept."""
 
@@ -43,6 +46,10 @@ class InFlight:
 
     One thread adds calls; any thread may query the `unfinished` one.
 
+    Each call in flight holds its batch and its metrics in the memory of the device. Their limit is known by the calls
+    before: when quick calls become slow at once, as many may be in flight as one second of the quick ones, until the
+    first slow one is seen to have finished. That is seen at most 64 calls late.
+
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
         is_check_due: Whether `make_room` must check which calls have finished: to drop these, or to wait for one.
@@ -59,6 +66,7 @@ class InFlight:
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
+        self._look_at = _MIN_CALLS  # the number of calls at which to look which ones have finished
         self._array_type: type | None = None  # that of the latest result: `isinstance` takes a microsecond
         # Whether later calls donate the metrics of earlier ones, which shows only when such an array is deleted.
         self._are_donated = False
@@ -76,29 +84,33 @@ class InFlight:
                 result = _find_result(state, metrics)
             self._array_type = type(result)
         self._calls.append((result, first, step))
-        self.is_check_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+        self.is_check_due = len(self._calls) >= self._look_at
 
     def drop_finished(self) -> None:
-        num_calls = 0
-        num_steps = 0
-        # The device finishes calls in their order: if the newest one is ready, which is mostly so when the host is the
-        # slower one, all are.
-        are_all_ready = bool(self._calls) and _is_ready(self._calls[-1][0]) is True
-        while self._calls:
-            result, first, step = self._calls[0]
-            is_ready = are_all_ready or _is_ready(result)
-            if is_ready is None:  # for example a metric that is an array of the state: no information
-                self._are_donated = True
-            elif is_ready:
-                self.finished = step
-                num_calls += 1
-                num_steps += step - first
-            else:
-                break
-            self._calls.popleft()
+        calls = self._calls
+        while calls and calls[0][0].is_deleted():  # for example a metric that is an array of the state: no information
+            self._are_donated = True
+            calls.popleft()
+        num_calls = self._count_finished()
         if num_calls:
-            self._measure(num_calls, num_steps)
-            self.is_check_due = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
+            _, first, _ = calls[0]
+            for _ in range(num_calls):
+                _, _, self.finished = calls.popleft()
+            self._measure(num_calls, self.finished - first)
+        between_looks = min(max(_MIN_BETWEEN_LOOKS, self.max_calls // 100), _MAX_BETWEEN_LOOKS)
+        self._look_at = min(self.max_calls, len(calls) + between_looks)
+        self.is_check_due = len(calls) >= self._look_at
+
+    def _count_finished(self) -> int:
+        """Return how many of the oldest calls have finished: the device finishes calls in their order."""
+        calls = self._calls
+        if not calls:
+            return 0
+        if _is_ready(calls[-1][0]):  # mostly so when the host is the slower one
+            return len(calls)
+        if not _is_ready(calls[0][0]):
+            return 0
+        return bisect.bisect_left(calls, True, 1, len(calls) - 1, key=lambda call: not _is_ready(call[0]))
 
     def _measure(self, num_calls: int, num_steps: int) -> None:
         """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""

@@ -50,7 +50,6 @@ from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activi
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
-from jstep.loop.quiet import QuietStretch
 from jstep.loop.run_context import RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import as_stages
@@ -317,7 +316,6 @@ class Run(Generic[P]):
         restart may resume from. So in a checkpoint of step N, the hooks and the body of N have run, each once.
         """
         course = self._context.course
-        quiet = QuietStretch.of(self._context)
         with _KeepFailure(course):
             try:
                 for chunk in self._begin():
@@ -335,13 +333,6 @@ class Run(Generic[P]):
                             return
                         self._pause_body()
                     course.status = BETWEEN  # `course.end_iteration()`, inlined
-                    if chunk is not None and quiet is not None and course.position.step >= quiet.next_try:
-                        for step in quiet.take(chunk):
-                            self._resume_body()
-                            yield step
-                            self._pause_body()
-                        if quiet.has_asked:
-                            continue
                     # Savers come after the body: what it does belongs to the checkpoint of its step.
                     if self._has_duty() and not self._end_iteration():
                         break

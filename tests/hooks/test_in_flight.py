@@ -60,7 +60,7 @@ def test_the_bound(each, most, monkeypatch):
     device = Device(each)
     ahead = most_ahead(device, 1e-5, 3000, monkeypatch)
     assert ahead[:3] == [0, 1, 1]  # until it is known how long a call takes
-    assert max(ahead) == pytest.approx(most, rel=0.005, abs=1)  # the time of a call is an estimate
+    assert max(ahead) == pytest.approx(most, rel=0.02, abs=1)  # the time of a call is an estimate
     assert device.now >= each * (3000 - most - 2)  # the device was never idle
     assert device.free <= each * 3001 + 1e-3
 
@@ -69,6 +69,35 @@ def test_a_host_that_is_slower_waits_for_nothing(monkeypatch):
     device = Device(0.001)
     assert max(most_ahead(device, 0.002, 100, monkeypatch)) == 0
     assert device.waits == 0
+
+
+@pytest.mark.parametrize("num_finished", range(8))
+def test_the_calls_that_have_finished_are_found(num_finished, monkeypatch):
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics)
+    device = Device(1.0)
+    flight = InFlight(lambda: device.now)
+    for step in range(0, 14, 2):
+        flight.add(step, step + 2, None, device.call())
+    device.now = num_finished
+    flight.drop_finished()
+    assert flight.finished == 2 * num_finished
+    assert flight.unfinished() == (None if num_finished == 7 else (2 * num_finished, 2 * num_finished + 2))
+
+
+@pytest.mark.parametrize(("each", "most"), [(5e-5, 0.2), (0.1, 12)])
+def test_short_calls_are_asked_for_rarely(each, most, monkeypatch):
+    """At the limit, each call is asked for; then the loop waits for the device anyway."""
+    asked = []
+    is_ready = Result.is_ready
+    monkeypatch.setattr(Result, "is_ready", lambda self: asked.append(self) or is_ready(self))
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics)
+    device = Device(each)
+    flight = InFlight(lambda: device.now)
+    for step in range(3000):
+        flight.make_room()
+        flight.add(step, step + 1, None, device.call())
+        device.now += 6e-5
+    assert len(asked) / 3000 <= most
 
 
 def test_a_metric_that_the_next_call_donates():

@@ -64,7 +64,7 @@ def make_feeder(batches, way, ends=(math.inf,), signals=None):
     def made(step):
         return make_chunks(reader, step, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
 
-    feeder = BatchFeeder(reader, made, 0, signals or StopSignals(), Stopwatch())
+    feeder = BatchFeeder(reader, made(0), signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 

@@ -27,7 +27,7 @@ def starts(read, step, calls=3000):
         return make_chunks(reader, step, in_loops(1), ends=range(1, 10**6))
 
     watch = Stopwatch(clock=lambda: now[0])
-    feeder = BatchFeeder(reader, made, 0, StopSignals(), watch)
+    feeder = BatchFeeder(reader, made(0), StopSignals(), watch)
     try:
         for n in range(calls):
             next(feeder)
