@@ -81,7 +81,7 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
 
     positions = entry[_LIST]
     if len(positions) == 1:  # they were equal, and stay so for any number of processes
-        position = positions[0]
+        position = extra.get(POSITION)
     else:
         saved_count = entry[_PROCESSES]
         if saved_count != count:
@@ -153,6 +153,9 @@ def load_own_position(extra: dict[str, Any], read_file: Callable[[str], bytes]) 
     if not isinstance(entry, Mapping) or not isinstance(entry.get(_LIST), list):
         return extra
     positions = list(entry[_LIST])
+    if len(positions) == 1:
+        # This position is under `POSITION`, too. Its files would be loaded twice.
+        return {**extra, POSITIONS: {**entry, _LIST: [None]}}
     for process in range(jax.process_index(), len(positions), jax.process_count()):
         name = _file_name(process)
         if positions[process] == name:

@@ -231,8 +231,11 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
         except FileNotFoundError:  # it was replaced meanwhile, which all processes find out below
             return b""
 
+    files = tagged_json.FilesOnce(read_file)
+
     def load(name: str) -> tagged_json.ExternalBytes:
-        return tagged_json.ExternalBytes(read_file(name))
+        # Read now: a later save may delete the checkpoint.
+        return tagged_json.ExternalBytes(files(name).read())
 
     saved = checkpoint.extra
     extra: dict[str, Any] = {}

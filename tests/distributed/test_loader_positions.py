@@ -34,6 +34,10 @@ class GetState(Packed):
     def set_state(self, state):
         self.at = state["at"]
 
+class Large(GetState):
+    def get_state(self):
+        return {"at": self.at, "buffer": np.zeros(20_000)}
+
 class Lacking(GetState):
     def set_state(self, state):
         self.at = state["at"] + 5 * process
@@ -52,7 +56,7 @@ class Hook(jstep.Hook):
                 print("dies", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-loader = {"get_state": GetState, "state_dict": StateDict, "same": GetState, "lacking": Lacking}[kind]()
+loader = {"get_state": GetState, "state_dict": StateDict, "same": Large, "lacking": Lacking}[kind]()
 optimizer = jstep.adam(0.02)
 state = jstep.TrainState.create(init, optimizer, mesh=mesh)
 saver = jstep.Saver(directory)

@@ -3,6 +3,7 @@
 import logging
 
 import jax
+import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
@@ -16,6 +17,7 @@ from jstep.data.positions import (
     positions_elsewhere,
     saved_position,
 )
+from jstep.stores import tagged_json
 
 
 @pytest.fixture
@@ -122,6 +124,22 @@ class TestPositionsInFiles:
             own = load_own_position(extra, lambda name: read.append(name) or files[name])
             assert saved_position(own).value == saved[index]
         assert sorted(read) == sorted(files)
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_files_of_equal_ones_are_loaded_once(self, process, monkeypatch, count):
+        saved = {"value": tagged_json.copy_encodable({"rows": np.arange(20_000.0)})}
+        monkeypatch.setattr(processes, "gather_texts", lambda text: [text, text])
+        process(0, 2)
+        extra, files = gather_positions(saved, lambda: "step 4")
+        for index in range(count):
+            process(index, count)
+            once = tagged_json.FilesOnce(lambda name: files[name].read())
+            own = tagged_json.resolve_files(load_own_position(extra, once), once)
+            position = tagged_json.decode(saved_position(own).value["value"])
+            np.testing.assert_array_equal(position["rows"], np.arange(20_000.0))
+            kept, own_files = positions_elsewhere(own)
+            assert kept == extra
+            assert own_files == (files if index == 0 else {})
 
     def test_the_manifest_does_not_grow_with_positions(self, process, monkeypatch):
         large = [{"value": {"at": [at] * 5000}} for at in range(4)]

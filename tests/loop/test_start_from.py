@@ -15,6 +15,7 @@ import jstep
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.record.starts import read_starts
+from jstep.stores import tagged_json
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
@@ -234,6 +235,15 @@ class Living:
             state = make_state().replace(global_step=step + 1)
             secs = 1e9 if temporary else None
             saver.save(state, CheckpointExtra(saver.extra(step), {}, True, secs))
+
+
+def test_a_file_that_a_checkpoint_of_others_names_twice(tmp_path):
+    file = tagged_json.ExternalBytes(b"x" * 100)
+    named = {"$bytes": {"$file": "hooks.0"}}
+    with jstep.Saver(tmp_path / "trunk") as saver:
+        saver.save(make_state(), CheckpointExtra({"hooks": [named, named]}, {"hooks.0": file}))
+    with pytest.raises(ValueError, match=r"'hooks\.0' is named more than once"):
+        train(5, tmp_path / "branch", start_from=tmp_path / "trunk")
 
 
 @pytest.mark.parametrize(("temporary", "taken"), [(True, 10), (False, 12)])
