@@ -36,8 +36,11 @@ _TIME_BYTES = 8
 _INLINE_VALUE = 0
 _FILE_VALUE = 1
 _MAX_NUMBER_BYTES = 10
-# The keys of a node may have `_KEY_ROOM` bytes, and `_MAX_KEY_RATIO` times the bytes of the node.
-_MAX_KEY_RATIO = 64
+MAX_PATH_BYTES = 2**10
+"""The maximum bytes of the path of an array that is saved."""
+# The keys of a node may have `_KEY_ROOM` bytes, and `_MAX_KEY_RATIO` times the bytes of the node. For a chunk, a node
+# has at least nine bytes, and the key is the path of the array and up to 128 bytes with the number of the chunk.
+_MAX_KEY_RATIO = (MAX_PATH_BYTES + 128) // 9
 _KEY_ROOM = 2**12
 
 

@@ -27,12 +27,11 @@ from jstep.checkpoint.array_writer import (
     MAX_CHUNK_BYTES,
     Wait,
     array_metadata,
-    array_path,
     chunk_shape,
 )
 from jstep.checkpoint.chunk_files import ChunkFiles
 from jstep.checkpoint.leaf_records import shape_and_dtype
-from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest
+from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest, array_path
 from jstep.core.placement import ShardBounds, lengths, local_parts, place, slices
 from jstep.stores.objects import LostError, pipelined, redact
 from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.checkpoint.host_copies import HostCopies
 from jstep.checkpoint.listing import OBJECT_BYTES, ORBAX_COMMIT_FILE, ROOT
+from jstep.checkpoint.manifest import array_path
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
 
@@ -167,7 +168,14 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         arrays: The arrays by name.
         copies: Where to copy arrays of CPUs, which are otherwise read in place; None if the caller waits for the save,
             so that nothing changes them.
+
+    Raises:
+        ValueError: tensorstore cannot store an array of this dtype, or of so many dimensions.
     """
+    for name, array in arrays.items():
+        problem = _why_not_stored(str(array.dtype), array.ndim)
+        if problem:
+            raise ValueError(f"{name!r:.50}: {problem}")
     jax_arrays = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
     divisions: dict[str, _Division] = {}
     for name, array in jax_arrays.items():
@@ -214,6 +222,17 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
                 values[name].append(((), array))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part=part_shape, values=values[name]))
     return own_parts
+
+
+@functools.cache
+def _why_not_stored(dtype: str, dimensions: int) -> str:
+    """Return why no array of a kind can be stored; "" if it can be."""
+    ones = (1,) * dimensions
+    try:
+        ts.Spec({"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": array_metadata(ones, dtype, ones)})
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class _TakenPart(NamedTuple):
@@ -469,8 +488,3 @@ def orbax_files(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
         # Without it, Orbax ignores a checkpoint in a bucket.
         ORBAX_COMMIT_FILE: b"written by jstep\n",
     }
-
-
-def array_path(name: str) -> str:
-    """Return the path of an array: Orbax joins keys with slashes, and the last one may be empty."""
-    return name if name.endswith("/") else name + "/"

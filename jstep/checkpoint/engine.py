@@ -20,7 +20,7 @@ from jstep.checkpoint.attempts import SaveJob, writer_module
 from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.finding import CheckpointFinder
 from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
-from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
+from jstep.checkpoint.leaf_records import SavedState, array_names, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
 from jstep.checkpoint.reading import OpenCheckpoint, error_text
@@ -31,6 +31,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Tree
 from jstep.state.leaves import GLOBAL_STEP, StateLeaves, field_of
 from jstep.state.nonfinite import StateContents
+from jstep.stores.untrusted import is_step
 
 
 class SaverEngine:
@@ -139,8 +140,11 @@ class SaverEngine:
         with self.exclusive():
             self.check_open()
             self.wait()
-            if state is not None and self.leave_out is not None:
-                StateLeaves(state).left_out(self.leave_out)
+            if state is not None:
+                # Raises what a save would, before the run has taken a step.
+                leaves = StateLeaves(state)
+                array_names(leaves)
+                leaves.left_out(self.leave_out)
             problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
             # If the first process fails, all raise: a process that continued would wait forever.
             processes.share_errors(self._claim_on_first, problem, CheckpointError)
@@ -349,4 +353,7 @@ def _step_of(state: Tree) -> int:
                 "step, which names the checkpoint; save the members on their own"
             )
         step = steps[0]
-    return as_int(step, "state: global_step", 0)
+    number = as_int(step, "state: global_step", 0)
+    if not is_step(number):
+        raise ValueError(f"state: global_step is {number}: must be below 2**63")
+    return number

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf
+from jstep.checkpoint.array_index import MAX_PATH_BYTES
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf, array_path, is_too_large
 from jstep.core import device_values, selection, trees
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
@@ -45,13 +46,16 @@ class SavedState(NamedTuple):
         excluded = found.left_out(leave_out)
         halves = found.halves
         values = [_as_saved(value, path) for value, path in zip(found.values, found.paths, strict=True)]
-        # Orbax joins keys with dots.
-        quoted = [quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in found.paths]
         # An array without elements is not stored, and has no name.
-        names = [name if value.size else None for name, value in zip(unique(quoted), values, strict=True)]
+        names = [name if value.size else None for name, value in zip(array_names(found), values, strict=True)]
         for i, value in enumerate(values):
             stored = value
             key_impl = None
+            if not value.size and is_too_large(value.shape):
+                raise ValueError(
+                    f"state: {found.paths[i]!r} has the shape {value.shape}, which is too large for a checkpoint even "
+                    "without elements; remove it from the state"
+                )
             if trees.is_key(value):
                 stored = jax.random.key_data(value)
                 key_impl = str(jax.random.key_impl(value))
@@ -76,6 +80,31 @@ class SavedState(NamedTuple):
             if name is not None:
                 saved.arrays[name] = stored if carrier is None else _carried(leaf, stored, carrier)
         return saved
+
+
+def array_names(leaves: StateLeaves) -> list[str]:
+    """Return the names of the leaves' arrays in a checkpoint.
+
+    Raises:
+        ValueError: A name is too long, or two leaves would be stored as one array.
+    """
+    # Orbax joins keys with dots.
+    names = unique(quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in leaves.paths)
+    paths_by_array: dict[str, str] = {}
+    for name, path in zip(names, leaves.paths, strict=True):
+        array = array_path(name)
+        if len(array) > MAX_PATH_BYTES:
+            raise ValueError(
+                f"state: the path {path[:50]!r}… has {len(array)} bytes in a checkpoint: must be at most "
+                f"{MAX_PATH_BYTES}; shorten the keys"
+            )
+        if array in paths_by_array:
+            raise ValueError(
+                f"state: {paths_by_array[array]!r} and {path!r} differ only in a slash at the end, and would be stored "
+                "as one array; rename one of them"
+            )
+        paths_by_array[array] = path
+    return names
 
 
 # Records of leaves, and their conversion to and from stored arrays.

@@ -206,7 +206,7 @@ class Leaf(LeafRecord):
         shape = fields["shape"]
         dtype = fields["dtype"]
         array = _as_kind_or_none(data.get("array", path), "text")
-        if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
+        if array is None and (0 not in shape or is_too_large(shape)):
             raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
         nbytes = _as_kind(data["nbytes"], "a count")
         stored_as = _as_kind_or_none(data.get("stored_as"), "a word")
@@ -220,6 +220,16 @@ class Leaf(LeafRecord):
             key_impl=_as_kind_or_none(data.get("key_impl"), "a word"),
             half=_as_kind_or_none(data.get("half"), "text"),
         )
+
+
+def is_too_large(shape: Sequence[int]) -> bool:
+    """Return whether NumPy may have no array of a shape, even without elements."""
+    return math.prod(filter(None, shape)) >= _LARGEST
+
+
+def array_path(name: str) -> str:
+    """Return the path at which an array is stored: Orbax joins keys with slashes, and the last one may be empty."""
+    return name if name.endswith("/") else name + "/"
 
 
 def _carrier(dtype: str) -> str | None:
@@ -509,10 +519,10 @@ def _as_shape(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 def _check_distinct_arrays(leaves: Sequence[Leaf]) -> None:
     """Raise an error if two leaves name one array, which would be read once, and copied for each of them."""
-    names = Counter(leaf.array for leaf in leaves if leaf.array is not None)
-    name, count = next(iter(names.most_common(1)), ("", 0))
+    paths = Counter(array_path(leaf.array) for leaf in leaves if leaf.array is not None)
+    path, count = next(iter(paths.most_common(1)), ("", 0))
     if count > 1:
-        raise ValueError(f"{name!r:.50} is the array of {count} leaves")
+        raise ValueError(f"{path!r:.50} is the array of {count} leaves")
 
 
 def _as_kind_or_none(value: Any, kind: str) -> Any:

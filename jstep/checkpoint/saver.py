@@ -114,13 +114,15 @@ class Saver:
         `save` does this, too; a second call costs almost nothing.
 
         Args:
-            state: The state to save later, or its shapes, to check `leave_out`.
+            state: The state to save later, or its shapes, to check its paths and `leave_out`.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
                 failed in the background.
             OSError: The directory cannot be created or written.
-            ValueError: The Saver is closed, or leave_out matches no parameter of the state.
+            ValueError: The Saver is closed, or leave_out matches no parameter of the state. Or two leaves would be
+                stored as one array (`a` and `a/`), or a path has more than 1024 bytes (characters that are not ASCII
+                have up to 12).
         """
         self._engine.claim(state)
 
@@ -142,7 +144,7 @@ class Saver:
             OSError: The directory cannot be created or written.
             TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names it).
             ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; extra is
-                larger than 256 MiB as JSON; or the Saver is closed.
+                larger than 256 MiB as JSON; the Saver is closed; or `claim` rejects the paths of the state.
         """
         engine = self._engine
         with engine.exclusive():

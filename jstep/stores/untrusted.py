@@ -229,7 +229,7 @@ class Extents:
         self._ranges.setdefault(path, []).append((start, start + length))
 
     def check(self) -> None:
-        """Raise an UntrustedError if two ranges have a byte in common."""
+        """Raise an UntrustedError if two ranges have a byte in common, or one has bytes that no file can have."""
         for path, ranges in self._ranges.items():
             ranges.sort()
             end = 0
@@ -237,6 +237,8 @@ class Extents:
                 if start < end:
                     raise UntrustedError(f"{path!r:.80} is named more than once, from byte {start} on")
                 end = stop
+            if end >= 2**63:
+                raise UntrustedError(f"{path!r:.80} is named up to byte {end}")
 
 
 def is_step(value: object) -> bool:

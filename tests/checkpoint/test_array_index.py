@@ -93,7 +93,18 @@ def a_node_without_keys(put):
     return 0, *put(databases.sealed(0x0CDB20DE, bytes(3)))  # of height 0, with 0 files and 0 keys
 
 
+def bytes_beyond_any_file(put):
+    return 0, *put(databases.leaf({KEY: (2**63 + 5, 10)}))
+
+
+def a_node_beyond_any_file(put):
+    child = put(databases.leaf({KEY: b""}))
+    return 1, *put(databases.interior(1, [(KEY[:1], 1, 2**63 + 5, child[1])]))
+
+
 STRANGE = [
+    bytes_beyond_any_file,
+    a_node_beyond_any_file,
     node_named_twice,
     bytes_named_twice,
     a_node_within_another,

@@ -13,10 +13,10 @@ import tensorstore as ts
 
 from jstep.checkpoint import array_writer
 from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.array_writer import CONFIG, OwnParts, array_path, merge, write
+from jstep.checkpoint.array_writer import CONFIG, OwnParts, merge, write
 from jstep.checkpoint.chunk_files import ChunkFiles
 from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CorruptedCheckpointError, Leaf, Manifest
+from jstep.checkpoint.manifest import CorruptedCheckpointError, Leaf, Manifest, array_path
 
 
 def result_of(future, nbytes):
