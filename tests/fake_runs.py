@@ -16,7 +16,7 @@ class FakeRun:
     """Has what `RunInfo` has, and calls its hook when it is due after each `after_step`."""
 
     is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
-    writer = background = config = best_failure = None
+    background = config = best_failure = None
     evaluations, examples = (), RunInfo.examples
 
     def __init__(self, hook, state, step=0):
@@ -26,6 +26,7 @@ class FakeRun:
         self.steps_by_rows = Counter()
         self.watch, self.in_flight, self.initial_contents = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
+        self.shared = {}
         for each in {counter, hook}:
             use_run(each, self)
         hook.begin(state)

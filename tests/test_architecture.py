@@ -19,23 +19,29 @@ from source_files import MODULES, PACKAGE, TESTS, name_of, nodes_of, text_of, tr
 import jstep
 
 # A module may import from its own layer and from the layers before it; cycles are not allowed.
-LAYERS = [
+KERNEL_LAYERS = [
     {"core"},
-    {"distributed", "metrics", "queues", "schedules", "showing", "slots", "stores"},
-    {"record", "state"},
+    {"metrics", "schedules", "slots", "stores"},
+    {"state"},
     {"data", "differentiate"},
-    {"optimizers", "summary"},
+    {"optimizers"},
     {"checkpoint", "training"},
-    {"metering", "weights"},
+    {"metering"},
     {"hooks"},
-    {"logs"},
-    {"evaluating"},
     {"loop"},
-    {"watching"},
     {"running"},
+]
+"""The kernel trains, saves, restores and resumes by itself, without the rooms below."""
+LAYERS = [
+    *KERNEL_LAYERS,
+    {"distributed", "queues", "showing", "record", "summary", "weights"},
+    {"evaluating", "logs"},
+    {"watching"},
     {"look", "__main__"},
     {"debug", "planning"},
 ]
+KERNEL = set().union(*KERNEL_LAYERS)
+OTHERS = set().union(*LAYERS) - KERNEL - {"__main__"}
 HOST = {"checkpoint", "data", "queues", "summary"}
 """Rooms of the host side that do without each other; only loaders of `data` read queues."""
 STEP = {
@@ -89,6 +95,21 @@ def layer_of(module: str) -> int:
         if top in names:
             return number
     raise AssertionError(f"jstep/{module.replace('.', '/')}.py is not in a layer: add its package to LAYERS")
+
+
+def test_the_kernel_imports_no_other_room() -> None:
+    """What is attached to a run is named in one list, and told of it by `loop.observer.Observer` and `Hook`."""
+    assert not [
+        f"{module} imports {other}"
+        for module, other in pairs()
+        if package_of(module) in KERNEL and other != "jstep" and package_of(other) not in KERNEL
+    ]
+    strings = {
+        module
+        for module, path in MODULES.items()
+        if package_of(module) in KERNEL and re.search(rf"[\"']jstep\.({'|'.join(OTHERS)})\b", text_of(path))
+    }
+    assert strings <= {"running.attached"}, "a room is named in a string"
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.numbers import format_numbers, is_numeric, numbers_in, read_values
 from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
+from jstep.summary.run_writer import writer_of
 from jstep.training.metrics import Metrics
 
 _CALLBACKS = "EvaluationHook(callbacks=…)"
@@ -107,7 +108,7 @@ class EvaluationHook(RunHook):
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
         for i, callback in enumerate(self._callbacks):
             check_spellings(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
-        self._stopped_by: str | None = None  # the key of the callback that stopped the run
+        self._stopping_key: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         self._cadence = make_cadence(
             steps=("every_n_steps", every_n_steps),
@@ -119,6 +120,17 @@ class EvaluationHook(RunHook):
         self._newest: dict[str, Any] | None = None  # the last results, by their logged names
         self._restored_step = -1  # the step whose result is that of an earlier start
         self._interrupted_step: int | None = None  # the step whose evaluation was due, and abandoned by a signal
+
+    @property
+    def _returns_state(self) -> bool:  # type: ignore[override]
+        return bool(self._callbacks)
+
+    def _owes_end(self, step: int) -> bool:
+        return step not in self.results
+
+    @property
+    def _stopped_by(self) -> str | None:
+        return self._stopping_key
 
     @property
     def stop_reason(self) -> str | None:
@@ -147,7 +159,7 @@ class EvaluationHook(RunHook):
         for callback in self._callbacks:
             use_evaluation(callback, self.prefix, names, self._evaluate)
         check_stateful(self._callbacks, _CALLBACKS)
-        self._stopped_by = None
+        self._stopping_key = None
         return any(self._call_each("begin", state))
 
     @property
@@ -174,10 +186,10 @@ class EvaluationHook(RunHook):
         self._interrupted_step = value["interrupted_step"]
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
-    def _evaluate_first(self, step: int, state: TrainState) -> Any:
+    def _call_at_start(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, is_scheduled=False) if self._evaluates_first else None
 
-    def _repeat_interrupted(self, step: int, state: TrainState) -> Any:
+    def _call_again(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
         if not self._was_interrupted(step):
             return None
@@ -217,7 +229,7 @@ class EvaluationHook(RunHook):
 
     def _evaluate_at(self, step: int, state: TrainState, is_scheduled: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
-        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_repeat_interrupted`. Not
+        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_call_again`. Not
         # one that is not scheduled: that of the end is made again with the whole end, and that before the first step is
         # made by a fresh run only.
         self._interrupted_step = step if is_scheduled else None
@@ -262,12 +274,13 @@ class EvaluationHook(RunHook):
         self._newest = numbers_in(named)
         if jax.process_index() == 0:
             logger.info("step %d  %s", step, format_numbers(named), extra=IN_BAR)
-        if self._run.writer is None:
+        writer = writer_of(self._run)
+        if writer is None:
             return
         try:
             with internal_transfers():
                 for name, value in named.items():
-                    self._run.writer.add_summary(summary.scalar(name, value, collections=()), step)
+                    writer.add_summary(summary.scalar(name, value, collections=()), step)
         except Exception as error:
             self._run.log_failed(self, error)  # callbacks may save
 
@@ -285,7 +298,7 @@ class EvaluationHook(RunHook):
                 stopped_by = hook_key(function)
         if self._run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
-        self._stopped_by = self._stopped_by or stopped_by
+        self._stopping_key = self._stopping_key or stopped_by
         if new_state is state:
             return None if stopped_by is None else True
         return new_state if stopped_by is None else StopWith(new_state)
@@ -297,22 +310,7 @@ class EvaluationHook(RunHook):
 register_format(EvaluationHook, StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None}))
 
 
-# What a run, and its observers, call of it beside the methods of `Hook`.
-
-
-def evaluate_first(hook: EvaluationHook, step: int, state: TrainState) -> Any:
-    """Evaluate before the first step, if the hook does that."""
-    return hook._evaluate_first(step, state)
-
-
-def repeat_interrupted(hook: EvaluationHook, step: int, state: TrainState) -> Any:
-    """Repeat the evaluation of this step that a signal interrupted, if one did."""
-    return hook._repeat_interrupted(step, state)
-
-
-def stopped_by(hook: EvaluationHook) -> str | None:
-    """Return the key of the callback that stopped the run."""
-    return hook._stopped_by
+# What observers call of it beside the methods of `Hook`.
 
 
 def newest_results(hook: EvaluationHook) -> dict[str, Any] | None:

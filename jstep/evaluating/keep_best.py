@@ -34,6 +34,7 @@ from jstep.evaluating.callbacks import MetricReader, is_better
 from jstep.hooks.hook_states import StateFormat, register_format
 from jstep.hooks.run_hook import RunInfo
 from jstep.record.differences import changes
+from jstep.record.run_record import had_name, was_best_checkpoint
 from jstep.state.global_step import state_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
@@ -247,7 +248,7 @@ class KeepBest(MetricReader):
         if run.saver is not None and join_path(saver.directory, "").startswith(join_path(run.saver.directory, "")):
             return False
         # Starts that ended before their first checkpoint had other names.
-        return not run.had_name(record.run)
+        return not had_name(run, record.run)
 
     def _is_own(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
@@ -270,7 +271,7 @@ class KeepBest(MetricReader):
         best = self._best_step()
         if best is None or jax.process_index() != 0:
             return
-        is_earlier_start = run.was_best_checkpoint(absolute(self._saved.paths[best]))
+        is_earlier_start = was_best_checkpoint(run, absolute(self._saved.paths[best]))
         logger.warning(
             "KeepBest: this run starts at step %d, not from its own checkpoint, but %s contains %s of %s with "
             "%s=%g, which is kept unless this %s does better; pass a new directory to keep only this run's best",

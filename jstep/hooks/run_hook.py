@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import format_value, hook_name
+from jstep.core.checks import hook_name
 from jstep.core.exceptions import add_path
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
@@ -18,12 +18,9 @@ from jstep.hooks.hook import Hook
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
-from jstep.record.schema import Start
-from jstep.record.starts import StartFile, valid
 from jstep.state.global_step import check_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.summary.writer import SummaryWriter
 from jstep.training.metrics import Metrics
 
 Poll = Callable[..., bool | None]
@@ -94,8 +91,7 @@ class RunInfo(abc.ABC):
         saver: The Saver of the run.
         evaluations: The `EvaluationHook`s.
         counter: The `StepCounterHook`; None until the hooks are built.
-        writer: The writer of the run's event file.
-        file: The record of this start, while it is open; any thread writes it. Only process 0 has it.
+        shared: What attached rooms keep for each other, by its class. The kernel reads none of it.
         initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
         checked_step: The latest step that the state was found to be at, as the loop was; None before the first call.
     """
@@ -114,8 +110,7 @@ class RunInfo(abc.ABC):
     saver: Saver | None = dataclasses.field(default=None, init=False)
     evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
     counter: Any = dataclasses.field(default=None, init=False)
-    writer: SummaryWriter | None = dataclasses.field(default=None, init=False)
-    file: StartFile | None = dataclasses.field(default=None, init=False)
+    shared: dict[type, Any] = dataclasses.field(default_factory=dict, init=False)
     initial_contents: StateContents = dataclasses.field(init=False)
     checked_step: int | None = dataclasses.field(default=None, init=False)
 
@@ -135,20 +130,6 @@ class RunInfo(abc.ABC):
     @abc.abstractmethod
     def restored(self) -> int | None:
         """The step that the run resumes from, or None."""
-
-    def had_name(self, name: str) -> bool:
-        """Whether an earlier start in this directory had this name, such as one that ended before its first save."""
-        return any(start["run"] == name for start in self._earlier_starts())
-
-    def was_best_checkpoint(self, path: str) -> bool:
-        """Whether an earlier start of this run has kept a checkpoint as the best."""
-        kept_paths: set[str] = set()
-        for start in self._earlier_starts():
-            kept_paths.update(kept for _, _, kept in start["best"].values())
-        return path in kept_paths
-
-    def _earlier_starts(self) -> list[Start]:
-        return [] if self.file is None else valid(self.file.earlier)
 
     # Where the run is.
 
@@ -184,10 +165,6 @@ class RunInfo(abc.ABC):
     @abc.abstractmethod
     def constant_metrics(self) -> Mapping[str, Any]:
         """The metrics that never change; known after the first step."""
-
-    @abc.abstractmethod
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter of the utilization."""
 
     # What hooks ask of a run.
 
@@ -248,7 +225,9 @@ class RunHook(Hook):
     _phase: str = HOOKS
     _instead: str = "call a plain function every few steps"
     _given_run: RunInfo | None = None
-    _given_writer: Any = None
+    _returns_state: bool = False
+    _counts_examples: bool = False
+    _without_step: str = ""
 
     def __init_subclass__(cls) -> None:
         if "__init__" in vars(cls):
@@ -263,10 +242,6 @@ class RunHook(Hook):
                 f"{self._instead}"
             )
         return self._given_run
-
-    @property
-    def _writer(self) -> Any:
-        return self._run.writer if self._given_writer is None else self._given_writer
 
     def _use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""
@@ -288,6 +263,28 @@ class RunHook(Hook):
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Called when due, with the arguments and results of `after_step`."""
+
+    def _call_at_start(self, step: int, state: TrainState) -> Any:
+        """Called before the first step of a fresh run."""
+
+    def _call_again(self, step: int, state: TrainState) -> Any:
+        """Called when a run resumes: make what a signal has interrupted at this step."""
+
+    def _owes_end(self, step: int) -> bool | None:
+        """Whether `end` has something to make at this step; if still so after `end`, a signal has interrupted it.
+
+        None if nothing in it is owed, or can be interrupted.
+        """
+        return None
+
+    def _count_examples(self, rows: int | None, args: tuple[Any, ...]) -> int | None:
+        """Return the number of examples in a batch, if it `_counts_examples`."""
+        return rows
+
+    @property
+    def _stopped_by(self) -> str | None:
+        """The part of the hook that stopped the run; None for the hook itself."""
+        return None
 
     def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
         """Called after the last step, before its save, if the run ends well; metrics are None without a step.
@@ -341,12 +338,34 @@ def make_last_row(hook: RunHook, step: int, state: TrainState, metrics: Metrics 
     hook._make_last_row(step, state, metrics)
 
 
-def as_writer(summary_writer: object) -> Any:
-    if summary_writer is not None and (
-        isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
-    ):
-        raise TypeError(
-            f"summary_writer={format_value(summary_writer)}: must have a method add_summary(summary, global_step), "
-            "such as a jstep.summary.SummaryWriter"
-        )
-    return summary_writer
+def call_at_start(hook: RunHook, step: int, state: TrainState) -> Any:
+    return hook._call_at_start(step, state)
+
+
+def call_again(hook: RunHook, step: int, state: TrainState) -> Any:
+    return hook._call_again(step, state)
+
+
+def owes_end(hook: object, step: int) -> bool | None:
+    return hook._owes_end(step) if isinstance(hook, RunHook) else None
+
+
+def may_return_state(hook: object) -> bool:
+    """Whether a hook may replace the state: any of the user's, and of jstep's those that say so."""
+    return hook._returns_state if isinstance(hook, RunHook) else True
+
+
+def name_of_stop(hook: object) -> str:
+    """Return what stops a run if a hook does: a part of it, such as the callback of an evaluation, or the hook."""
+    part = hook._stopped_by if isinstance(hook, RunHook) else None
+    return part or hook_name(hook)
+
+
+def example_counter(hook: object) -> Callable[..., int | None] | None:
+    """Return the function of a hook that counts the examples of a batch; None if it has none."""
+    return hook._count_examples if isinstance(hook, RunHook) and hook._counts_examples else None
+
+
+def sentence_without_step(hook: object) -> str:
+    """Return what a hook says of a state without a global step."""
+    return hook._without_step if isinstance(hook, RunHook) else ""

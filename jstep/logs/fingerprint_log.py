@@ -34,6 +34,7 @@ from jstep.stores.files import check_no_links, is_directory
 from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
 from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, join_path, location
+from jstep.summary.run_writer import writer_of
 from jstep.training.metrics import Metrics
 
 # Logs.
@@ -262,7 +263,7 @@ class FingerprintHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._path = self._given or os.fspath(getattr(self._run.writer, "logdir", ""))
+        self._path = self._given or os.fspath(getattr(writer_of(self._run), "logdir", ""))
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):

@@ -15,11 +15,12 @@ from jstep.core.checks import as_bool, as_function, describe_type, format_value,
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.cadence import UNSET, Clock, make_cadence
-from jstep.hooks.run_hook import RunHook, RunInfo, as_writer
+from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.logs.speed import format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.metering.metric_sums import Needs
 from jstep.state.train_state import TrainState
+from jstep.summary.run_writer import as_writer, writer_of
 from jstep.summary.summaries import mark_skipped
 from jstep.training.metrics import SKIPPED, Metrics
 
@@ -285,6 +286,10 @@ class SummarySaverHook(ReportingHook):
         )
         self._given_writer = as_writer(summary_writer)
         self._histograms = _globs(histograms)
+
+    @property
+    def _writer(self) -> Any:
+        return writer_of(self._run) if self._given_writer is None else self._given_writer
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)

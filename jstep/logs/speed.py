@@ -9,12 +9,19 @@ from jstep import summary
 from jstep.core.checks import as_function, as_int, as_number
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import UNSET, Clock, make_cadence
-from jstep.hooks.run_hook import RunHook, as_writer
+from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
+from jstep.summary.run_writer import as_writer, writer_of
 from jstep.training.metrics import Metrics
 
 TAG = "global_step/sec"
+
+
+class MeterMaker(NamedTuple):
+    """What makes a meter of the utilization, of a state, `peak_flops` and `flops_per_step`; None if it is unknown."""
+
+    make: Callable[[TrainState, float | None, float | None], Any]
 
 
 class _Count(NamedTuple):
@@ -83,6 +90,8 @@ class StepCounterHook(RunHook):
     Source: `tf.train.StepCounterHook`. MFU and HFU: Chowdhery et al., "PaLM" (2022), appendix B.
     """
 
+    _counts_examples = True
+    _without_step = "Global step should be created to use StepCounterHook. "
     _instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"
 
     def __init__(
@@ -130,6 +139,10 @@ class StepCounterHook(RunHook):
         return as_int(self._examples(*args), "examples: its result", 0, "a number of examples")
 
     @property
+    def _writer(self) -> Any:
+        return writer_of(self._run) if self._given_writer is None else self._given_writer
+
+    @property
     def mfu(self) -> float | None:
         return self._share("mfu")
 
@@ -144,10 +157,11 @@ class StepCounterHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         if get_global_step(state) is None:
-            raise RuntimeError("Global step should be created to use StepCounterHook.")
+            raise RuntimeError(self._without_step.rstrip())
         super().begin(state)
         self._reset()
-        self._meter = self._run.meter(state, self._peak, self._flops)
+        maker: MeterMaker | None = self._run.shared.get(MeterMaker)
+        self._meter = None if maker is None else maker.make(state, self._peak, self._flops)
         self._run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
@@ -214,10 +228,6 @@ class StepCounterHook(RunHook):
 
 
 # What a run asks of it.
-
-
-def count_examples(counter: StepCounterHook, rows: int | None, args: tuple[Any, ...]) -> int | None:
-    return counter._count_examples(rows, args)
 
 
 def measure_finished(counter: StepCounterHook, *, wait: bool = False) -> bool:

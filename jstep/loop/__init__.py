@@ -3,7 +3,7 @@
 - `agreement`: what processes compare before the first step.
 - `arguments`: the arguments of `train`, validated.
 - `background`: `flush` and `saved` of hooks.
-- `build_hooks`: the hooks, the user's and the built-in ones, and their event file.
+- `build_hooks`: the hooks, the user's and the built-in ones.
 - `chunks`: the batches of each call, and the steps at which calls end.
 - `compiling`: when programs are compiled.
 - `contents`: what a checkpoint contains in addition to the state.
@@ -14,10 +14,11 @@
 - `finiteness`: whether the state may be saved.
 - `hook_errors`: the errors of hooks, of which none keeps the others from being called.
 - `hook_runner`: the calls of hooks in the loop's thread.
+- `observer`: what a run tells the rooms that are attached to it.
 - `origin`: what a run begins from.
 - `parent`: the checkpoint of another run that a branch begins from.
 - `programs`: the programs of stages, by the shapes of their batches.
-- `run_context`: what the loop, its hooks and its observers share; the interface of observers.
+- `run_context`: what the loop, its hooks and its observers share.
 - `saving`: when the checkpoint of a run is saved, and what prevents it.
 - `signals`: signals, a time limit, and stops of several processes.
 - `stages`: the train steps of a run, and where each begins.

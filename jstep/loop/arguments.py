@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,9 +16,8 @@ from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
-from jstep.logs.speed import StepCounterHook
+from jstep.hooks.run_hook import sentence_without_step
 from jstep.loop.programs import AUTO
-from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, as_state
 from jstep.stores.urls import absolute, is_url, location
@@ -36,7 +35,7 @@ MAX_SECS = 600.0
 class Options:
     """The arguments of `Run` and `train`, without the steps, the state and the batches.
 
-    `Run.__init__` makes them as they were given; `validated` returns them as a run uses them.
+    `options_in` makes them as they were given; `validated` returns them as a run uses them.
     """
 
     last_step: int | None
@@ -75,6 +74,11 @@ class Options:
         return None if place is None else os.fspath(place)
 
 
+def options_in(arguments: Mapping[str, Any]) -> Options:
+    """Return the options among the arguments of `Run`, as they were given."""
+    return Options(**{field.name: arguments[field.name] for field in dataclasses.fields(Options)})
+
+
 def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
     """Return the options with each value as a run uses it; an error names the first one that is invalid."""
     batch_sharding = shardings_of_axes(given.batch_sharding, state)
@@ -85,7 +89,6 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         steps_per_call=steps_per_call,
         last_step=_as_last_step(given.last_step),
         hooks=list_of_hooks(given.hooks),
-        config=as_config(given.config),
         checkpoint_dir=_as_checkpoint_dir(given),
         start_from=_as_place(given.start_from, "start_from"),
         logdir=_as_place(given.logdir, "logdir"),
@@ -182,8 +185,7 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     step = get_global_step(state)
     if step is None:
         # TensorFlow's sentence, for users who have passed that hook.
-        is_counted = any(isinstance(hook, StepCounterHook) for hook in hooks)
-        begin = "Global step should be created to use StepCounterHook. " if is_counted else ""
+        begin = next(filter(None, map(sentence_without_step, hooks)), "")
         raise RuntimeError(
             f"{begin}state: it has no global_step, by which a run counts; give it one: "
             "state.replace(global_step=jstep.create_global_step())"

@@ -23,10 +23,10 @@ from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.hook_states import get_states, set_states
+from jstep.loop.observer import that_define
 from jstep.loop.origin import ENDED, HELD_VALUES, LAST_BODY, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
-from jstep.summary.writer import drain
 
 HOOK_STATES = "hooks"
 SKIPPED_IN_A_ROW = "skipped"
@@ -50,6 +50,7 @@ class RunContents:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
+        self._observers = that_define("on_save", run.observers)
 
     def take(self, hooks: CheckpointExtra | None = None) -> Contents:
         """Return the current contents, perhaps with states of hooks that were taken before."""
@@ -78,9 +79,8 @@ class RunContents:
     def as_extra(self, contents: Contents, *, is_pre_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""
         run = self._run
-        self._drain_writer()
         values = dict(contents.positions.values)
-        for observer in run.observers:
+        for observer in self._observers:
             values |= observer.on_save(run.step)
         values |= contents.hooks.values
         if run.origin.held_values:
@@ -91,16 +91,6 @@ class RunContents:
         if is_pre_end:
             values[BEFORE_END] = True
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
-
-    def _drain_writer(self) -> None:
-        """Hand all summaries over: a run that resumes from this checkpoint does not write earlier ones again."""
-        writer = self._run.writer
-        if writer is None:
-            return
-        try:
-            drain(writer)
-        except Exception as error:
-            self._run.log_failed(writer, error)
 
     def _take_hooks(self) -> CheckpointExtra:
         """Return the states of the hooks, and what they and the end have made of the run: see the table above."""
@@ -137,9 +127,8 @@ class RunContents:
         parts = [f"step {run.step}"]
         if course.iterations:
             parts.append(f"iteration {course.iterations}")
-        changes = sum(change["count"] for change in course.state_changes.as_record())
-        if changes:
-            parts.append(f"its state replaced {changes}×")
+        if course.replacements:
+            parts.append(f"its state replaced {course.replacements}×")
         if course.is_over or course.stopped_by is not None:
             parts.append("the end of the loop")
         return ", ".join(parts)

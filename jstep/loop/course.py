@@ -29,10 +29,10 @@ import enum
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from jstep.core import trees
 from jstep.core.trees import Tree
 from jstep.hooks.hook import as_hook_result
 from jstep.hooks.run_hook import HookCall, LoopState
-from jstep.record.state_changes import StateChanges
 
 _T = TypeVar("_T")
 
@@ -82,7 +82,8 @@ class Course:
         has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may swallow it.
-        state_changes: When the body or a hook replaced the state.
+        replacements: The number of times that the body or a hook has replaced a leaf of the state.
+        on_replaced: Told of each time, with the step, what replaced it, the state before and the new one.
     """
 
     def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
@@ -103,7 +104,8 @@ class Course:
         self.has_found_end = False
         self.is_finished = False
         self.failure: BaseException | None = None
-        self.state_changes = StateChanges()
+        self.replacements = 0
+        self.on_replaced: Callable[[int, str, Tree, Tree], None] = _ignore
 
     @property
     def is_over(self) -> bool:
@@ -260,7 +262,9 @@ class Course:
     def replace_state(self, state: Tree, author: str | None) -> None:
         """Continue with another state; `author` names what made it, None if it is an earlier one."""
         if author is not None:
-            self.state_changes.add(self.position.step, author, self.position.state, state)
+            if _differ(self.position.state, state):
+                self.replacements += 1
+            self.on_replaced(self.position.step, author, self.position.state, state)
         self.position = self.position._replace(state=state)
 
     # The end.
@@ -294,3 +298,13 @@ class Course:
         error = self.failure
         self.failure = None
         return error
+
+
+def _differ(old_state: Tree, new_state: Tree) -> bool:
+    """Whether a leaf is another array. None is read, as the one before may have been donated."""
+    pairs = zip(trees.flatten(old_state)[0], trees.flatten(new_state)[0], strict=True)
+    return any(old is not new for old, new in pairs)
+
+
+def _ignore(step: int, author: str, old_state: Tree, new_state: Tree) -> None:
+    """Nobody is told."""

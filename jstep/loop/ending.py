@@ -26,9 +26,8 @@ from typing import Any
 
 from jstep.core import processes
 from jstep.core.public_names import is_public
-from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.hook import defines
-from jstep.hooks.run_hook import HookCall, RunHook, make_last_row
+from jstep.hooks.run_hook import HookCall, RunHook, make_last_row, owes_end
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.hook_errors import HookErrors
 from jstep.loop.run_context import RunContext
@@ -96,16 +95,16 @@ def _call_ends(run: RunContext) -> bool:
         step, state, _, _ = course.position
         result = run.components.runner.call(hook, "end", step, state)
         course.apply(HookCall(hook, "end"), result)
-        is_abandoned = isinstance(hook, EvaluationHook) and step not in hook.results
-        if is_abandoned:
+        if owes_end(hook, step):  # it was interrupted
             return False
     return True
 
 
 def _acts_at_end(run: RunContext, hook: Any) -> bool:
     """Whether the `end` of a hook changes anything: one of the user's, or an evaluation that has not been made."""
-    if isinstance(hook, EvaluationHook):
-        return run.step not in hook.results
+    is_owed = owes_end(hook, run.step)
+    if is_owed is not None:
+        return is_owed
     # jstep's own classes only check, write and close in `end`, which a restart may do again. A subclass of the user's
     # may do more.
     is_given = any(hook is option for option in run.options.hooks)

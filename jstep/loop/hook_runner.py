@@ -2,7 +2,7 @@
 
 | method | called | calls |
 |---|---|---|
-| `begin`, `make_evaluations` | before the first step | `begin`, and evaluations that are owed, or of the first state |
+| `begin`, `call_before_steps` | before the first step | `begin`, and evaluations that are owed, or of the first state |
 | `make_run_chunk` | once; what it returns, for each call | `before_step` |
 | `call_after_step` | after each call | `after_step` of hooks that are due, but for savers |
 | `save` | between two iterations, if a saver is due | savers that are due |
@@ -21,10 +21,18 @@ from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
-from jstep.evaluating.evaluation_hook import EvaluationHook, stopped_by
 from jstep.hooks.cadence import NEVER, Cadence
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, call_when_due, hook_cadence, use_run
+from jstep.hooks.run_hook import (
+    HookCall,
+    RunHook,
+    RunInfo,
+    call_when_due,
+    hook_cadence,
+    may_return_state,
+    name_of_stop,
+    use_run,
+)
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.schedule import HookSchedule, next_call
 from jstep.loop.chunks import Chunk
@@ -93,16 +101,16 @@ class HookRunner:
         self.savers = ScheduleGroup(savers, course.first)
         return is_done
 
-    def make_evaluations(self, evaluate: Callable[..., Any]) -> bool:
-        """Call `evaluate_first` or `repeat_interrupted` for each evaluation; return whether one ends the run."""
+    def call_before_steps(self, fn: Callable[..., Any]) -> bool:
+        """Call `call_at_start` or `call_again` of each evaluation; return whether one ends the run."""
         course = self._course
         is_done = False
         for hook in self._run.evaluations:
-            call = HookCall(hook, evaluate.__name__)
-            result = self._timed(call, functools.partial(evaluate, hook), course.position.step, course.position.state)
+            call = HookCall(hook, fn.__name__)
+            result = self._timed(call, functools.partial(fn, hook), course.position.step, course.position.state)
             if course.apply(call, result):
                 is_done = True
-                course.stop(stopped_by(hook))
+                course.stop(name_of_stop(hook))
         return is_done
 
     # Around each call.
@@ -232,7 +240,7 @@ class HookRunner:
             after_step = functools.partial(call_when_due, call.hook)
         step, state, metrics, _ = course.position
         if course.apply(call, after_step(step, state, metrics)):
-            course.stop(_name_of_stop(call.hook))
+            course.stop(name_of_stop(call.hook))
 
     # A save.
 
@@ -258,7 +266,7 @@ class HookRunner:
         step = self._course.position.step
         is_behind = False
         for schedule in self._non_savers.schedules:
-            if is_behind and schedule.may_be_due(step) and _may_return_state(schedule.hook):
+            if is_behind and schedule.may_be_due(step) and may_return_state(schedule.hook):
                 return True
             is_behind = is_behind or schedule.hook is hook
         return False
@@ -397,15 +405,3 @@ def _is_scheduled(hook: Any) -> bool:
     # A subclass of `Hook` that only says where calls end. It is scheduled so that what its `next_due` returns is
     # checked whatever `steps_per_call` is.
     return hasattr(hook, "after_step") and defines(hook, "next_due")
-
-
-def _name_of_stop(hook: Any) -> str:
-    """Return what stops a run if a hook does: the callback of an evaluation, or the hook."""
-    callback = stopped_by(hook) if isinstance(hook, EvaluationHook) else None
-    return callback or hook_name(hook)
-
-
-def _may_return_state(hook: Any) -> bool:
-    if isinstance(hook, EvaluationHook):
-        return bool(hook.callbacks)
-    return not isinstance(hook, RunHook)

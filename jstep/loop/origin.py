@@ -1,12 +1,9 @@
 """The origin of a run: the state or the checkpoint that it begins from, found first (`find_origin`) and then read."""
 
-import contextlib
 import dataclasses
 import enum
-import json
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -24,17 +21,21 @@ from jstep.core.meshes import internal_transfers
 from jstep.data.positions import load_own_position
 from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
-from jstep.loop.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
+from jstep.loop.parent import (
+    Parent,
+    ParentCheckpoint,
+    describe_missing,
+    find_parent,
+    read_checkpoint,
+    warn_of_other_parent,
+)
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
-from jstep.record.schema import Parent, Start
-from jstep.record.starts import original_of, read_starts, valid
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import check_alive, state_step
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
-from jstep.stores.urls import is_url, join_path, resolve_path
 
 # Keys of what a checkpoint holds beside the state; `contents.py` has the table of all, and those that only it needs.
 
@@ -77,17 +78,6 @@ class Lineage(NamedTuple):
     is_copy: bool = False
 
 
-class EarlierStarts(NamedTuple):
-    """The starts before this one, oldest first.
-
-    Attributes:
-        problem: Why they cannot be read: then this start is not recorded.
-    """
-
-    starts: Sequence[Start] = ()
-    problem: Exception | None = None
-
-
 class Given(NamedTuple):
     """What a run needs to know of the state that was passed, once another one takes its place.
 
@@ -124,7 +114,6 @@ class Origin:
     Attributes:
         given: The state that was passed.
         source: What messages call the checkpoint: its name, or the path of a parent's.
-        earlier: The starts before this one, for the record. Process 0 reads them, of a directory; elsewhere None.
         checkpoint: The checkpoint of this run, open; None, as `state`, once the run has its state.
         problem: Why the run cannot begin; raised once the start is recorded.
         is_claimed: Whether the run holds the claim of its checkpoints. It needs none if it will save nothing.
@@ -136,7 +125,6 @@ class Origin:
     lineage: Lineage = _UNKNOWN
     given: Given = _ABSTRACT
     source: str = ""
-    earlier: EarlierStarts | None = None
     checkpoint: OpenCheckpoint | None = None
     state: TrainState | None = None
     problem: Exception | None = None
@@ -181,7 +169,7 @@ def open_saver(options: Options) -> Saver | None:
     return processes.share_errors(make_saver, "the checkpoints cannot be read")
 
 
-def find_origin(options: Options, state: TrainState, saver: Saver | None, new_name: str, reading: Reading) -> Origin:
+def find_origin(options: Options, state: TrainState, saver: Saver | None, reading: Reading) -> Origin:
     """Open the checkpoint that a run begins from, and read what may be gone later."""
     step = step_of_values(state)
     given = Given(step, _hyperparameters_in(state) if step is not None and saver is not None else {})
@@ -201,22 +189,16 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, new_na
             extra = {} if checkpoint is None else load_extra(checkpoint)
         except Exception as error:
             problem = error
-    earlier: EarlierStarts | None = None
-    directory = options.directory
-    if jax.process_index() == 0 and directory is not None and not is_url(directory):
-        earlier = read_earlier(directory, options.prefix)
-
-    def find_lineage() -> Lineage:
-        return _find_lineage(options, EarlierStarts() if earlier is None else earlier, checkpoint, extra, new_name)
-
+    lineage = Lineage(_name_in(extra), _parent_in(extra))
+    if extra and jax.process_index() == 0:
+        warn_of_other_parent(options, lineage.parent)
     return Origin(
         kind=Kind.FRESH if checkpoint is None else Kind.RESUMED,
         step=first,
         extra=extra,
-        lineage=_found_by_first(find_lineage),
+        lineage=lineage,
         given=given,
         source=checkpoint_name(options.prefix, first),
-        earlier=earlier,
         checkpoint=checkpoint,
         state=opened.state,
         problem=problem,
@@ -228,20 +210,6 @@ def _is_ended(checkpoint: OpenCheckpoint) -> bool:
     """Whether the `end`s were made at the step of a checkpoint, so that a run which takes no step saves nothing."""
     extra = checkpoint.extra
     return isinstance(extra, dict) and extra.get(ENDED) == checkpoint.step
-
-
-def read_earlier(where: str, prefix: str) -> EarlierStarts:
-    try:
-        return EarlierStarts(read_starts(where).get(prefix, ()))
-    except (OSError, ValueError) as problem:
-        return EarlierStarts(problem=problem)
-
-
-def _found_by_first(find: Callable[[], Lineage]) -> Lineage:
-    """Return the lineage that process 0 finds: the others need not read the records of all earlier starts."""
-    if processes.is_single_process():
-        return find()
-    return Lineage(*json.loads(processes.text_from_first(lambda: json.dumps(find()))))
 
 
 def _begin_branch(
@@ -264,7 +232,7 @@ def _begin_branch(
         step=parent.step,
         # The branch is not stopped by the parent's hook, and has its own name.
         extra={key: value for key, value in extra.items() if key not in (STOPPED, RUN_KEY)},
-        lineage=_found_by_first(lambda: Lineage(None, parent.reference, _find_run_name(parent, extra))),
+        lineage=Lineage(None, parent.reference, _run_in(extra)),
         given=given,
         source=parent.reference["path"],
         state=state,
@@ -288,71 +256,6 @@ def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     return processes.share_errors(load, "the checkpoint cannot be read")
 
 
-def _find_run_name(parent: ParentCheckpoint, extra: Mapping[str, Any]) -> str | None:
-    """Return the name of the run that saved a checkpoint; None if it is not known."""
-    name = extra.get(RUN_KEY)
-    if isinstance(name, str):
-        return name
-    directory = parent.saver.directory
-    if is_url(directory):
-        return None
-    # A best checkpoint does not have the name. But the start that kept it is recorded in the directory of its run: that
-    # of the checkpoint, or the one above.
-    path = parent.reference["path"]
-    for run_directory in (directory, os.path.dirname(os.path.abspath(directory))):
-        with contextlib.suppress(OSError, ValueError):
-            for starts in read_starts(run_directory).values():
-                for start in valid(starts)[-1:]:
-                    if _has_kept(start, path):
-                        return str(start[RUN_KEY])
-    return None
-
-
-def _has_kept(start: Start, path: str) -> bool:
-    """Whether a start has kept the checkpoint at this resolved path as a best one."""
-    return any(resolve_path(kept_path) == path for _, _, kept_path in start["best"].values())
-
-
-def _find_lineage(
-    options: Options,
-    earlier: EarlierStarts,
-    checkpoint: OpenCheckpoint | None,
-    extra: Mapping[str, Any],
-    new_name: str,
-) -> Lineage:
-    """Return where the run comes from; on process 0.
-
-    | directory | its lineage |
-    |---|---|
-    | a copy of another run's, in which this is the first start | a new name, and the original's checkpoint as parent |
-    | such a copy, in which earlier starts have saved nothing | as the newest start has recorded it |
-    | any other | as the checkpoint says; unknown without one |
-    """
-    directory = options.directory
-    prefix = options.prefix
-    lineage = Lineage(_name_in(extra), _parent_in(extra))
-    if extra:
-        warn_of_other_parent(options, lineage.parent)
-    starts = valid(earlier.starts)
-    if directory is None or not starts:
-        return lineage
-    newest = starts[-1]
-    source = original_of(directory, starts)
-    saved_by = extra.get(RUN_KEY)
-    if source is not None:
-        parent: Parent | None = None
-        if checkpoint is not None:
-            step = checkpoint.step
-            parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
-            logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
-        return Lineage(new_name, parent, saved_by, is_copy=True)
-    has_own_name = newest[RUN_KEY] != newest[PARENT_RUN]
-    if has_own_name and saved_by is not None and saved_by == newest[PARENT_RUN]:
-        # The checkpoint is still the original's.
-        return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
-    return lineage
-
-
 def _hyperparameters_in(state: TrainState) -> dict[str, float]:
     """Return the hyperparameters in the state: held ones by their names, those of Optax by their slots."""
     values: dict[str, Any] = held_values(state.slots)
@@ -366,6 +269,12 @@ def _hyperparameters_in(state: TrainState) -> dict[str, float]:
 def _name_in(extra: Mapping[str, Any]) -> str | None:
     name = extra.get(RUN_KEY)
     return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
+
+
+def _run_in(extra: Mapping[str, Any]) -> str | None:
+    """Return the name of the run that saved a checkpoint, if it says so."""
+    name = extra.get(RUN_KEY)
+    return name if isinstance(name, str) else None
 
 
 def _parent_in(extra: Mapping[str, Any]) -> Parent | None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from jstep.checkpoint.listing import FOUND_NAME
 from jstep.checkpoint.manifest import CheckpointError
@@ -17,12 +17,18 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
 from jstep.loop.arguments import Options
-from jstep.record.schema import Parent
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path
 
 _PROBLEM = "start_from cannot be read"
+
+
+class Parent(TypedDict):
+    """The checkpoint of another run, as a checkpoint names it."""
+
+    path: str
+    step: int
 
 
 class ParentCheckpoint(NamedTuple):

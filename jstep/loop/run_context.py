@@ -1,4 +1,4 @@
-"""The run that its loop, its hooks and its observers share, and the interface of observers.
+"""The run that its loop, its hooks and its observers share.
 
 `hooks.run_hook.RunInfo` is the part that hooks see. `start.py` sets what is opened.
 """
@@ -18,76 +18,18 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.chunks import Chunk
 from jstep.loop.course import WITHIN, Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
+from jstep.loop.observer import Observer
 from jstep.loop.origin import Kind, Origin
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
-from jstep.record.process_files import ProcessFile
-from jstep.state.train_state import TrainState
-
-
-class Observer(contextlib.AbstractContextManager["Observer"]):
-    """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
-
-    Methods are roughly in the order of a run, and are called in the loop's thread. `flush` is not, nor is `on_save` if
-    the thread that watches for stalls saves the state of a run that hangs.
-
-    A thread that an observer starts may read the run at any time, and must change nothing. The attributes of `course`
-    and of the feeder are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
-    different steps: take a step and its state from one `position`. `components` are there once `is_open`, and the state
-    is None after `on_close`.
-    """
-
-    replaces_log_lines: bool = False
-    """Whether its `progress_hook` shows what log lines would."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        return None
-
-    def on_open(self) -> None:
-        """Called once the run may write to its directory, before the state is restored."""
-
-    def progress_hook(self) -> Any:
-        """Return a hook that shows the progress, or None."""
-        return None
-
-    def on_restored(self) -> None:
-        """Called once the run is open, and its state is restored."""
-
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Return a meter of the utilization, or None."""
-        return None
-
-    def on_no_steps(self) -> None:
-        """Called if the run takes no step."""
-
-    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context for the time in which the loop waits for a program."""
-        return contextlib.nullcontext()
-
-    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
-        """Called after the first call of each stage, with the state that it returned."""
-
-    def flush(self) -> None:
-        """Called in the background before each checkpoint appears: flush anything that must not be older."""
-
-    def on_save(self, step: int) -> dict[str, Any]:
-        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
-
-        An entry may be a function that returns it.
-        """
-        return {}
-
-    def on_close(self) -> None:
-        """Called when the run is over, while its last state and metrics still exist."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -114,9 +56,9 @@ class RunContext(RunInfo):
     """One run, from its arguments to its end.
 
     Attributes:
+        given: The options as the user gave them; `options` has their values as the run uses them.
         observers: Those of the record, the stalls and the progress; entered before anything is opened.
         closing: Closes what the run has opened.
-        process_file: The record of this process, if it is not process 0, whose record is `file`.
         start_number: The number of the recorded start, once all processes have opened it; 0 if it is not recorded.
         new_name: The name of the run if no earlier start gave it one.
     """
@@ -125,22 +67,30 @@ class RunContext(RunInfo):
     components: RunComponents
 
     def __init__(
-        self, options: Options, train_steps: TrainSteps, state: Any, times: StartTimes, *, has_body: bool
+        self,
+        options: Options,
+        given: Options,
+        train_steps: TrainSteps,
+        state: Any,
+        times: StartTimes,
+        *,
+        has_body: bool,
     ) -> None:
         watch = new_watch(times.began)
         sums = MetricSums(_least_skip_limit(options.hooks))
         transfers = TransferQueue(functools.partial(watch.phase, STEPPING), self._deliver)
         super().__init__(options.last_step, options.config, watch, sums, transfers, BackgroundHooks(options.hooks))
         self.options = options
+        self.given = given
         self.train_steps = train_steps
         self.times = times
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
+        self.course.on_replaced = self._tell_replaced
         limit = options.stop_secs
         self.signals = StopSignals(None if limit is None else functools.partial(times.left, limit))
         self.observers: tuple[Observer, ...] = ()
         self.origin = Origin()
         self.closing = contextlib.ExitStack()
-        self.process_file: ProcessFile | None = None
         self.start_number = 0
         self.new_name = secrets.token_hex(4)
 
@@ -197,6 +147,12 @@ class RunContext(RunInfo):
             "seconds": {phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value},
         }
 
+    # What the observers are told, and asked.
+
+    def _tell_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
+        for observer in self.observers:
+            observer.on_replaced(step, author, old_state, new_state)
+
     # The interface of hooks, documented at `RunInfo`.
 
     @property
@@ -217,13 +173,6 @@ class RunContext(RunInfo):
 
     def constant_metrics(self) -> Mapping[str, Any]:
         return self.components.dispatch.constants.values
-
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        for observer in self.observers:
-            meter = observer.meter(state, peak_flops, flops_per_step)
-            if meter is not None:
-                return meter
-        return None
 
     def stop(self, by: str) -> None:
         if not self.is_over:

@@ -23,11 +23,9 @@ from jstep.data.batch_sources import BatchSource
 from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
-from jstep.evaluating.evaluation_hook import evaluate_first, repeat_interrupted
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook_states import check_stateful, get_states
-from jstep.logs.reporting import LoggingHook
-from jstep.logs.speed import StepCounterHook, count_examples
+from jstep.hooks.run_hook import call_again, call_at_start, example_counter
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import NO_LOGS, build_hooks
@@ -38,18 +36,14 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner, make_next_due
+from jstep.loop.observer import that_define
 from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, Kind, find_origin, open_saver, read_state, step_of_values
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
-from jstep.record.stall_files import FOLDER as STALLS
-from jstep.record.starts import FOLDER
-from jstep.stores.files import check_no_links
-from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
-from jstep.summary.writer import sync_to_disk
 
 _NO_BATCHES = "the batches cannot be opened"
 
@@ -99,7 +93,7 @@ def begin_hooks(run: RunContext) -> bool:
         if run.saver is not None:
             get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
         if not is_over and first < stop_step:
-            is_over = components.runner.make_evaluations(evaluate_first)
+            is_over = components.runner.call_before_steps(call_at_start)
     if is_over and run.poll_stop_signal():
         return False  # a signal has interrupted the owed evaluation again: the next start makes it, and resumes
     if is_over or first >= stop_step:
@@ -118,9 +112,7 @@ def _flush_before_saves(run: RunContext) -> None:
     """Let each save flush lines and rows first: a run that resumes from it does not write earlier ones again."""
     if run.saver is None:
         return
-    flushes = [observer.flush for observer in run.observers]
-    if run.writer is not None:
-        flushes.insert(0, functools.partial(sync_to_disk, run.writer))
+    flushes = [observer.flush for observer in that_define("flush", run.observers)]
     for flush in (*flushes, run.background.flush):
         run.closing.enter_context(run.saver.flushing(flush))
 
@@ -133,7 +125,7 @@ def _resume_hooks(run: RunContext) -> bool:
             hook.resume(run.step, run.state)
     # If a signal interrupted an evaluation before this checkpoint was saved, it is made now. This is so even if a hook
     # keeps the run stopped: the result is owed.
-    is_done = run.components.runner.make_evaluations(repeat_interrupted)
+    is_done = run.components.runner.call_before_steps(call_again)
     return is_stopped or is_done
 
 
@@ -148,7 +140,9 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close_saver, run, run.saver)))
-    run.origin = find_origin(options, state, run.saver, run.new_name, functools.partial(_reading, run))
+    run.origin = find_origin(options, state, run.saver, functools.partial(_reading, run))
+    for observer in run.observers:
+        run.origin = dataclasses.replace(run.origin, lineage=observer.find_lineage(run.origin))
     if run.origin.kind is Kind.BRANCHED:
         # The programs are made for this state. `_restore` sets it again, with the contents of the checkpoint.
         course.begin_at(run.origin.step)
@@ -185,7 +179,7 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
         state = read_state(run.saver, origin, run.state)
     run.course.set_start(state, origin.extra.get(ENDED), origin.extra.get(LAST_BODY), is_restored=origin.is_restored)
     # Only the course refers to the state from here on: the origin lives as long as the run.
-    run.origin = dataclasses.replace(origin, state=None, checkpoint=None, earlier=None)
+    run.origin = dataclasses.replace(origin, state=None, checkpoint=None)
     return early_batches
 
 
@@ -197,35 +191,22 @@ def _open_record(run: RunContext) -> int:
 
     def open_and_number() -> tuple[int]:
         if jax.process_index() == 0:
-            _prepare_directories(run.options, has_saver=run.saver is not None)
+            _remove_temporary(run.options)
+        number = 0
         for observer in run.observers:
-            observer.on_open()
-        return (0 if run.file is None else run.file.fields["number"],)
+            number = observer.on_open() or number
+        return (number,)
 
     (number,) = processes.first_ints_on_all(open_and_number, count=1, problem=NO_LOGS)
     return number
 
 
-def _prepare_directories(options: Options, *, has_saver: bool) -> None:
-    """Fail early if a bucket does not answer or `logdir` leads through a link, and remove files of dead processes.
-
-    With a Saver, the bucket has answered: its checkpoints were listed.
-    """
-    if not has_saver and options.directory is not None and is_url(options.directory):
-        # Listed once: the record and the event files would each wait for a bucket that does not answer.
-        objects = Objects(options.directory)
-        with objects.time_limit(START_TIMEOUT_SECS):
-            objects.list(FOLDER, f"{FOLDER}~")
-    if options.logdir is not None and options.directory is not None:
-        check_no_links(os.fspath(options.logdir), options.directory)
+def _remove_temporary(options: Options) -> None:
+    """Remove the files of dead processes."""
     paths = {os.fspath(path) for path in (options.directory, options.logdir) if path is not None}
     for path in paths:
-        if is_url(path):
-            continue
-        remove_temporary(path)
-        stalls = os.path.join(path, STALLS)
-        if not os.path.islink(stalls):
-            remove_temporary(stalls)
+        if not is_url(path):
+            remove_temporary(path)
 
 
 # The calls.
@@ -245,7 +226,6 @@ def _make_dispatch(run: RunContext) -> Dispatch:
             lambda chunk, state: interactive.forget(),
             functools.partial(warn_of_ended_rate, run.train_steps, options.last_step),
             *(observer.on_first_call for observer in run.observers),
-            functools.partial(_log_start, run),
         ],
         count_examples=_find_example_counter(options),
     )
@@ -255,20 +235,7 @@ def _make_dispatch(run: RunContext) -> Dispatch:
 
 def _find_example_counter(options: Options) -> Callable[..., int | None] | None:
     """Return how the user's hook counts the examples of a batch; None if it is the size of the leading axis."""
-    for hook in options.hooks:
-        if isinstance(hook, StepCounterHook):
-            return functools.partial(count_examples, hook)
-    return None
-
-
-def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
-    if chunk.first != run.course.first:
-        return
-    for hook in run.components.hooks:
-        is_given = any(hook is option for option in run.options.hooks)
-        if isinstance(hook, LoggingHook) and not is_given:
-            run.times.log(run.watch.seconds_before)
-            return
+    return next(filter(None, map(example_counter, options.hooks)), None)
 
 
 def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], reader: BatchReader) -> Iterator[Chunk]:

@@ -44,7 +44,8 @@ _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
 """Values with another effect than their section."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
-_PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
+PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
+"""The arguments of `train` that are places."""
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
 """Name of an option → the argument of `train` with the same meaning."""
 _ADDRESS = re.compile("COORDINATOR|ADDRESS|PORT$|PROCESS_ID")
@@ -64,7 +65,7 @@ def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
     setup = start.get("setup") or {}
     arguments = setup.get("arguments") or {}
     run_paths: list[str] = []
-    for name in _PATH_OPTIONS:
+    for name in PATH_OPTIONS:
         path = arguments.get(name)
         if isinstance(path, str):
             run_paths.append(path)
@@ -79,7 +80,7 @@ def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
     values: dict[str, RecordedValue] = {}
     for section, begins in SECTIONS.items():
         for name, value in _flat(begins, parts.get(section) or {}):
-            if name.removeprefix("train: ").removeprefix("config: ") in _PATH_OPTIONS:
+            if name.removeprefix("train: ").removeprefix("config: ") in PATH_OPTIONS:
                 continue
             # Also without a name that says so: an option, or a variable, may be a path in the directory of the run.
             if section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths):

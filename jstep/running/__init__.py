@@ -1,6 +1,6 @@
 """How do users run a loop?
 
-- `observers`: the list of observers, which record and show a run.
+- `attached`: the observers that are attached to each run.
 - `run`: `Run`, with the body of a loop.
 - `train`: `train`: a `Run` whose body is empty.
 """

@@ -20,6 +20,7 @@ table from its last row up:
 """
 
 import contextlib
+import inspect
 import itertools
 import logging
 import os
@@ -44,7 +45,7 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.hook import as_returned_state
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
-from jstep.loop.arguments import Options, Step, cache_directory, check_state, validated
+from jstep.loop.arguments import Step, cache_directory, check_state, options_in, validated
 from jstep.loop.chunks import Chunk
 from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course
 from jstep.loop.ending import make_end
@@ -55,7 +56,7 @@ from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import as_stages
 from jstep.loop.start import begin_hooks, open_run
 from jstep.loop.start_times import StartTimes
-from jstep.running.observers import OBSERVERS
+from jstep.running.attached import attached_observers, check_attached
 from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
@@ -179,28 +180,12 @@ class Run(Generic[P]):
         config: Any = None,
         start_from: str | os.PathLike[str] | None = None,
     ) -> None:
+        given = options_in(locals())  # first, while there are no other local names
         times = StartTimes()
         self._batches = LoopBatches() if batches is None else batches
         self._loop_batches = self._batches if isinstance(self._batches, LoopBatches) else None
-        given = Options(
-            last_step=last_step,
-            hooks=hooks,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_prefix=checkpoint_prefix,
-            save_checkpoint_secs=save_checkpoint_secs,
-            save_checkpoint_steps=save_checkpoint_steps,
-            logdir=logdir,
-            save_summaries_steps=save_summaries_steps,
-            log_steps=log_steps,
-            steps_per_call=steps_per_call,
-            progress=progress,
-            batch_sharding=batch_sharding,
-            compile_cache=compile_cache,
-            stop_secs=stop_secs,
-            config=config,
-            start_from=start_from,
-        )
         options = validated(given, state, self._batches)
+        options = check_attached(options, _DEFAULTS)
         stages = as_stages(train_step)
         check_state(state, options.stop_step, options.hooks)
         processes.check_no_other_run()
@@ -209,7 +194,7 @@ class Run(Generic[P]):
         with times.timing("devices"):
             jax.devices()
         values = place_with_params(trees.copy_numpy(state, "state"))
-        self._context = RunContext(options, stages, values, times, has_body=self._has_body)
+        self._context = RunContext(options, given, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
         self._owner: _Owner | None = None  # what has entered it
         # Until `__enter__`, an empty generator, as `_release` calls its `close`.
@@ -499,7 +484,7 @@ class Run(Generic[P]):
             self._enter_settings(stack)
             stack.push(self._agree_and_exit)
             stack.callback(context.signals.end)
-            for make_observer in OBSERVERS:
+            for make_observer in attached_observers():
                 observer = stack.enter_context(make_observer(context))
                 context.observers = (*context.observers, observer)
             stack.push(self._close_hooks)
@@ -608,3 +593,6 @@ class Run(Generic[P]):
             raise
         if error is None:
             interactive.forget()  # after a run that ended well, `interrupted_state()` returns None
+
+
+_DEFAULTS = {name: argument.default for name, argument in inspect.signature(Run.__init__).parameters.items()}

@@ -133,32 +133,13 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
+    arguments = dict(locals())  # first, while there are no other local names
     if batches is None or isinstance(batches, LoopBatches):
         raise TypeError(
             f"batches={batches}: train has no body that makes them; write the loop with jstep.Run. For a step without "
             "arguments, give lambda step: ()"
         )
-    run = _RunWithoutBody(
-        train_step,
-        state,
-        batches,
-        last_step,
-        hooks=hooks,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_prefix=checkpoint_prefix,
-        save_checkpoint_secs=save_checkpoint_secs,
-        save_checkpoint_steps=save_checkpoint_steps,
-        logdir=logdir,
-        save_summaries_steps=save_summaries_steps,
-        log_steps=log_steps,
-        steps_per_call=steps_per_call,
-        progress=progress,
-        batch_sharding=batch_sharding,
-        compile_cache=compile_cache,
-        stop_secs=stop_secs,
-        config=config,
-        start_from=start_from,
-    )
+    run = _RunWithoutBody(**arguments)
     with run:
         for _ in run:
             pass

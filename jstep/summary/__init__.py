@@ -7,6 +7,7 @@ thread. The extra `summaries` (tensorboard's protos) is required.
 - `encode`: encoding of summaries as events.
 - `graph`: the graph of a traced program.
 - `new_event_files`: creation of event files.
+- `run_writer`: the writer that hooks use.
 - `summaries`: summaries as pytrees, and collections.
 - `writer`: `SummaryWriter`.
 """

@@ -107,6 +107,14 @@ class Summary:
     def __repr__(self) -> str:
         return f"Summary({', '.join(map(repr, self.tags))})"
 
+    # What `minimize` calls, which knows summaries only as what a loss has created.
+
+    def _joined(self, aux: Mapping[str, Any]) -> "tuple[Mapping[str, Any], Summary]":
+        return join_returned(aux, self)
+
+    def _merged(self, summaries: "Iterable[Summary]") -> "Summary":
+        return merge_parts(part for summary in summaries for part in summary.parts)
+
 
 def find_summaries(tree: Tree) -> list[Summary]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Summary))

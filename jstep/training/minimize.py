@@ -432,18 +432,12 @@ def _aux_and_summaries(result: LossResult) -> tuple[Mapping[str, Any], Any]:
     aux = _name_aux(result.aux)
     if result.summaries is None:
         return aux, None
-    from jstep.summary.summaries import join_returned  # loaded, because there is one
-
-    joined: tuple[Mapping[str, Any], Any] = join_returned(aux, result.summaries)
+    joined: tuple[Mapping[str, Any], Any] = result.summaries._joined(aux)
     return joined
 
 
 def _merge_summaries(summaries: list[Any]) -> Any:
-    if not summaries:
-        return None
-    from jstep.summary.summaries import merge_parts  # loaded, because there is one
-
-    return merge_parts(part for summary in summaries for part in summary.parts)
+    return summaries[0]._merged(summaries) if summaries else None
 
 
 def _name_aux(aux: object) -> Mapping[str, Any]:

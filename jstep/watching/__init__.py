@@ -1,7 +1,11 @@
 """Who watches a run without changing it? Its observers.
 
 - `batch_watch`: whether a restart reads the same batch.
+- `event_file`: the event file of a run.
+- `lineage`: what the records of earlier starts know of where a run comes from.
+- `log_lines`: log lines, and the counter of steps.
 - `notebook`: the progress bar in a notebook.
+- `observers`: the list of observers.
 - `process_recorder`: the times of a process other than the first.
 - `progress`: a progress bar.
 - `record_numbers`: the numbers in the record of a start.

@@ -20,9 +20,10 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
 from jstep.loop.chunks import Chunk
+from jstep.loop.observer import Observer
 from jstep.loop.origin import PAST, START
-from jstep.loop.run_context import Observer, RunContext
-from jstep.record.starts import valid
+from jstep.loop.run_context import RunContext
+from jstep.record.run_record import earlier_starts, file_of, process_file_of
 from jstep.watching.start_setup import describe_batches
 
 _KEPT = 20
@@ -93,12 +94,13 @@ class BatchWatch(Observer):
     def _read_hashes(self) -> None:
         run = self._run
         known: dict[str, Any] = {}
-        if run.process_file is not None:
-            known = run.process_file.fields["batches"]
-        elif run.file is not None:
+        process_file = process_file_of(run)
+        if process_file is not None:
+            known = process_file.fields["batches"]
+        else:
             # Of the start that saved the checkpoint, and of later ones, which may have read the batch after it, too.
             saved_by = (run.origin.extra.get(PAST) or {}).get(START, [math.inf])
-            for start in valid(run.file.earlier):
+            for start in earlier_starts(run):
                 if start["number"] >= saved_by[0]:
                     known |= start["batches"]
         self._hashes = {**self._hashes, **{step: entry for step, entry in known.items() if step.isdecimal()}}
@@ -118,7 +120,7 @@ class BatchWatch(Observer):
         self._write_hashes()
 
     def _write_hashes(self) -> None:
-        file = self._run.process_file or self._run.file
+        file = process_file_of(self._run) or file_of(self._run)
         if file is not None:
             file.update({"batches": self._hashes})
             file.due.set()
@@ -140,8 +142,9 @@ class BatchWatch(Observer):
         level = logging.WARNING if settings == old_settings else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
         logger.log(level, _OTHER_BATCH, step, where)
-        if self._run.file is not None:
-            self._run.file.update({"other_batch": step})
+        file = file_of(self._run)
+        if file is not None:
+            file.update({"other_batch": step})
 
 
 def _not_hashed(error: Exception) -> None:

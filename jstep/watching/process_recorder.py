@@ -6,8 +6,10 @@ from typing import Any
 import jax
 
 from jstep.core.stopwatch import CLOCKS
-from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.observer import Observer
+from jstep.loop.run_context import RunContext
 from jstep.record.process_files import ProcessFile, read_process
+from jstep.record.run_record import process_file_of
 from jstep.stores.owners import this_process
 
 
@@ -30,7 +32,7 @@ class ProcessRecorder(Observer):
         earlier = None if run.restored is None else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
         fields = {"start": run.start_number, "process": this_process(), "batches": batches}
-        run.process_file = ProcessFile(where, prefix, index, fields | self._current())
+        run.shared[ProcessFile] = ProcessFile(where, prefix, index, fields | self._current())
         self._thread.start()
 
     def _current(self) -> dict[str, Any]:
@@ -41,14 +43,14 @@ class ProcessRecorder(Observer):
         return self._run.recorded_times() | {"written": CLOCKS.wall(), "signal": own_signal}
 
     def _write_periodically(self) -> None:
-        file = self._run.process_file
+        file = process_file_of(self._run)
         while file is not None and not self._ended.is_set():
             file.write(self._current())
             file.due.wait(file.period)
             file.due.clear()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        file = self._run.process_file
+        file = process_file_of(self._run)
         if file is None:
             return
         self._ended.set()

@@ -17,12 +17,14 @@ from jstep.hooks.cadence import Cadence, Clock
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.logs.history import History
 from jstep.logs.speed import format_utilization
-from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.observer import Observer
+from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, sorted_numbers, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
+from jstep.watching.log_lines import LinesReplaced
 from jstep.watching.notebook import BarDetails, NotebookBar, ShownLines
 
 
@@ -30,6 +32,7 @@ class Progress(Observer):
     """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines."""
 
     def __init__(self, run: RunContext) -> None:
+        self._run = run
         wanted = run.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and jax.process_index() == 0
@@ -43,7 +46,6 @@ class Progress(Observer):
             self._hook = _NotebookHook(self._lines, histories, last_step=run.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=run.options.last_step)
-            self.replaces_log_lines = True
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lines is not None:
@@ -58,8 +60,12 @@ class Progress(Observer):
         hint = "" if is_kept else "; train(compile_cache=True) keeps the program for restarts"
         return slow(f"compiling {name}", logger.info, hint)
 
-    def progress_hook(self) -> "ProgressHook | None":
-        return self._hook
+    def make_hooks(self, hooks: Sequence[Any]) -> Sequence[Any]:
+        if self._hook is None:
+            return ()
+        if self._lines is None:
+            self._run.shared[LinesReplaced] = True
+        return (self._hook,)
 
 
 class ProgressHook(RunHook):

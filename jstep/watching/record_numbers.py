@@ -17,7 +17,9 @@ from jstep.evaluating.keep_best import KeepBest, data_hash
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import is_ready, read_values, sorted_numbers
 from jstep.record.config import encoded
+from jstep.record.run_record import file_of
 from jstep.record.schema import Start
+from jstep.record.state_changes import StateChanges
 from jstep.stores.urls import absolute
 from jstep.training.metrics import LOSS
 
@@ -50,6 +52,7 @@ class RecordNumbers:
         # What is recorded. Both are replaced, not changed, so that they may be read without the lock.
         self._values: dict[str, Any] = {}
         self._best: dict[str, Any] = {}
+        self.changes = StateChanges()
 
     def inherit(self, start: Start) -> None:
         """Begin with the numbers of an earlier start of the run."""
@@ -68,7 +71,7 @@ class RecordNumbers:
     def read(self) -> None:
         """Take the metrics of the latest step once they are ready, and what evaluations have found."""
         run = self._run
-        if not run.is_open or run.file is None:
+        if not run.is_open or file_of(run) is None:
             return
         # The metrics of a step that failed may be deleted: the record keeps older ones.
         with self._lock, contextlib.suppress(Exception), internal_transfers():
@@ -134,7 +137,7 @@ class RecordNumbers:
             "computing": computing,
             **_host_memory(),
             "examples": self.examples(),
-            "state_changes": run.course.state_changes.as_record(),
+            "state_changes": self.changes.as_record(),
             **_bounded(self._values),
             "best": dict(self._best),
             "kept": self._kept_metrics(),

@@ -5,11 +5,13 @@ describes the start and each of its programs.
 """
 
 import contextlib
+import dataclasses
 import functools
+import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
@@ -22,17 +24,24 @@ from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.secret_text import error_text
 from jstep.core.threads import SerialTasks, Task, run_in_background, wait_until_done
 from jstep.core.trees import Tree
+from jstep.loop.arguments import Options
 from jstep.loop.chunks import Chunk
-from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED, read_earlier
-from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.observer import Observer
+from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED, Kind, Lineage, Origin
+from jstep.loop.run_context import RunContext
 from jstep.loop.stages import Stage
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
-from jstep.record.config import command_line
+from jstep.record.config import as_config, command_line
+from jstep.record.run_record import file_of
 from jstep.record.schema import Start
+from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, KILLED, StartFile, valid
+from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, read_starts, valid
 from jstep.state.sharding import describe_devices
-from jstep.stores.owners import is_alive, this_process
+from jstep.stores.objects import START_TIMEOUT_SECS, Objects
+from jstep.stores.owners import is_alive, remove_temporary, this_process
+from jstep.stores.urls import is_url
+from jstep.watching.lineage import find_lineage, find_run_of_best
 from jstep.watching.record_numbers import RecordNumbers
 from jstep.watching.restart_report import describe_past, report_changes
 from jstep.watching.start_setup import describe_program, describe_setup
@@ -51,9 +60,13 @@ class Recorder(Observer):
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
     """
 
+    options = frozenset({"config"})
+
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._numbers = RecordNumbers(run)
+        self._earlier: Sequence[Start] | None = None  # the starts before this one; None until they are read
+        self._problem: Exception | None = None  # why they cannot be read
         self._opening: Task[None] | None = None
         self._thread = threading.Thread(target=self._write_periodically, name="jstep-record", daemon=True)
         self._ended = threading.Event()
@@ -68,36 +81,72 @@ class Recorder(Observer):
 
     # The start.
 
-    def on_open(self) -> None:
+    @classmethod
+    def check(cls, options: Options) -> Options:
+        return dataclasses.replace(options, config=as_config(options.config))
+
+    def find_lineage(self, origin: Origin) -> Lineage:
+        if processes.is_single_process():
+            return self._find_lineage(origin)
+        # The other processes need not read the records of all earlier starts.
+        text = processes.text_from_first(lambda: json.dumps(self._find_lineage(origin)))
+        return Lineage(*json.loads(text))
+
+    def _find_lineage(self, origin: Origin) -> Lineage:
+        lineage = origin.lineage
+        if origin.kind is Kind.BRANCHED:
+            if lineage.parent is None or lineage.parent_run is not None:
+                return lineage
+            return lineage._replace(parent_run=find_run_of_best(lineage.parent["path"]))
+        where = self.run.options.directory
+        # A bucket is only read in `_open`, whose wait a signal can end.
+        if where is None or is_url(where):
+            return lineage
+        self._read_earlier(where)
+        return find_lineage(self.run.options, origin, valid(self._earlier or ()), self.run.new_name)
+
+    def _read_earlier(self, where: str) -> None:
+        try:
+            self._earlier = read_starts(where).get(self.run.options.prefix, ())
+        except (OSError, ValueError) as problem:
+            self._problem = problem
+
+    def on_open(self) -> int | None:
         where = self.run.options.directory
         if where is None or jax.process_index() != 0:
-            return
+            return None
+        _prepare_directories(self.run.options, has_saver=self.run.saver is not None)
         # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
         # thread, so that `__exit__` either cancels it, or waits for the file and writes the end of the start.
         self._opening = Task()
         run_in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
         self._opening.result()
-        if self.run.file is not None:
-            self._thread.start()
-            self._tasks.add(self._add_code)
+        file = file_of(self.run)
+        if file is None:
+            return None
+        self._thread.start()
+        self._tasks.add(self._add_code)
+        number: int = file.fields["number"]
+        return number
 
     def _open(self, where: str) -> None:
         origin = self.run.origin
         prefix = self.run.options.prefix
-        earlier = origin.earlier or read_earlier(where, prefix)  # those in a bucket are read here
-        if earlier.problem is not None:
-            logger.warning("%s: this run cannot be recorded: %s", where, earlier.problem)
+        if self._earlier is None and self._problem is None:
+            self._read_earlier(where)
+        if self._earlier is None:
+            logger.warning("%s: this run cannot be recorded: %s", where, self._problem)
             return
         newest = None
         if not origin.lineage.is_copy:
-            newest = next(reversed(valid(earlier.starts)), None)
+            newest = next(reversed(valid(self._earlier)), None)
         if newest is not None:
             self._numbers.inherit(newest)
         fields = self._initial_fields(where, newest) | self._numbers.fields()
-        file = StartFile(where, prefix, earlier.starts, fields)
+        file = StartFile(where, prefix, self._earlier, fields)
         _end_earlier(file, claimed=origin.is_claimed)
-        self.run.file = file
+        self.run.shared[StartFile] = file
 
     def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
         options = self.run.options
@@ -139,7 +188,7 @@ class Recorder(Observer):
     # While it lives.
 
     def _write_periodically(self) -> None:
-        while (file := self.run.file) is not None:
+        while (file := file_of(self.run)) is not None:
             file.due.wait(file.period)
             file.due.clear()
             if self._ended.is_set():
@@ -156,7 +205,7 @@ class Recorder(Observer):
     def on_save(self, step: int) -> dict[str, Any]:
         """Return the past of the checkpoint, which its restart compares, with the config and the commit."""
         extra = self.run.origin.extra
-        file = self.run.file
+        file = file_of(self.run)
         if file is not None:
             self._numbers.read_latest()
             stepping = round(self.run.watch.seconds().get(stopwatch.STEPPING, 0.0), 6)
@@ -177,8 +226,11 @@ class Recorder(Observer):
             kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
 
+    def on_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
+        self._numbers.changes.add(step, author, old_state, new_state)
+
     def flush(self) -> None:
-        file = self.run.file
+        file = file_of(self.run)
         if file is None:
             return
         with self._lock:
@@ -190,12 +242,13 @@ class Recorder(Observer):
 
     def _is_active(self) -> bool:
         run = self.run
-        return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
+        return jax.process_index() == 0 and run.is_open and (run.saver or file_of(run)) is not None
 
     def _add_code(self) -> None:
         code = code_version()
-        if code is not None and self.run.file is not None:
-            self.run.file.write(code)
+        file = file_of(self.run)
+        if code is not None and file is not None:
+            file.write(code)
 
     def on_restored(self) -> None:
         run = self.run
@@ -209,15 +262,16 @@ class Recorder(Observer):
 
         def record() -> None:
             self._setup = describe_setup(
-                run.options, run.train_steps, first, shapes, run.components.batches.source.given
+                run.options, run.given, run.train_steps, first, shapes, run.components.batches.source.given
             )
             self._write_setup()
 
         self._tasks.add(record)
 
     def _write_setup(self) -> None:
-        if self.run.file is not None:
-            self.run.file.write_setup(self._setup)
+        file = file_of(self.run)
+        if file is not None:
+            file.write_setup(self._setup)
 
     def on_first_call(self, chunk: Chunk, state: Tree) -> None:
         if not self._is_active():
@@ -236,8 +290,9 @@ class Recorder(Observer):
         program = describe_program(stage.first, stage.single_step, traced, constants, args)
         self._setup = {**self._setup, "programs": [*self._setup.get("programs", ()), program]}
         self._write_setup()
-        if self.run.file is not None and traced is not None:
-            self.run.file.write_program(stage.first, strip_addresses(str(traced.jaxpr)))
+        file = file_of(self.run)
+        if file is not None and traced is not None:
+            file.write_program(stage.first, strip_addresses(str(traced.jaxpr)))
         self._compare_once()
 
     def _compare_once(self, *, is_idle: bool = False) -> None:
@@ -260,7 +315,7 @@ class Recorder(Observer):
             wait([self._opening], timeout=_JOIN_SECS)
         if not run.signals.received_twice:
             self._tasks.wait(GIT_TIMEOUT_SECS + 1)
-        file = run.file
+        file = file_of(run)
         if file is None:
             return
         file.due.set()
@@ -280,6 +335,23 @@ class Recorder(Observer):
             newest = saver.latest_step() or 0
             return [save for save in saves if save[0] <= newest]
         return saves
+
+
+def _prepare_directories(options: Options, *, has_saver: bool) -> None:
+    """Fail early if a bucket does not answer, and remove files of stalls that dead processes left.
+
+    With a Saver, the bucket has answered: its checkpoints were listed.
+    """
+    if not has_saver and options.directory is not None and is_url(options.directory):
+        # Listed once: the record and the event files would each wait for a bucket that does not answer.
+        objects = Objects(options.directory)
+        with objects.time_limit(START_TIMEOUT_SECS):
+            objects.list(FOLDER, f"{FOLDER}~")
+    paths = {os.fspath(path) for path in (options.directory, options.logdir) if path is not None}
+    for path in paths:
+        stalls = os.path.join(path, STALLS)
+        if not is_url(path) and not os.path.islink(stalls):
+            remove_temporary(stalls)
 
 
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:

@@ -19,8 +19,9 @@ from jstep.loop.origin import START
 from jstep.loop.run_context import RunContext
 from jstep.loop.stages import lanes_of
 from jstep.record.differences import Changes, changes
+from jstep.record.run_record import earlier_starts, file_of
 from jstep.record.schema import Start
-from jstep.record.starts import StartFile, load_setup, program_path, valid
+from jstep.record.starts import StartFile, load_setup, program_path
 from jstep.training.step import step_function
 from jstep.watching.start_setup import shortened
 
@@ -31,8 +32,9 @@ _UNTRAINED = "none of this has an effect, as the run takes no step: pass another
 def describe_past(run: RunContext, step: int) -> dict[str, Any]:
     """Return what a checkpoint at a step keeps for the start that resumes from it, as JSON."""
     past: dict[str, Any] = {"lanes": lanes_of(run.train_steps.value_at(max(step - 1, 0)))}
-    if run.file is not None:
-        past[START] = [run.file.fields["number"], run.file.fields["began"]]
+    file = file_of(run)
+    if file is not None:
+        past[START] = [file.fields["number"], file.fields["began"]]
     batches = run.components.batches.source.given
     if isinstance(batches, BatchSequence):
         trained = batches[:step]
@@ -58,10 +60,11 @@ def report_changes(run: RunContext, saved_past: Mapping[str, Any], setup: Mappin
     checkpoint = checkpoint_name(run.saver.prefix, step)
     past = describe_past(run, step)
     found = Changes([], [], [])
-    earlier = [] if run.file is None else valid(run.file.earlier)
+    file = file_of(run)
+    earlier = earlier_starts(run)
     saved_by = _find_start(earlier, saved_past.get(START))
-    if run.file is not None and saved_by is not None:
-        found = _compare_setups(run.file, saved_by, {"config": run.options.config, "setup": setup})
+    if file is not None and saved_by is not None:
+        found = _compare_setups(file, saved_by, {"config": run.options.config, "setup": setup})
         found.bits.extend(_rate_change(run, saved_by, step, found.bits))
     elif earlier:
         text = "%s: the start that wrote it has no record, so only lanes and batches are compared"

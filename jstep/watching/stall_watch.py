@@ -26,9 +26,12 @@ from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, WAITING
 from jstep.hooks.run_hook import HookCall, RunHook
 from jstep.loop.course import Activity
-from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.observer import Observer
+from jstep.loop.run_context import RunContext
 from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
+from jstep.record.run_record import file_of
 from jstep.record.stall_files import AGREEMENT, CALL, StallFiles, silent
+from jstep.summary.run_writer import writer_of
 from jstep.summary.writer import request_flush
 
 _BATCH = "batch"
@@ -203,8 +206,9 @@ class StallWatch(Observer):
         if wait.age >= due + (3 * self._every if self._is_shared else 0):
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             log_in_time(self._line(wait))
-            if self.run.writer is not None:  # a stalled run may be killed
-                request_flush(self.run.writer)
+            writer = writer_of(self.run)
+            if writer is not None:  # a stalled run may be killed
+                request_flush(writer)
         if self._wait.part:
             self._record(self._wait)
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
@@ -286,7 +290,7 @@ class StallWatch(Observer):
             self._recorded = None
 
     def _record(self, wait: Wait) -> None:
-        file = self.run.file
+        file = file_of(self.run)
         if file is None:
             return
         unfinished = self.run.in_flight.unfinished()

@@ -42,7 +42,7 @@ from jstep.loop.arguments import Options
 from jstep.loop.programs import shapes_of, type_text
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.record.config import as_text, plain
-from jstep.record.differences import SETTINGS
+from jstep.record.differences import PATH_OPTIONS, SETTINGS
 from jstep.state.sharding import describe_devices
 from jstep.training import apply_gradients
 from jstep.training.metrics import LOSS, StepMetrics
@@ -53,7 +53,9 @@ _MAX_ENTRY = 1000
 """The number of characters of an entry as JSON, above which it is recorded as a hash."""
 
 
-def describe_setup(options: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree) -> dict[str, Any]:
+def describe_setup(
+    options: Options, given: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree
+) -> dict[str, Any]:
     """Return the setup of a start from a step, by section; its programs are added as they are compiled."""
     names: dict[str, str] = {}
     lanes: dict[str, Any] = {}
@@ -71,7 +73,7 @@ def describe_setup(options: Options, stages: TrainSteps, step: int, state: Tree,
         "batches": describe_batches(batches),
         "stages": names,
         "lanes": next(iter(lanes.values())) if are_equal else lanes,
-        "arguments": _arguments(options),
+        "arguments": _arguments(options, given),
         "programs": [],
     }
 
@@ -104,10 +106,16 @@ def _versions() -> dict[str, str]:
 # The arguments of `train`.
 
 
-def _arguments(options: Options) -> dict[str, Any]:
+def _arguments(options: Options, given: Options) -> dict[str, Any]:
     """Return the arguments of a run, without `config`, which has a section of its own."""
-    names = [field.name for field in dataclasses.fields(options) if field.name != "config"]
-    return {name: _argument(name, getattr(options, name)) for name in names}
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        if field.name == "config":
+            continue
+        # Places as they were spelled: an option of the program that is the same string is known as a place by that.
+        source = given if field.name in PATH_OPTIONS else options
+        arguments[field.name] = _argument(field.name, getattr(source, field.name))
+    return arguments
 
 
 def _argument(name: str, value: Any) -> Any:

@@ -13,8 +13,10 @@ from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
 from jstep.core.trees import Tree
+from jstep.logs.speed import MeterMaker
 from jstep.loop.chunks import Chunk
-from jstep.loop.run_context import Observer, RunContext
+from jstep.loop.observer import Observer
+from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
 
@@ -162,8 +164,9 @@ class Meters(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
+        run.shared[MeterMaker] = MeterMaker(self._make)
 
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+    def _make(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:

@@ -13,6 +13,7 @@ import pytest
 import jstep
 from jstep.evaluating.callbacks import use_run
 from jstep.hooks.hook_states import get_states, set_states
+from jstep.record.starts import StartFile
 from jstep.stores import tagged_json
 
 
@@ -248,6 +249,8 @@ _BEST = "best-2 of another run with accuracy=0.9", "best-2 of an earlier start o
 @pytest.mark.parametrize("start", [0, 60])
 def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_path, caplog):
     keep(tmp_path, [0.5, 0.9], mode=mode, max_to_keep=2)
+    kept = f"{tmp_path}/best-2" if "earlier" in best else "best-9"
+    earlier = [{"problem": None, "run": "", "best": {"accuracy": (0.9, 2, kept)}}]
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
@@ -260,7 +263,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
                 background=None,
                 log_failed=None,
                 is_new_branch=False,
-                was_best_checkpoint=lambda path: "earlier" in best and path == f"{tmp_path}/best-2",
+                shared={StartFile: types.SimpleNamespace(earlier=earlier)},
             ),
         )
         one.begin(state_at(start))

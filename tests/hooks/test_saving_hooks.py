@@ -101,7 +101,7 @@ def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
     writer = Writer()
     hook = jstep.EvaluationHook(lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, prefix="validation")
     run = FakeRun(hook, state_at())
-    run.writer = writer
+    run.shared[jstep.summary.SummaryWriter] = writer
     for step in (5, 10, 15):
         run.after_step(step, state_at(step, step), {})
     assert list(hook.results) == [10]

@@ -10,6 +10,7 @@ import jstep
 from jstep.hooks.run_hook import LoopState
 from jstep.look import cli
 from jstep.loop.course import Course
+from jstep.record.state_changes import StateChanges
 
 LAST = 12
 
@@ -85,6 +86,8 @@ def test_the_commands_show_what_replaced_the_state(two_runs, capsys, monkeypatch
 
 def test_the_record_of_changes_is_bounded():
     course = Course(LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, has_body=True)
+    changes = StateChanges()
+    course.on_replaced = changes.add
 
     def replace(step, by, *names):
         course.position = LoopState(step, course.position.state)
@@ -95,7 +98,7 @@ def test_the_record_of_changes_is_bounded():
         replace(step, "the body", *range(10))  # twice at one step
     for step, name in enumerate(range(10), 30):
         replace(step, "x" * 1000, name)
-    first, *others = course.state_changes.as_record()
+    first, *others = changes.as_record()
     assert first["steps"] == [*range(10), *range(20, 30)]
     assert (first["count"], len(first["leaves"]), first["leaves_left_out"]) == (30, 4, 6)
     assert [change["leaves"] for change in others] == [*([str(name)] for name in range(5)), ["other leaves"]]
@@ -106,9 +109,11 @@ def test_the_record_of_changes_is_bounded():
 def test_a_state_that_was_donated_is_not_read():
     state = {"w": jnp.zeros(2), "b": jnp.zeros(())}
     course = Course(LoopState(3, state), 10, has_body=True)
+    changes = StateChanges()
+    course.on_replaced = changes.add
     after = jax.jit(lambda state: state | {"w": state["w"] + 1}, donate_argnums=0)(state)
     assert state["w"].is_deleted()
     course.replace_state(after, "the body")
     course.replace_state(after | {"w": jnp.ones(2)}, None)  # the end of a hook is undone
-    (change,) = course.state_changes.as_record()
+    (change,) = changes.as_record()
     assert (change["leaves"], change["steps"]) == (["b", "w"], [3])

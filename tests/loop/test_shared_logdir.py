@@ -212,7 +212,7 @@ def test_a_run_of_a_living_process_is_another_one(tmp_path, caplog, monkeypatch)
     path = tmp_path / "starts/model.000001.json"
     start = json.loads(path.read_text())
     path.write_text(json.dumps({**start, "end": None, "process": {**start["process"], "pid": 7}}))
-    for module in ("loop.build_hooks", "watching.recorder"):
+    for module in ("watching.event_file", "watching.recorder"):
         monkeypatch.setattr(f"jstep.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
     assert len(warnings_of(caplog)) == 1

@@ -53,7 +53,7 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
 
 def test_a_stall_flushes_the_events(tmp_path, monkeypatch):
     """Ten events fill the queue of the writer; the last ones before a hang are in the file before it is killed."""
-    monkeypatch.setattr("jstep.loop.build_hooks._FLUSH_SECS", 600.0)
+    monkeypatch.setattr("jstep.watching.event_file._FLUSH_SECS", 600.0)
 
     def logged():
         return [point.step for point in read_scalars(tmp_path).get("loss", ())]

@@ -193,7 +193,7 @@ def test_json_of_no_use():
 DECODES = {
     "stores.untrusted": "`decode_json`, which the others use",
     "checkpoint.manifest": "a copy of what a user passed",
-    "checkpoint.reading": "what the first process of this run sent",
+    "checkpoint.finding": "what the first process of this run sent",
     "checkpoint.shared_directory": "what other processes of this run sent",
     "core.processes": "what other processes of this run sent",
     "data.positions": "what other processes of this run sent",
@@ -202,6 +202,7 @@ DECODES = {
     "logs.fingerprint_log": "a line, whose fields `parse_line` checks",
     "logs.history_file": "a line, which must be as it is written",
     "weights.search": "an index, whose names are checked",
+    "watching.recorder": "a lineage of process 0",
     "weights.tensors": "a header that the safetensors package has checked",
 }
 """The modules that decode JSON by themselves, and which."""

@@ -9,7 +9,7 @@ import pytest
 from processes import python
 
 import jstep
-from jstep.running.observers import OBSERVERS
+from jstep.watching.observers import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
@@ -61,7 +61,7 @@ def without(files, directory):
     for file in files:
         module = f"jstep.{file.replace('/', '.')}"
         (directory / "jstep" / f"{file}.py").unlink()
-        for name in ("running/observers.py", "__init__.py"):
+        for name in ("watching/observers.py", "__init__.py"):
             path = directory / "jstep" / name
             lines = path.read_text().splitlines(keepends=True)
             observers = [one.__name__ for one in OBSERVERS if one.__module__ in (module, "jstep")]

@@ -14,6 +14,7 @@ from jstep.hooks.run_hook import HookCall, RunHook
 from jstep.loop import stopping
 from jstep.loop.course import Activity
 from jstep.metering.in_flight import InFlight
+from jstep.record.starts import StartFile
 from jstep.watching import stall_watch as stalls
 from jstep.watching.stall_watch import StallWatch, Wait
 
@@ -29,7 +30,7 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     )  # fmt: skip
     fields = {
         "is_open": True, "components": components, "step": step, "is_over": loop.get("is_over", False), "saver": None,
-        "writer": None, "file": None, "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
+        "shared": {}, "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
         "course": types.SimpleNamespace(**course | loop, has_trained=step > 2),
         "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: [], WAITING: []}),
         "in_flight": InFlight(),
@@ -291,7 +292,7 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.finish = lambda fields: written.append(fields())
-    watch.run.file = Recorded(said)  # type: ignore[assignment]
+    watch.run.shared[StartFile] = Recorded(said)
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)

@@ -63,7 +63,7 @@ def test_secrets_and_other_variables_are_not_recorded(monkeypatch):
     options = types.SimpleNamespace(config=None)
     monkeypatch.setattr(start_setup.dataclasses, "fields", lambda options: ())
     found = start_setup.describe_setup(
-        options, as_stages(lambda state: state), 0, jstep.TrainState.create({}, jstep.adam()), []
+        options, options, as_stages(lambda state: state), 0, jstep.TrainState.create({}, jstep.adam()), []
     )
     assert found["environment"] == {
         "JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache",

@@ -1,0 +1,108 @@
+"""What a run tells the rooms that are attached to it, and asks them: the moments of an `Observer`.
+
+The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached.py` finds their observers. `Hook` and
+`RunHook` are the other way in: hooks belong to the run and may change it, observers do not.
+
+| moment | when, and where | returns | an error |
+|---|---|---|---|
+| `check` | `Run(…)` is made; nothing is open | the options as the run uses them | is raised by `Run(…)` |
+| made, entered | the block is entered; nothing is open | | ends the start |
+| `find_lineage` | a checkpoint is found, the state is not read; on each process | the lineage | ends the start |
+| `on_open` | the run may write to its directory; the state is not read | the number of the start | of one ends all |
+| `make_hooks` | the state is restored, the hooks have not begun | hooks to add | of one ends all |
+| `on_restored` | the hooks have the run, and have not begun | | ends the start |
+| `on_no_steps` | instead of the loop, if there is no step to take | | ends the run |
+| `compiling` | around each wait for a program | a context | ends the run |
+| `on_first_call` | after the first call of each stage | | ends the run; the state is lost |
+| `on_replaced` | code of the user has replaced the state | | ends the run, within the iteration |
+| `on_save` | a save that nothing prevents any more begins | entries of `extra` | no checkpoint; ends the run |
+| `flush` | in the background, before that checkpoint appears | | no checkpoint: a `CheckpointError` |
+| `on_close` | the run is over; its last state still exists | | ends the run |
+| exited | the run has closed; in reverse order | | is raised last; all is saved |
+
+All but `flush` are called in the loop's thread, in the order of `OBSERVERS`; `on_save` is not, if the thread that
+watches for stalls saves the state of a run that hangs.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from jstep.core.trees import Tree
+from jstep.loop.arguments import Options
+from jstep.loop.chunks import Chunk
+from jstep.loop.origin import Lineage, Origin
+
+
+class Observer(contextlib.AbstractContextManager["Observer"]):
+    """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
+
+    A thread that an observer starts may read the run at any time, and must change nothing. The attributes of `course`
+    and of the feeder are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
+    different steps: take a step and its state from one `position`. `components` are there once `is_open`, and the state
+    is None after `on_close`.
+    """
+
+    options: ClassVar[frozenset[str]] = frozenset()
+    """The options of `Run` that it uses and the kernel does not; an option that nobody uses is an error."""
+
+    def __init__(self, run: Any) -> None:
+        """Made of the `RunContext`, when the block is entered."""
+
+    @classmethod
+    def check(cls, options: Options) -> Options:
+        """Check the options that only this observer uses; return them as a run uses them."""
+        return options
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        return None
+
+    def find_lineage(self, origin: Origin) -> Lineage:
+        """Return where the run comes from, if more is known than what its checkpoint says."""
+        return origin.lineage
+
+    def on_open(self) -> int | None:
+        """Called once the run may write to its directory, before the state is restored.
+
+        Returns:
+            The number of the start, if it is recorded; all processes get it.
+        """
+        return None
+
+    def make_hooks(self, hooks: Sequence[Any]) -> Sequence[Any]:
+        """Return hooks that are called after `hooks`; what they write to closes with the run's `closing`."""
+        return ()
+
+    def on_restored(self) -> None:
+        """Called once the run is open, and its state is restored."""
+
+    def on_no_steps(self) -> None:
+        """Called if the run takes no step."""
+
+    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context for the time in which the loop waits for a program."""
+        return contextlib.nullcontext()
+
+    def on_first_call(self, chunk: Chunk, state: Tree) -> None:
+        """Called after the first call of each stage, with the state that it returned."""
+
+    def on_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
+        """Called when the body or a hook has replaced the state."""
+
+    def flush(self) -> None:
+        """Called in the background before each checkpoint appears: flush anything that must not be older."""
+
+    def on_save(self, step: int) -> dict[str, Any]:
+        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
+
+        An entry may be a function that returns it.
+        """
+        return {}
+
+    def on_close(self) -> None:
+        """Called when the run is over, while its last state and metrics still exist."""
+
+
+def that_define(moment: str, observers: Iterable[Observer]) -> list[Observer]:
+    """Return the observers that have something to do at a moment."""
+    return [observer for observer in observers if getattr(type(observer), moment) is not getattr(Observer, moment)]
