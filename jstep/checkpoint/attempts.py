@@ -428,6 +428,8 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
 
 # The threads of saves.
 
+_DETACHED_SECS = 1.0
+"""Seconds for which the exit of the interpreter waits for a detached write."""
 UNFINISHED_WRITES: "dict[str, BackgroundWrite]" = {}
 """Path of a temporary directory, or name of an attempt → its write."""
 
@@ -435,7 +437,7 @@ UNFINISHED_WRITES: "dict[str, BackgroundWrite]" = {}
 class BackgroundWrite:
     """The write of a checkpoint in the background, which the interpreter finishes before it exits.
 
-    `run` writes it, or waits until it is written; its error is the error of the write.
+    `run` writes it, or waits until it is written; its exception, of any kind, is the error of the write.
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
@@ -443,17 +445,21 @@ class BackgroundWrite:
 
         def write() -> None:
             run()
-            self.detach()
+            self._forget()
 
         self._name = name
+        self._is_detached = False
         self._pid = os.getpid()
         UNFINISHED_WRITES[name] = self
         _finish_at_exit()
         self._done = run_in_background(write, name=thread, daemon=True)
 
-    def detach(self) -> None:
-        """Let the interpreter exit without waiting for the write."""
+    def _forget(self) -> None:
         UNFINISHED_WRITES.pop(self._name, None)
+
+    def detach(self) -> None:
+        """Let the interpreter exit without the end of the write, whose files are left as after a kill."""
+        self._is_detached = True
 
     def has_ended(self) -> bool:
         return self._done.done()
@@ -463,13 +469,28 @@ class BackgroundWrite:
         if self._pid == os.getpid():
             futures.wait([self._done])
 
-    def wait(self) -> None:
-        """Wait like `join`, and raise the error of a failed write."""
+    def wait(self) -> BaseException | None:
+        """Wait like `join`, and return the error of a failed write.
+
+        It is not raised: an exit or an interrupt in the thread of the write is none of this thread.
+        """
         # If Ctrl-C interrupts this, the write is still in `UNFINISHED_WRITES`, and `_finish` waits for it.
         self.join()
-        if self._pid == os.getpid():
-            self.detach()
-            self._done.result()
+        if self._pid != os.getpid():
+            return None
+        self._forget()
+        return self._done.exception()
+
+    def finish(self) -> None:
+        """Wait at the exit of the interpreter, unless the write is detached, and log its error."""
+        if self._is_detached:
+            # A thread that comes back from tensorstore while the interpreter ends would abort the process. What is
+            # short ends within this time, and what is not stays in tensorstore.
+            futures.wait([self._done], timeout=_DETACHED_SECS)
+            return
+        error = self.wait()
+        if error is not None:
+            logger.error("%s was not saved", self._name.partition(TEMPORARY)[0], exc_info=error)
 
 
 @functools.cache
@@ -481,8 +502,11 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    for name, write in list(UNFINISHED_WRITES.items()):
-        try:
-            write.wait()
-        except Exception:
-            logger.exception("%s was not saved", name.partition(TEMPORARY)[0])
+    for write in list(UNFINISHED_WRITES.values()):
+        write.finish()
+
+
+def is_written(name: str) -> bool:
+    """Return whether a write of this process is in progress, given its name in `UNFINISHED_WRITES`."""
+    write = UNFINISHED_WRITES.get(name)
+    return write is not None and not write.has_ended()

@@ -202,7 +202,7 @@ class DirectoryStore(Store):
                     _check_remains(final)
                     self.evict(final)
                 os.rename(path, final)
-            elif path not in attempts.UNFINISHED_WRITES and path != self._unpublished:
+            elif not attempts.is_written(path) and path != self._unpublished:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)

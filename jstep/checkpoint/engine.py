@@ -67,7 +67,7 @@ class SaverEngine:
         self._is_closed = False
         # The path of the save for which `wait` has not returned yet, and its error once it has ended with one.
         self._saving: str | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self.saves_begun = 0
         # Kept from the first save on, so that the next one finds its memory.
         self._block: HostBlock | None = None
@@ -228,7 +228,7 @@ class SaverEngine:
             self._give_up(error)
         return path
 
-    def _give_up(self, error: Exception) -> NoReturn:
+    def _give_up(self, error: BaseException) -> NoReturn:
         """Remove the leftovers of a failed save, and raise the error that explains it."""
         path = self._saving
         self._saving = None
@@ -268,10 +268,8 @@ class SaverEngine:
     def wait_until_finished(self) -> None:
         """Wait until the save in progress has ended; unlike `wait`, leave its error to the next call."""
         with self.exclusive():
-            try:
-                self._store.wait()
-            except Exception as error:
-                self._failure = self._failure or error
+            error = self._store.wait()
+            self._failure = self._failure or error
 
     def is_saving(self) -> bool:
         """Return whether a save is in progress, without waiting for anything."""

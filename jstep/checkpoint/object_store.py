@@ -356,11 +356,6 @@ class ObjectStore(Store):
         if self._undeleted is None or isinstance(error, PermissionError):
             self._undeleted = error
 
-    def close(self, wait: bool = True) -> None:
-        if self._write is not None and not wait:
-            self._write.detach()
-        super().close(wait)
-
 
 def _end_of(key: str) -> str:
     """Return the key before which all keys below one end, which has a slash at its end: 0 follows the slash."""

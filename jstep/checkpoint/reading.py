@@ -353,7 +353,7 @@ def _warn_of_changed(path: str, wanted: Sequence[match.WantedLeaf], values: Sequ
         )
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:

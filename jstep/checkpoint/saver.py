@@ -397,7 +397,7 @@ class Saver:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
 
         Args:
-            wait: Whether to wait. If not, a save in progress may be lost with the process.
+            wait: Whether to wait. If not, a save in progress is lost with the process, which exits within a second.
 
         Raises:
             CheckpointError: The last save failed.

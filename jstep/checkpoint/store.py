@@ -184,15 +184,14 @@ class Store(abc.ABC):
     def save(self, path: str, job: SaveJob) -> None:
         """Start to write what a job holds. All processes call it together; the first one ends it."""
 
-    def wait(self) -> None:
-        """Wait for the write in progress, and raise its error."""
-        write = self._write
-        if write is None:
-            return
+    def wait(self) -> BaseException | None:
+        """Wait for the write in progress, and return its error."""
+        if self._write is None:
+            return None
         # Forgotten only when it has ended: Ctrl-C may interrupt this, and the next call then waits for it.
-        write.join()
+        error = self._write.wait()
         self._write = None
-        write.wait()
+        return error
 
     def is_writing(self) -> bool:
         write = self._write
@@ -236,8 +235,11 @@ class Store(abc.ABC):
     def close(self, wait: bool = True) -> None:
         """End the threads and release the claim, after any write that Ctrl-C has left running. Reading still works.
 
-        Without `wait`, it waits for nothing: the user has pressed Ctrl-C twice.
+        Without `wait`, nothing waits, nor does the exit of the interpreter, for more than a second: the user has
+        pressed Ctrl-C twice.
         """
+        if not wait and self._write is not None:
+            self._write.detach()
         if wait:
             if self._write is not None:
                 self._write.join()

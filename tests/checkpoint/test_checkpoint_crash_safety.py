@@ -43,6 +43,28 @@ def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, std
         assert saver.restore()["params"]["w"].min() == 1
 
 
+def test_interpreter_exit_after_close_without_wait(tmp_path):
+    """The write is left as after a kill: the exit does not wait for it."""
+    script = """
+    saver = Saver(directory)
+    hanging = file_operations.before("open", "*/manifest.json*", lambda path: time.sleep(600), mode="w")
+    hanging.__enter__()  # until the interpreter has ended
+    saver.save(state_at(3, 1.0))
+    saver.close(wait=False)
+    """
+    code = f"import sys; sys.path.insert(0, {TESTS!r})\n{PRELUDE}{textwrap.dedent(script)}"
+    process = forked.start(code, tmp_path)
+    try:
+        err = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert listing(tmp_path) == ["model-3.orbax-checkpoint-tmp"]
+    with Saver(tmp_path) as saver:
+        save_all(saver, [3])
+        assert listing(tmp_path) == ["model-3"]
+
+
 def fill(directory, reasons):
     saver = Saver(directory, max_to_keep=None)
     saved = []

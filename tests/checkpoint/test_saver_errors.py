@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from checkpoint_states import failing_saves, listing, save_all, state_at
+from doubles import raising
 from file_operations import before
 
 from jstep.checkpoint import manifest
@@ -71,6 +72,17 @@ class TestErrors:
             saver.wait()
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
+
+    @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+    def test_an_exit_in_a_flush_is_an_error_of_the_save(self, tmp_path, kind):
+        with Saver(tmp_path) as saver:
+            with saver.flushing(raising(kind(0))):
+                saver.save(state_at(1))
+                with pytest.raises(CheckpointError, match=f"model-1 was not saved: {kind.__name__}: 0"):
+                    saver.wait()
+            assert listing(tmp_path) == []
+            save_all(saver, [1])
+            assert saver.all_steps() == [1]
 
     def test_an_extra_that_readers_would_refuse_is_not_saved(self, tmp_path, monkeypatch):
         monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10_000)
