@@ -362,8 +362,8 @@ def leafwise(
             slot after the slots that are computed from its old value.
         scalars: Name of each scalar slot → its initial value; stored in float32.
         flags: Name → a function from params to a list of static values, one per leaf in order, passed to the rule in h.
-        prepare: `prepare(h)` returns values to add to h, computed once for all leaves. A value with the name of a
-            scalar slot is its new value.
+        prepare: `prepare(h)` returns values to add to h, computed once for all leaves: arrays, or Python numbers, bools
+            and strings, which the rule sees as they are. A value with the name of a scalar slot is its new value.
         measure: `measure(g, p, slots, h)` returns scalars by name, which are summed over all leaves with a gradient
             before the rule.
         conclude: `conclude(h)` sees these sums in h and returns values as `prepare` does.
@@ -375,6 +375,7 @@ def leafwise(
     Raises:
         ValueError: A hyperparameter is not a scalar, or two held ones have the same name; or the shape of the update
             differs from the shape of the gradient.
+        TypeError: (at an update) `prepare` or `conclude` returns a value of another kind.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -430,7 +431,7 @@ def leafwise(
 
         def call_on_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
             """Call a rule on the leaves with a gradient, with the current h; put new slots into `leaves`."""
-            floats = _static({name: value for name, value in h.items() if isinstance(value, float | bool | str)})
+            numbers = _static({name: value for name, value in h.items() if isinstance(value, _STATIC)})
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
             arrays = jax.lax.optimization_barrier({name: x for name, x in h.items() if trees.is_array(x)})
 
@@ -439,20 +440,20 @@ def leafwise(
                     return None
 
                 def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> Any:
-                    return fn(g, p, slots, arrays, (*floats, *static))
+                    return fn(g, p, slots, arrays, (*numbers, *static))
 
                 return rule, g, p, arrays
 
             return update_leaves(params, leaves, map(call, gradients, jax.tree.leaves(params), statics))
 
         if prepare is not None:
-            h |= prepare(h)
+            h |= _check_values(prepare(h), "prepare")
         if measure_leaf is not None:
             terms = [term for term in call_on_leaves(measure_leaf) if term is not None]
             for name in terms[0]:
                 h[name] = sum(jnp.asarray(term[name], trees.default_float()) for term in terms)
         if conclude is not None:
-            h |= conclude(h)
+            h |= _check_values(conclude(h), "conclude")
         new_updates = call_on_leaves(apply_rule)
         new: Slots = {name: treedef.unflatten(values) for name, values in leaves.items()} | kept
         new |= {name: jnp.asarray(h[name]).astype(kept[name].dtype) for name in scalars}
@@ -486,6 +487,21 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
         computing={name for name, spec in specs.items() if spec.computes_params},
         in_order={name for name, spec in specs.items() if spec.in_order},
     )
+
+
+_STATIC = (bool, int, float, str)
+"""Values that a rule gets as they are, as constants of its program."""
+
+
+def _check_values(values: dict[str, Any], argument: str) -> dict[str, Any]:
+    """Reject values that cannot be passed to the rule, which is compiled."""
+    for name, value in values.items():
+        if not (isinstance(value, _STATIC) or trees.is_array(value)):
+            raise TypeError(
+                f"{argument}: must return arrays, numbers, bools and strings, got {describe_type(value)} for {name!r}; "
+                "return its parts under a name each"
+            )
+    return values
 
 
 def _as_rule(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:

@@ -148,3 +148,24 @@ def test_values_are_attributes_and_those_of_a_dict(name, sparse):
     np.testing.assert_array_equal(new.params["w"][1], np.full(3, -4.0))  # −0.5·3 − 0.5·5
     np.testing.assert_array_equal(new.slots["m"]["w"][1], np.full(3, 5.0))
     assert type(new.slots) is dict
+
+
+@pytest.mark.parametrize("argument", ["prepare", "conclude"])
+def test_static_values_are_passed_to_the_rule_and_others_are_rejected_by_name(argument):
+    seen = []
+
+    def rule(g, p, s, h):
+        seen.append((h.sizes, h.name))
+        return -0.1 * g * h.k, {}
+
+    def updated(k):
+        returned = {argument: lambda h: {"k": k, "sizes": 3, "name": "power"}}
+        optimizer = jstep.leafwise(rule, hyper={}, **returned)
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        return float(jstep.apply_gradients(state, {"w": jnp.float32(1)}, optimizer).params["w"])
+
+    for k in (3, 3.0, jnp.float32(3)):
+        assert updated(k) == pytest.approx(0.7)
+    assert set(seen) == {(3, "power")}
+    with pytest.raises(TypeError, match=f"{argument}: must return .* got a list for 'k'"):
+        updated([3.0])
