@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -234,10 +234,17 @@ def _as_known(keys: Any, leaf: Any) -> Any:
         return array
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "it"
     what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
-    instead = "return the batch, or pass the generator as batches" if inspect.isgenerator(leaf) else "remove it"
     raise TypeError(
-        f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; {instead}"
+        f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; {_remedy(leaf)}"
     )
+
+
+def _remedy(leaf: object) -> str:
+    if inspect.isgenerator(leaf):
+        return "return the batch, or pass the generator as batches"
+    if isinstance(leaf, Mapping):
+        return "give a dict, such as dict(mapping)"
+    return "remove it"
 
 
 def _copy_dlpack(leaf: Any) -> jax.Array:

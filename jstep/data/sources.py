@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -148,6 +148,8 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
         return ArraySource(leaf, path)
     if isinstance(leaf, str | bytes):
         raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
+    if isinstance(leaf, Mapping):
+        raise TypeError(f"{what} is a mapping, not a source of rows; give a dict of sources, such as `dict(mapping)`")
     if hasattr(leaf, "columns"):
         raise TypeError(f"{what} is indexed by column, not by row; give an array, such as `frame.to_numpy()`")
     if not hasattr(leaf, "__getitem__"):
@@ -190,6 +192,10 @@ def _takes_lists(cls: type) -> bool:
 
 
 def _as_array(leaf: object) -> Any:
+    if isinstance(leaf, Mapping):
+        raise TypeError(
+            f"arrays: an item must not have a mapping other than a dict, got {describe_type(leaf)}; return dict(item)"
+        )
     # Masked arrays are rejected later.
     return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)
 
