@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.trees import Params, Slots
+from jstep.core.trees import Params, Slots, is_array, is_none
 
 _PACKINGS: weakref.WeakValueDictionary[Any, "Packing"] = weakref.WeakValueDictionary()
 MIN_ABSENT = 8
@@ -56,6 +56,36 @@ class Packing:
         for index, value in zip(slot.indices, values, strict=True):
             leaves[index] = value
         return self.params.unflatten(leaves)
+
+    def pack_prefix(self, slots: Any) -> Any:
+        """Return slots as a state of this packing stores them, if they may stand for its slots; None if not.
+
+        A leaf stands for all leaves below it, such as one sharding for a slot, or for all slots.
+        """
+        if type(slots) is not dict:
+            return slots
+        if not self.slots.keys() <= slots.keys():
+            return None
+        stored = dict(slots)
+        for name, leaves_of_slot in self.slots.items():
+            tree = slots[name]
+            if tree is None or jax.tree_util.all_leaves([tree]):
+                continue
+            try:
+                values = self._broadcast(tree)
+            except (ValueError, TypeError):  # of another structure
+                return None
+            own_values = [values.pop(index) for index in leaves_of_slot.indices]
+            if any(map(is_array, values.values())):
+                return None  # a slot of other parameters
+            stored[name] = leaves_of_slot.treedef.unflatten(own_values)
+        return stored
+
+    def _broadcast(self, prefix: Any) -> dict[int, Any]:
+        """Return the value of each parameter, by its index."""
+        whole = self.params.unflatten(range(self.params.num_leaves))
+        values = jax.tree.broadcast(prefix, whole, is_leaf=is_none)
+        return dict(enumerate(self.params.flatten_up_to(values)))
 
 
 def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:

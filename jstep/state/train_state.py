@@ -313,7 +313,17 @@ class TrainState(Generic[P]):
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
         copied = {name: trees.copy_numpy(value, name) for name, value in changes.items()}
-        return dataclasses.replace(self, **copied)
+        return self._pack_prefix(dataclasses.replace(self, **copied))
+
+    def _pack_prefix(self, new: Self) -> Self:
+        """Give a new state, which may be a tree prefix of this one, such as its shardings, the same structure."""
+        roles, packing = self._static
+        if packing is None or new._static[1] is not None:
+            return new
+        stored = packing.pack_prefix(new.slots)
+        if stored is None:
+            return new
+        return _unflatten((roles, packing), (new.params, stored, new.global_step))  # type: ignore[return-value]
 
     @shortens_tracebacks
     def with_params(self, params: P) -> Self:

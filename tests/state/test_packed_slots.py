@@ -198,3 +198,27 @@ def test_frozen_leaves_and_wrappers():
     assert not (state.params["l00"] == params["l00"]).all()
     assert sum(leaf is not None for leaf in state.slots["first/m"].values()) == 1
     assert jax.tree.structure(state) == jax.tree.structure(jstep.TrainState.create(params, optimizer))
+
+
+@pytest.mark.parametrize("make", [as_dict, as_nested])
+def test_a_state_of_shardings_is_a_prefix(make):
+    params = new_params(make)
+    optimizer = partition_of(params)
+    state = jstep.TrainState.create(params, optimizer)
+    one = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec())
+    by_slot = dict.fromkeys(state.slots, one)
+    by_child = dict.fromkeys(state.slots, dict.fromkeys(params, one))
+    for slots in (one, by_slot, by_child):
+        prefix = state.replace(params=one, slots=slots, global_step=one)
+        step = jax.jit(lambda state: state, in_shardings=(prefix,), out_shardings=prefix)
+        assert step(state) == state
+        assert jax.tree.structure(state.replace(params=one).replace(slots=slots, global_step=one)) == (
+            jax.tree.structure(prefix)
+        )
+
+
+def test_arrays_of_more_leaves_stay_in_a_slot():
+    params = new_params()
+    state = jstep.TrainState.create(params, partition_of(params))
+    changed = state.replace(slots=dict.fromkeys(state.slots, params))
+    assert len(jax.tree.leaves(changed.slots["l00/momentum"])) == COUNT
