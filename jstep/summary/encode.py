@@ -138,8 +138,8 @@ def _histograms(part: Histogram) -> Iterator[Values]:
     ranks = {"counts": 1, "extremes": 1, "sums": 1, "exponent": 0, "non_finite": 0, "added": 0}
     arrays = [_rows_of_steps(getattr(part, name), rank, tag) for name, rank in ranks.items()]
     value = proto("Summary").Value
-    is_skipped = part.skipped is not None and np.asarray(part.skipped) == 1
-    for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
+    rows = zip(*arrays, _are_skipped(part), strict=True)
+    for counts, extremes, sums, exponent, non_finite, added, is_skipped in rows:
         if non_finite and is_skipped:
             yield []
             continue
@@ -151,6 +151,17 @@ def _histograms(part: Histogram) -> Iterator[Values]:
             # Several microbatches: their counts add up to the histogram, but their moments were averaged.
             moments = _estimated_moments(counts)
         yield [value(tag=tag, histo=_histogram_proto(counts, moments))]
+
+
+def _are_skipped(part: Histogram) -> list[bool]:
+    """Return for each row whether the update of its step was skipped."""
+    skipped = np.asarray(part.skipped) == 1
+    shape = np.shape(part.added)
+    if skipped.shape != shape[: skipped.ndim]:  # a histogram of several members of an ensemble
+        skipped = skipped.any()
+    while skipped.ndim < len(shape):  # several histograms in each step
+        skipped = skipped[..., np.newaxis]
+    return np.broadcast_to(skipped, shape).ravel().tolist()
 
 
 class _Moments(NamedTuple):

@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -82,6 +83,28 @@ def test_a_skipped_step_leaves_its_histogram_out(guard, kind, tmp_path, caplog):
     assert state.global_step == 5
     assert tags(tmp_path)["values"] == [1, 2, 4, 5]
     assert caplog.text.count("step 3 skipped its update: values of the histogram 'values' are NaN or infinite") == 1
+
+
+def test_a_skipped_update_of_an_ensemble_leaves_out_the_histogram_of_that_member(tmp_path):
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
+
+    def loss(params, x):
+        jstep.summary.histogram("values", params["w"] * x)
+        return jnp.mean((params["w"] - x) ** 2)
+
+    def create(member):
+        return jstep.TrainState.create({"w": jnp.full(4, 2.0) + member}, optimizer)
+
+    axes = jax.tree.map(lambda _: 0, jax.eval_shape(create, 0)).replace(global_step=None)
+    members = jax.vmap(jstep.minimize(loss, optimizer, jit=False), in_axes=(axes, 0), out_axes=(axes, 0))
+    x = jnp.array([1.0, jnp.nan, 2.0])
+    state = jax.vmap(create, out_axes=axes)(jnp.arange(3.0))
+    jstep.train(members, state, lambda n: x, 1, logdir=tmp_path, save_summaries_steps=1, log_steps=None)
+    written: list[float] = []
+    for path in tmp_path.glob("events*"):
+        for event in jstep.summary.summary_iterator(path):
+            written += [value.histo.num for value in event.summary.value if value.tag == "values"]
+    assert written == [4.0, 4.0]
 
 
 @pytest.mark.thorough
