@@ -41,7 +41,19 @@ _SILENT = 120.0
 """Seconds after which a run on another host, whose file does not change, counts as dead."""
 _RECORDED_FACTS = ("exception", "config", "argv", "commit", "edits", "devices", "directory", "state_changes", *MEMORY)
 """The facts about a start that are fields of its file."""
-_DERIVED_FACTS = ("began", "ended", "first", "last", "status", "reason", "host", "pid", "saved", "milliseconds")
+_DERIVED_FACTS = (
+    "began",
+    "ended",
+    "first",
+    "last",
+    "status",
+    "reason",
+    "host",
+    "pid",
+    "saved",
+    "milliseconds",
+    "first_batch",
+)
 
 
 class EventFiles(NamedTuple):
@@ -177,6 +189,7 @@ class RunFolder:
         }
         if start["step"] and has_trained(start):
             facts["first"], facts["last"] = start["step"]
+            facts["first_batch"] = _first_batch(start)
         if start["saved"]:
             facts["saved"] = start["saved"][-1][0]
         for name in _RECORDED_FACTS:
@@ -339,7 +352,32 @@ def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
 
 _SHOWN_STEPS = 10
 """Up to how many steps of a change of the state are all listed."""
-NOT_COMPARED = "not compared: files, and data except the first batch of a restart"
+NOT_COMPARED = "not compared: files and data"
+_EQUAL = "equal"
+_DIFFERS = "differs"
+_NOT_COMPARED = "not compared"
+
+
+def _first_batch(start: Start) -> str | None:
+    """Return how the first batch of a restart compares with the one read before it; None in older records."""
+    if not start["step"] or start["step"][0] == 0:
+        return None
+    if start["other_batch"] is not None:
+        return _DIFFERS
+    if start["compared_batch"] is None:
+        return None
+    return _EQUAL if start["compared_batch"] else _NOT_COMPARED
+
+
+def first_batch_lines(start: Mapping[str, Any]) -> list[str]:
+    """Say what is known of the first batch of a restart; one that differs is among its changes."""
+    if start["changes"] is None:
+        return []
+    if start["first_batch"] == _EQUAL:
+        return [f"batch {start['first']} is the one read before the restart"]
+    if start["first_batch"] == _NOT_COMPARED:
+        return [f"batch {start['first']} was not compared with the one before the restart"]
+    return []
 
 
 def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -360,6 +398,7 @@ def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         where = "without a step" if start["first"] is None else f"from step {start['first']}"
         yield f"{lead}{local_text(start['began'])}, {where}: {what}"
         yield from first_lines(lines or [])
+        yield from first_lines(first_batch_lines(start))
         for line in state_change_lines(start):
             yield f"  its state was {line}"
     if any(start["changes"] == [] for start in starts):
@@ -408,6 +447,7 @@ def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:
             notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
+        notes += [f"start {start['number']}: {line}" for line in first_batch_lines(start)]
         notes += [f"start {start['number']}, its state was {line}" for line in state_change_lines(start)]
     directories = dict.fromkeys(start["directory"] for start in starts if start["directory"])
     if len(directories) > 1:

@@ -130,6 +130,7 @@ class Start(TypedDict):
     stalls: list[Stall]
     batches: BatchEntries  # those after its latest checkpoints
     state_changes: list[StateChange]
+    compared_batch: bool | None  # whether the first batch of the start was compared; None in older records
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class

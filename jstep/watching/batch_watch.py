@@ -7,7 +7,7 @@ file of the start, or of the process. A start that resumes hashes its first batc
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,14 +137,20 @@ class BatchWatch(Observer):
         old_layout, old_content, old_settings = earlier
         layout, content, settings = entry
         # Another layout gives another content, and other shapes are reported with the program.
-        if content == old_content or layout != old_layout:
+        if layout != old_layout:
+            return
+        self._record({"compared_batch": True})
+        if content == old_content:
             return
         level = logging.WARNING if settings == old_settings else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
         logger.log(level, _OTHER_BATCH, step, where)
+        self._record({"other_batch": step})
+
+    def _record(self, fields: Mapping[str, Any]) -> None:
         file = file_of(self._run)
         if file is not None:
-            file.update({"other_batch": step})
+            file.update(fields)
 
 
 def _not_hashed(error: Exception) -> None:

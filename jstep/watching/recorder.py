@@ -179,6 +179,7 @@ class Recorder(Observer):
             "saved": [],
             "stalls": [],
             "batches": {},
+            "compared_batch": False,
             "other_batch": None,
             "end": None,
             "exception": None,

@@ -84,6 +84,43 @@ def test_the_state_of_a_loader_lacks_its_generator(is_whole, steps_per_call, tmp
     assert ("batch 4 does not match the one read before the restart" in jstep.report(tmp_path).html) != is_whole
 
 
+def starts(where, capsys):
+    """The texts of the starts of a run, and of each whether its first batch is the one that was read before."""
+    assert main(["diff", str(where)]) == 0
+    text = capsys.readouterr().out
+    assert main(["diff", str(where), "--json"]) == 0
+    return text, [start["first_batch"] for start in json.loads(capsys.readouterr().out)["starts"]]
+
+
+def test_each_restart_says_whether_its_first_batch_was_compared(tmp_path, capsys):
+    train(tmp_path, Loader(), 8)
+    lose(tmp_path, 8)
+    train(tmp_path, Loader(), 8)
+    train(tmp_path, Loader(), 12)  # nobody had read batch 8
+    lose(tmp_path, 12)
+    train(tmp_path, Loader(is_whole=False, seed=1), 12)
+    text, found = starts(tmp_path, capsys)
+    assert found == [None, "equal", "not compared", "differs"]
+    assert "  batch 4 is the one read before the restart\n" in text
+    assert "  batch 8 was not compared with the one before the restart\n" in text
+    assert "  batch 8 does not match the one read before the restart\n" in text
+    assert "not compared: files and data\n" in text
+    assert main(["runs", str(tmp_path), "--starts"]) == 0
+    assert "start 3: batch 8 was not compared" in capsys.readouterr().out
+
+
+def test_records_without_that_field_do_not_say_it(tmp_path, capsys):
+    train(tmp_path, Loader(), 4)
+    train(tmp_path, Loader(), 8)
+    path = tmp_path / "starts/model.000002.json"
+    recorded = json.loads(path.read_text())
+    assert recorded.pop("compared_batch") is False
+    path.write_text(json.dumps(recorded))
+    text, found = starts(tmp_path, capsys)
+    assert found == [None, None]
+    assert "batch 4" not in text
+
+
 def test_the_newest_twenty_are_kept(tmp_path, monkeypatch):
     watches = []
     make = BatchWatch.__init__
