@@ -5,6 +5,7 @@
 - `run_folder`: the folder of a run, and its starts as text.
 - `run_summary`: what a run was and how it ended.
 - `goodput`: where the time of a run went.
+- `goodput_command`: `goodput`, also of a directory of runs.
 - `diff`: how two checkpoints or runs differ, and from which step on.
 - `checkpoints`: `inspect`.
 - `checkpoint_positions`: the positions in a checkpoint.

@@ -171,7 +171,7 @@ COMMANDS = {
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
     "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
     "stalls": ("show the processes that hang (exit code 1), and why", "look.stalled_processes:STALLS"),
-    "goodput": ("show where the wall time of a run went, over all its starts", "look.goodput:GOODPUT"),
+    "goodput": ("show where the wall time of a run went, over all its starts", "look.goodput_command:GOODPUT"),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep` the `Command` is."""

@@ -1,6 +1,5 @@
 """Goodput: the wall time of a run over all its starts, and the share of it that made progress."""
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.tables import Tabular
-from jstep.look.cli import Command, answer
 from jstep.record.process_files import read_processes
 from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
@@ -184,19 +182,24 @@ def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
     readable = valid(starts)
     if not readable:
         raise ValueError("none of its starts can be read")
-    single = goodput_by_start(readable)
-    sums: dict[str, Any] = {}
-    for name in (*_PARTS, "computing", "steps"):
-        sums[name] = sum(getattr(item, name) for item in single)
-    stalled: dict[str, float] = {}
-    for item in single:
-        for part, secs in item.stalled.items():
-            stalled[part] = stalled.get(part, 0.0) + secs
+    total = sum_of_all(goodput_by_start(readable))
     notes = part_changes(readable)
     notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
     if len(starts) == MAX_STARTS:
         notes.append(f"only the newest {MAX_STARTS} starts are counted")
-    return Goodput(**sums, starts=len(starts), stalled=stalled, notes=notes)
+    return dataclasses.replace(total, starts=len(starts), notes=notes)
+
+
+def sum_of_all(items: Sequence[Goodput]) -> Goodput:
+    """Sum the times of starts, or of runs."""
+    sums: dict[str, Any] = {}
+    for name in (*_PARTS, "computing", "starts", "steps"):
+        sums[name] = sum(getattr(item, name) for item in items)
+    stalled: dict[str, float] = {}
+    for item in items:
+        for part, secs in item.stalled.items():
+            stalled[part] = stalled.get(part, 0.0) + secs
+    return Goodput(**sums, stalled=stalled)
 
 
 # The time of each start.
@@ -382,28 +385,3 @@ def slow_processes(start: Start, records: Sequence[ProcessRecord]) -> list[SlowP
             if phase_times[part] >= 2 * median and phase_times[part] >= least:
                 slow.append(SlowProcess(process, host, part, phase_times[part], median))
     return sorted(slow, key=lambda item: item.others - item.milliseconds)
-
-
-# `goodput` of the command line.
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "the checkpoint_dir of a run, or its logdir if it has none (several: a line of JSON for each)"
-    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
-    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
-
-
-def _print_goodput(arguments: argparse.Namespace) -> int:
-    return max(_print_one(path, arguments) for path in arguments.paths)
-
-
-def _print_one(path: str, arguments: argparse.Namespace) -> int:
-    result = goodput(path, arguments.prefix)
-    values = {**vars(result), "total": result.total, "fraction": result.fraction}
-    # Without empty lists and dicts, but with the numbers that are 0.
-    fields = {name: value for name, value in values.items() if value or value == 0}
-    lines = [f"{path}:", str(result)] if len(arguments.paths) > 1 else [str(result)]
-    return answer(arguments, fields, lines)
-
-
-GOODPUT = Command(_add_arguments, _print_goodput)

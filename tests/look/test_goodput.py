@@ -1,6 +1,7 @@
 """`goodput`: runs with several starts, lost steps, and starts that cannot be read."""
 
 import json
+import shutil
 
 import pytest
 from written_runs import start, write_start
@@ -185,3 +186,26 @@ def test_directories_without_a_run(tmp_path, capsys):
     write_start(tmp_path, start(tmp_path, version=3))
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path)
+
+
+def test_a_directory_of_runs_and_their_total(tmp_path, capsys):
+    write(tmp_path / "a", *SEVERAL)
+    write(tmp_path / "b", (1000.0, [0, 10], {"starting": 5.0, "stepping": 15.0}))
+    write(tmp_path / "b", (1000.0, [0, 10], {"stepping": 80.0}), prefix="other")
+    write(tmp_path / "bad", (1000.0, [0, 10], {"stepping": -1.0}))
+    assert main(["goodput", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert "jstep goodput: bad: its newest start has seconds=" in output.err
+    lines = output.out.splitlines()
+    assert lines[:2] == ["a:", "goodput 56.7 %: 200 steps in 300 s, 4 starts"]
+    assert lines[lines.index("b:other:") + 1] == "goodput 100.0 %: 10 steps in 80 s, 1 start"
+    total = lines[lines.index("all runs (3):") :]
+    assert total[1] == "goodput 66.2 %: 220 steps in 400 s, 6 starts"
+    assert total[2].split() == ["productive", "265.000", "s", "66.2", "%"]
+    shutil.rmtree(tmp_path / "bad")
+    assert main(["goodput", str(tmp_path), "--json", "--prefix", "model"]) == 0
+    rows = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [(row["path"], row.get("prefix"), row["total"]) for row in rows] == [
+        (f"{tmp_path}/a", "model", 300.0), (f"{tmp_path}/b", "model", 20.0), (str(tmp_path), None, 320.0),
+    ]  # fmt: skip
+    assert rows[-1]["runs"] == 2
