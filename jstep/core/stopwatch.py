@@ -98,6 +98,17 @@ class Stopwatch:
         self.waiting = WAITING
         self.switch(STEPPING)
 
+    def lasting_phase(self, seconds: float) -> str | None:
+        """Return the current phase if it has lasted so long, else None."""
+        # In this order: if the loop switches meanwhile, the new one has not lasted long.
+        current = self.current
+        began = self._began
+        body_began = self.body_began
+        if body_began is not None:
+            current = HOOKS
+            began = body_began
+        return current if self.clock() - began >= seconds else None
+
     def seconds(self) -> dict[str, float]:
         totals = dict(self._totals)
         current = self.current

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from jstep.checkpoint.listing import misnaming_text
 from jstep.checkpoint.manifest import CorruptedCheckpointError
 from jstep.checkpoint.names import open_store
 from jstep.core.checks import format_bytes, format_list, truncate
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STARTING, WAITING
+from jstep.core.tables import printable
 from jstep.look.cli import SHOWN, first_lines, local_text, local_zone, table
 from jstep.look.goodput import milliseconds
 from jstep.record.differences import changes
@@ -53,6 +56,7 @@ _DERIVED_FACTS = (
     "saved",
     "milliseconds",
     "first_batch",
+    "phase",
 )
 
 
@@ -181,6 +185,8 @@ class RunFolder:
         else:
             facts["status"], facts["reason"] = start["end"] or self._status_of_killed(start)
             facts["ended"] = start["now"]
+            if facts["status"] == KILLED and not self.original:
+                facts["phase"] = start["phase"]
         facts |= {
             "began": start["began"],
             "host": start["process"].get("host"),
@@ -246,7 +252,7 @@ class RunFolder:
             if previous:
                 lines = changes(previous, current).lines
                 if start["other_batch"] is not None:
-                    lines.append(f"batch {start['other_batch']} does not match the one read before the restart")
+                    lines.append(f"batch {start['other_batch']} {OTHER_BATCH}")
                 facts["changes"] = lines
             if not current["setup"].get("programs") and previous:
                 # A start without a step has compiled nothing, so the next one is compared with the latest programs.
@@ -353,6 +359,11 @@ def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
 _SHOWN_STEPS = 10
 """Up to how many steps of a change of the state are all listed."""
 NOT_COMPARED = "not compared: files and data"
+_MAX_END = 60
+"""The number of characters of a start's end in a table; the whole follows below it."""
+_OVERLAP_SECS = 1.0
+"""By how much a start must have begun too early to be named; its time of the clock is not exact."""
+OTHER_BATCH = "does not match the one read before the restart"
 _EQUAL = "equal"
 _DIFFERS = "differs"
 _NOT_COMPARED = "not compared"
@@ -420,6 +431,47 @@ def state_change_lines(start: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_PLACES = {
+    STARTING: "while it started",
+    WAITING: "while it waited for a batch",
+    SAVING: "while it saved",
+    EVALUATING: "in the evaluation",
+    HOOKS: "in a hook or the body of the loop",
+}
+"""Phase → where a start was killed. Of most that are killed while stepping, the last step says it."""
+
+
+def end_text(start: Mapping[str, Any]) -> str:
+    """Return how a start ended and why; of one that was killed, also what it was doing, if that is known."""
+    status = start["status"]
+    if start["phase"] in _PLACES:
+        at = "" if start["last"] is None else f" at {start['last']}"
+        status += f" ({_PLACES[start['phase']]}{at})"
+    return f"{status}: {start['reason'] or ''}".rstrip(": ")
+
+
+def span_and_end(start: Mapping[str, Any]) -> str:
+    """Return which steps a start took, and how it ended."""
+    steps = "no step" if start["first"] is None else f"steps {start['first']} to {last_step_text(start)}"
+    return f"{steps}, {end_text(start)}"
+
+
+def overlap_lines(starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name each start that began before the one before it ended."""
+    lines: list[str] = []
+    readable = [start for start in starts if start["began"] is not None]
+    for earlier, later in itertools.pairwise(readable):
+        if earlier["ended"] is None:
+            continue
+        overlap = earlier["ended"] - later["began"]
+        if overlap >= _OVERLAP_SECS:
+            lines.append(
+                f"start {later['number']} began {overlap:.0f} s before start {earlier['number']} ended: its process "
+                "had begun before, or the clocks of two hosts differ"
+            )
+    return lines
+
+
 def last_step_text(start: Mapping[str, Any]) -> str | None:
     """Return the last step of a start; of one that was killed, at least as many steps were taken."""
     if start["last"] is None:
@@ -441,14 +493,18 @@ def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
             row[name] = format_bytes(start[name]) if start[name] else None
         row["began"] = None if start["began"] is None else local_text(start["began"])
         row["last"] = last_step_text(start)
-        row["end"] = f"{start['status']}: {start['reason'] or ''}"[:60].rstrip(": ")
+        end = end_text(start)
+        row["end"] = truncate(end, _MAX_END)
         rows.append(row)
+        if row["end"] != end and start["status"] != UNREADABLE:
+            notes.append(printable(f"start {start['number']} {end}"))
         if start["problem"]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:
             notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
         notes += [f"start {start['number']}: {line}" for line in first_batch_lines(start)]
         notes += [f"start {start['number']}, its state was {line}" for line in state_change_lines(start)]
+    notes += overlap_lines(starts)
     directories = dict.fromkeys(start["directory"] for start in starts if start["directory"])
     if len(directories) > 1:
         notes.append(f"it was in {format_list(list(directories), SHOWN, ', then in ')}")

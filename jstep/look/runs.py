@@ -18,10 +18,10 @@ from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, fold, html_table, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
-from jstep.look.run_folder import run_folder, run_folders, table_of_starts
+from jstep.look.run_folder import end_text, run_folder, run_folders, table_of_starts
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.record.differences import is_setting, values_of
-from jstep.record.starts import FOLDER
+from jstep.record.starts import FOLDER, KILLED
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.untrusted import is_below_or_beside
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
@@ -432,12 +432,16 @@ def messages(rows: Sequence[Row]) -> list[str]:
     for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
         text = status_text(row.run)
         if text != row.run.status:
-            lines.append(printable(truncate(f"{name}: {text}", _MAX_CELL)))
+            lines.append(printable(f"{name}: {text}"))
     return lines
 
 
 def status_text(run: RunSummary) -> str:
+    """Return the status with its reason, which is whole: its end may be the command that helps."""
     text = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
+    if run.status == KILLED:
+        trained = [start for start in run.starts if start["first"] is not None]
+        text = end_text({**(trained or run.starts)[-1], "status": run.status, "reason": run.reason})
     if run.refused is not None:
         what = f"{run.refused['status']}: {run.refused['reason']}".removeprefix("failed: ").rstrip(": ")
         text += f"; refused at {local_text(run.refused['time'])}: {what}"
@@ -478,7 +482,7 @@ def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str
     narrow = [[truncate(row[0], name_width), *row[1:]] for row in narrow]
     notes: list[str] = []
     for line in messages(rows):
-        notes += fold(truncate(line, 2 * width - 10), width, 2)
+        notes += fold(line, width, 2)
     return [*columns(narrow if breadth(narrow) <= width else cells, 2, width), *notes]
 
 

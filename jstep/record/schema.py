@@ -116,6 +116,7 @@ class Start(TypedDict):
     parameters: Step | None
     step: Span | None
     seconds: PhaseSeconds
+    phase: str | None  # the one in which it was when this was written, if that had lasted for a while
     examples: Step | None
     values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
     values_left_out: Step | None  # the number of further scalar metrics

@@ -27,6 +27,9 @@ _MAX_VALUES = 128
 """The number of scalar metrics that are read, and recorded."""
 _MAX_BYTES = 4096
 """The size of the recorded ones as JSON."""
+_LASTING_SECS = 1.0
+"""The seconds for which a phase must have lasted to be recorded: a start that is killed within the next second, the
+period of the record, has probably not left it."""
 
 
 class _Samples(NamedTuple):
@@ -134,6 +137,7 @@ class RecordNumbers:
         return {
             "now": stopwatch.CLOCKS.wall(),
             **times,
+            "phase": run.watch.lasting_phase(_LASTING_SECS),
             "computing": computing,
             **_host_memory(),
             "examples": self.examples(),
