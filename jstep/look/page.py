@@ -10,9 +10,9 @@ from jstep.core.tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.diff import RecordedRuns, divergence
 from jstep.look.goodput import Goodput, goodput_by_start, goodput_of_starts
-from jstep.look.run_folder import RunFolder, last_step_text
+from jstep.look.run_folder import RunFolder, span_and_end
 from jstep.look.run_summary import RunSummary
-from jstep.look.runs import duration_text, main_metrics, shared_ids
+from jstep.look.runs import duration_text, main_metrics, shared_ids, status_text
 from jstep.look.sweep import RunFiles, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 from jstep.showing.drawing import NEUTRAL, Curve, Mark, legend_key, picture
@@ -28,7 +28,9 @@ _NAMED_OPTIONS = 8
 _MAX_PICTURES = 100
 """The maximum number of pictures of curves."""
 _MAX_WARNINGS = 20
-"""The maximum number of warnings of one run."""
+"""The maximum number of warnings of one run, and of its notes."""
+_MAX_WARNING = 1200
+"""The maximum number of characters of a warning: the reason of an end, whole, and a few words."""
 # How many columns all curves of a page have together, which bounds its size.
 _COLORED_COLUMNS = 40_000
 _NEUTRAL_COLUMNS = 75_000
@@ -104,21 +106,36 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _warnings(sweep: Sweep) -> list[str]:
-    """A list of what is unusual: an item for each run, or if there is one run, for each warning."""
+    """What failed or is lost, as a list, and the notes on what changed, which are folded if there are several runs."""
     several = len(sweep.rows) > 1
-    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
+    warnings = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
+    notes: list[str] = []
+    count = 0
     for row in sweep.rows:
-        warnings = [html_text(truncate(line, 300)) for line in row.warnings[:_MAX_WARNINGS]]
-        if len(row.warnings) > _MAX_WARNINGS:
-            warnings.append(f"and {len(row.warnings) - _MAX_WARNINGS} more")
-        if not several:
-            items += warnings
-        elif warnings:
-            items.append(f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(warnings)}")
-    if not items:
-        return []
-    listed = "".join(f"<li>{item}</li>" for item in items)
-    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>']
+        warnings += _warning_items(row, row.warnings, several=several)
+        notes += _warning_items(row, row.notes, several=several)
+        count += len(row.notes)
+    parts: list[str] = []
+    kind = "scrolls odd" if several else ""
+    if warnings:
+        parts.append(f'<ul class="{kind}" tabindex="0">{"".join(warnings)}</ul>')
+    if notes:
+        title = (
+            f"{count} note{'' if count == 1 else 's'}: what became slower or faster, and what changed between starts"
+        )
+        listed = f'<ul class="{kind}" tabindex="0">{"".join(notes)}</ul>'
+        parts.append(f"<details{'' if several else ' open'}><summary>{title}</summary>{listed}</details>")
+    return parts
+
+
+def _warning_items(row: RunFiles, lines: Sequence[str], *, several: bool) -> list[str]:
+    """Items of a list: one for each run, or if there is one run, for each line."""
+    shown = [html_text(truncate(line, _MAX_WARNING)) for line in lines[:_MAX_WARNINGS]]
+    if len(lines) > _MAX_WARNINGS:
+        shown.append(f"and {len(lines) - _MAX_WARNINGS} more")
+    if several and shown:
+        shown = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(shown)}"]
+    return [f"<li>{item}</li>" for item in shown]
 
 
 # One run: its facts.
@@ -127,7 +144,7 @@ def _warnings(sweep: Sweep) -> list[str]:
 def _facts(row: RunFiles) -> list[str]:
     run = row.run
     facts: dict[str, Any] = {
-        "status": f"{run.status}: {run.reason}".rstrip(": "),
+        "status": status_text(run),
         "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
     }
     if run.examples:
@@ -226,20 +243,26 @@ def _table(sweep: Sweep) -> list[str]:
 
 
 def _seeds(sweep: Sweep) -> list[str]:
-    """A row for each group of runs that differ in nothing but a seed."""
+    """A row for each group of runs that differ in nothing but a seed, with the numbers of those that have a value."""
     rows: list[str] = []
     for group in sweep.groups:
-        values: list[float] = []
+        values: dict[int, float] = {}
         for i in group:
             best = sweep.best[i]
             if best is not None:
-                values.append(best[0])
-        if values:
-            names = format_list([sweep.rows[i].name for i in group], 10)
-            cells = _cell(f"{len(group)} seeds: {names}", _MAX_NAME)
-            cells += _number(sum(values) / len(values)) + _number(min(values)) + _number(max(values))
-            rows.append(f"<tr>{cells}</tr>")
-    return [_boxed(("runs", f"mean {sweep.metric.name}", "least", "greatest"), rows)] if rows else []
+                values[i] = best[0]
+        if not values:
+            continue
+        names = format_list([sweep.rows[i].name for i in values], 10)
+        count = f"{len(group)}" if len(values) == len(group) else f"{len(values)} of {len(group)}"
+        steps = sorted({sweep.rows[i].run.step for i in values})
+        span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        mean = sum(values.values()) / len(values)
+        cells = _cell(f"{count} seeds: {names}", _MAX_NAME) + _cell(span)
+        cells += _number(mean) + _number(min(values.values())) + _number(max(values.values()))
+        rows.append(f"<tr>{cells}</tr>")
+    heads = ("runs", "ended at step", f"mean {sweep.metric.name}", "least", "greatest")
+    return [_boxed(heads, rows)] if rows else []
 
 
 def _best_text(sweep: Sweep) -> str:
@@ -270,7 +293,7 @@ def _name_cell(sweep: Sweep, i: int, depth: int) -> str:
 
 
 def _status_cell(run: RunSummary) -> str:
-    return _cell(f"{run.status}: {run.reason or run.error or ''}".rstrip(": "))
+    return _cell(status_text(run))
 
 
 def _step_cell(run: RunSummary) -> str:
@@ -448,9 +471,7 @@ def _start_lines(folder: RunFolder) -> list[_TimeLine]:
     lines: list[_TimeLine] = []
     for start, goodput in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
         facts = folder.facts_of(start)
-        steps = "no step" if facts["first"] is None else f"steps {facts['first']} to {last_step_text(facts)}"
-        note = f"{steps}, {facts['status']}: {facts['reason']}".rstrip(": ")
-        lines.append(_TimeLine(f"start {start['number']}", goodput, note))
+        lines.append(_TimeLine(f"start {start['number']}", goodput, span_and_end(facts)))
     return lines
 
 

@@ -15,12 +15,22 @@ from jstep.checkpoint.listing import possible_checkpoints
 from jstep.core.checks import format_list, truncate
 from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
-from jstep.look.run_folder import RunFolder, run_folder, state_change_lines
+from jstep.look.run_folder import (
+    OTHER_BATCH,
+    RUNNING,
+    RunFolder,
+    last_step_text,
+    overlap_lines,
+    run_folder,
+    span_and_end,
+    state_change_lines,
+)
 from jstep.look.run_summary import RunSummary
-from jstep.look.runs import differences_of
+from jstep.look.runs import differences_of, status_text
 from jstep.look.runs import tree as rows_of_tree
 from jstep.record.differences import SECTIONS, values_of
 from jstep.record.stall_files import missing_threads, read_stalls
+from jstep.record.starts import FAILED, FINISHED, KILLED
 from jstep.showing.drawing import COLORS, NEUTRAL, Mark, Numbers, thin
 from jstep.stores.event_files import Series
 from jstep.stores.urls import is_url
@@ -29,6 +39,8 @@ from jstep.stores.urls import is_url
 
 _SKIPPED = "skipped"
 """The metric of a skipped update, as `training.metrics` names it, which imports JAX."""
+_MAX_ENDS = 10
+"""How many ends of starts are named, the newest."""
 _MAX_TAGS = 1000
 """How many scalars of a run are shown."""
 
@@ -41,7 +53,8 @@ class RunFiles:
     """What is shown of a run.
 
     Attributes:
-        warnings: What is unusual, as sentences; also why some files are not shown.
+        warnings: What failed, is lost or unusual, as sentences; also why some files are not shown.
+        notes: What changed from start to start, as sentences.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
     """
@@ -50,6 +63,7 @@ class RunFiles:
     name: str
     folder: RunFolder
     warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
 
@@ -66,11 +80,13 @@ class RunFiles:
         if run.error is not None:
             return cls(run, name, folder, [run.error])
         warnings: list[str] = []
+        notes: list[str] = []
         series: dict[str, Series] = {}
         try:
             folder = run_folder(run.path, run.prefix)
             warnings += folder.unreadable_starts
             warnings += _warnings(run, folder)
+            notes += _notes(folder)
             warnings += folder.event_files.problems
             series = folder.series(lambda error: warnings.append(f"{error}; what follows is not shown"))
             warnings += _not_finite(series)
@@ -88,7 +104,8 @@ class RunFiles:
             if points.steps:
                 thinned[tag] = _thinned(points.steps, points.values, columns)
                 rewound[tag] = [_thinned(*old, columns) for old in points.rewound]
-        return cls(run, name, folder, warnings=list(dict.fromkeys(warnings)), series=thinned, rewound=rewound)
+        unique = list(dict.fromkeys(warnings))
+        return cls(run, name, folder, warnings=unique, notes=notes, series=thinned, rewound=rewound)
 
     def marks(self) -> list[Mark]:
         """The steps at which a start, a stage or a checkpoint is marked in a picture; none for step 0."""
@@ -117,24 +134,57 @@ def _thinned(steps: Sequence[int], values: Sequence[float], columns: int) -> Poi
 
 
 def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
-    if run.status in ("finished", "running"):
-        yield from folder.newest_checkpoint.problems
-    else:
-        yield f"it is {run.status}: {run.reason}".rstrip(": ")
-    if run.refused is not None:
-        reason = f"{run.refused['status']}: {run.refused['reason']}".rstrip(": ")
-        yield f"the start that ended {utc_text(run.refused['time'])} took no step: {reason}"
+    """Say what failed and what is lost, before what else is unusual."""
+    yield from folder.newest_checkpoint.problems
+    if run.status not in (FINISHED, RUNNING, FAILED, KILLED):  # what failed or was killed is among the starts
+        yield status_text(run)
+    yield from _failed_starts(folder.facts)
+    yield from _lost_steps(folder.facts)
+    for start in folder.valid_starts:
+        if start["other_batch"] is not None:
+            yield f"batch {start['other_batch']} {OTHER_BATCH} (start {start['number']})"
     yield from _stall_warnings(run, folder)
-    spans = [start["step"] for start in folder.valid_starts if start["step"]]
-    for earlier, later in itertools.pairwise(spans):
-        if later[0] < earlier[1]:
-            yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
-    yield from part_changes(folder.valid_starts)
+    yield from overlap_lines(folder.facts)
+
+
+def _failed_starts(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Name the starts that failed, were killed or took no step; consecutive ones that ended alike together."""
+    ends: list[tuple[str, list[int]]] = []
+    for start in starts:
+        has_ended = start["ended"] is not None
+        if not has_ended or (start["first"] is not None and start["status"] not in (FAILED, KILLED)):
+            continue
+        text = span_and_end(start)
+        if ends and ends[-1][0] == text and ends[-1][1][-1] == start["number"] - 1:
+            ends[-1][1].append(start["number"])
+        else:
+            ends.append((text, [start["number"]]))
+    if len(ends) > _MAX_ENDS:
+        earlier = sum(len(numbers) for _, numbers in ends[:-_MAX_ENDS])
+        yield f"{earlier} earlier starts failed, were killed or took no step"
+    for text, numbers in ends[-_MAX_ENDS:]:
+        name = f"start {numbers[0]}" if len(numbers) == 1 else f"starts {numbers[0]} to {numbers[-1]}"
+        yield f"{name}: {text}"
+
+
+def _lost_steps(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    spans: list[str] = []
+    trained = [start for start in starts if start["first"] is not None]
+    for earlier, later in itertools.pairwise(trained):
+        if later["first"] < earlier["last"]:
+            spans.append(f"{later['first']} to {last_step_text(earlier)}")
+    if spans:
+        yield f"steps {format_list(spans, 10)} were made again by a later start"
+
+
+def _notes(folder: RunFolder) -> Iterator[str]:
+    """Say what changed from start to start."""
     for facts in folder.facts_with_changes:
         for line in state_change_lines(facts):
             yield f"its state was {truncate(line, 300)} (start {facts['number']})"
         for change in facts["changes"] or ():
             yield f"changed before the start of {utc_text(facts['began'])}: {truncate(change, 300)}"
+    yield from part_changes(folder.valid_starts)
 
 
 def _stall_warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:

@@ -33,6 +33,7 @@ VERSION = 2
 SETUP_VERSION = 1
 KILLED = "killed"
 FINISHED = "finished"
+FAILED = "failed"
 MAX_STARTS = 1000
 """The number of the newest starts that are read."""
 NOT_WRITTEN = "could not be written, as on a full disk"

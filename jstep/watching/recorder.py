@@ -36,7 +36,7 @@ from jstep.record.run_record import file_of
 from jstep.record.schema import Start
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, read_starts, valid
+from jstep.record.starts import FAILED, FINISHED, FOLDER, KILLED, StartFile, read_starts, valid
 from jstep.state.sharding import describe_devices
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import is_alive, remove_temporary, this_process
@@ -378,7 +378,7 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
     if error is not None and (isinstance(error, Exception) or not is_signal):
         kind = type(error).__name__
         first_line = error_text(error).strip().partition("\n")[0]
-        return "failed", truncate(f"{kind}: {first_line}".rstrip(": "), _MAX_REASON), kind
+        return FAILED, truncate(f"{kind}: {first_line}".rstrip(": "), _MAX_REASON), kind
     # A signal that came while the end was made leaves a run that is finished, if nothing of its end was left out.
     if is_signal and not course.is_finished:
         return "interrupted", signals.reason, None

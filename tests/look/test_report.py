@@ -91,7 +91,7 @@ def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted,
     monkeypatch.setattr(run_folder, "read_series", missing)
     for paths in ([where], [where, restarted]):
         odd = jstep.report(paths).html.partition("Warnings")[2].partition("<h2>")[0]
-        assert "took no step: failed: ValueError: no batch" in odd
+        assert "start 2: no step, failed: ValueError: no batch" in odd
         assert "an event file needs tensorboard" in odd
 
 
@@ -234,7 +234,7 @@ def test_what_is_odd_of_a_start(tmp_path):
     write_run(tmp_path, end=None, stalls=[stall])
     page = jstep.report(tmp_path).html
     parsed(page)
-    assert "it is killed" in page.partition("<h2>The run</h2>")[0]
+    assert "start 1: steps 0 to at least 10, killed" in page.partition("<h2>The run</h2>")[0]
     assert f"process 3 stalled for 70.5 s at step 4: {'waiting ' * 24}waiting…<" in page
 
 

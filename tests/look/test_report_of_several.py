@@ -138,7 +138,16 @@ def test_a_group_differs_in_nothing_but_a_seed(tmp_path):
     write_six(tmp_path, configs)
     page = jstep.report(tmp_path).html
     assert [row[0] for row in table(page)[1]] == ["r0", "r1", "r2", "r3", "r4", "r5"]
-    assert seeds(page) == [["3 seeds: r0, r1, r2", "2.032", "1.032", "3.032"]], "a seed may be missing"
+    assert seeds(page) == [["3 seeds: r0, r1, r2", "300", "2.032", "1.032", "3.032"]], "a seed may be missing"
+
+
+def test_a_mean_says_of_how_many_runs_it_is_and_where_they_ended(tmp_path):
+    write_six(tmp_path, [{"seed": seed} for seed in range(6)])
+    write_run_of_sweep(tmp_path / "r6", {"seed": 6}, {"loss": losses(1.0)}, step=[0, 268], end=None)
+    write_run_of_sweep(tmp_path / "r7", {"seed": 7}, {"loss": [math.nan] * 30})
+    ((name, steps, *_),) = seeds(jstep.report(tmp_path).html)
+    assert name.startswith("7 of 8 seeds: r0, r1, r2, r3, r4, ")
+    assert steps == "268 to 300"
 
 
 def test_equal_runs_and_runs_of_other_parents_are_no_group(tmp_path):

@@ -80,7 +80,7 @@ def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
     assert re.search("finished; refused at [-0-9]+ [:0-9]+: OSError: no batch 10", out)
     assert after.wall_seconds > before.wall_seconds
     page = jstep.report(tmp_path).html
-    assert "took no step: failed: OSError: no batch 10" in page
+    assert "start 2: no step, failed: OSError: no batch 10" in page
     assert "lr = 0.1" in page
     assert "lr = 0.2" not in page.partition("Warnings")[0]
 
