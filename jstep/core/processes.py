@@ -76,10 +76,14 @@ def request_stop() -> None:
 
 def any_process(is_true: bool) -> bool:
     """Return whether it is true on any process."""
+    if is_single_process():
+        return is_true
     return bool(max_over_processes(np.array([is_true]))[0])
 
 
 def max_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if is_single_process():
+        return values
     return _gathered(values).max(axis=0)
 
 
@@ -101,6 +105,8 @@ def _joined(halves: np.ndarray[Any, Any]) -> list[int]:
 
 def gather_texts(text: str) -> list[str]:
     """Return the text of each process."""
+    if is_single_process():
+        return [text]
     return [data.decode() for data in _exchange("texts", text.encode())]
 
 
@@ -110,6 +116,8 @@ def share_errors(fn: Callable[[], _T], problem: str, kind: type[Exception] = Run
     Otherwise the other processes would wait forever, in what they do next. They raise a `kind`, whose message begins
     with `problem` and names the process.
     """
+    if is_single_process():
+        return fn()
     error: Exception | None = None
     try:
         result = fn()
@@ -169,6 +177,8 @@ def first_ints_on_all(
 
 def broadcast_bytes(data: bytes) -> bytes:
     """Return the bytes of process 0."""
+    if is_single_process():
+        return data
     (size,) = broadcast_ints(len(data))
     if size == 0:
         return b""
@@ -180,6 +190,8 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 def broadcast_ints(*numbers: int) -> list[int]:
     """Return the integers of process 0, of up to 62 bits."""
+    if is_single_process():
+        return list(numbers)
     return _joined(_gathered(_halves(numbers), "numbers of process 0")[0])
 
 
