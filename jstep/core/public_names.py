@@ -67,7 +67,10 @@ def show_in(package: str, value: object) -> None:
 
 
 def is_public(named: Any) -> bool:
-    return getattr(sys.modules["jstep"], named.__qualname__, None) is named
+    root = sys.modules["jstep"]
+    name = named.__qualname__
+    # Asked of the list first: for a name that the package does not have, `getattr` would compose an error with hints.
+    return name in root.__all__ and getattr(root, name) is named
 
 
 def public_name(named: Any) -> str:
