@@ -251,7 +251,6 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
     start = valid_fields(fields, Start)
     for name in ("setup", "problem"):  # of what is read
         start.pop(name, None)
-    checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
         start["stalls"] = start["stalls"][len(start["stalls"]) // 2 + 1 :]
     return data
