@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import processes, trees
+from jstep.core import processes
 from jstep.core.agreed_shapes import AgreedShapes
 from jstep.core.checks import describe_type, format_value
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
-from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import run_in_background
 from jstep.core.trees import Tree
@@ -25,18 +23,11 @@ from jstep.loop.chunks import Chunk
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Program, ProgramTable, shapes_of
 from jstep.loop.signals import StopSignals
-from jstep.loop.stages import TrainSteps
 from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.metrics.totals import MeanOf
-from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
-from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Constants
-from jstep.training.step import step_function
 from jstep.training.watched_updates import known_updates, warn_of_unfrozen
-
-_ROUNDING = 2**-24
-"""What rounding leaves of a rate where a schedule ends at 0, as a share of the largest."""
 
 ChunkListener = Callable[[Chunk, Any], None]
 """`listener(chunk, state)` is called after the call of a chunk, with the state that it returned."""
@@ -293,55 +284,6 @@ def _steps_text(max_steps: int | None) -> str:
 
 
 # Checks and warnings.
-
-
-def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
-    """Warn if all learning rates of the last stage are 0 in the last two steps."""
-    stage = chunk.program.stage
-    train_step = step_function(stage.step)
-    if train_step is None or last_step is None or jax.process_index() != 0:
-        return
-    if last_step - stage.first < 4:
-        return  # in a run of 3 steps, step 1 is one of the last two; a later stage as short is not judged either
-    if LEARNING_RATE in roles_in(state).arguments.values():
-        return  # a held rate is not a schedule
-    if train_steps.value_at(last_step - 1) is not train_steps.value_at(stage.first):
-        return  # a later stage has another one
-    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before it began is 0 in all of the
-    # stage, and a mistake all the same. A rate that is 0 everywhere is none: it is meant to train nothing.
-    rates = _sample_rates(train_step.optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
-    if rates is None:
-        return
-    early, middle, last_but_one, last = rates
-    largest = max(early, middle)
-    if largest > 0 and last_but_one == last and last <= _ROUNDING * largest:
-        logger.warning(
-            "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
-            "ends before the run does; give it more steps, or end the run earlier (last_step)",
-            last_step,
-        )
-
-
-def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
-    """Return the largest learning rate at each of these steps; None if no rate depends on the step."""
-    are_scheduled: list[bool] = []  # filled while `largest_rate` is traced
-
-    def largest_rate(step: Any) -> Any:
-        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
-        are_scheduled.extend(map(trees.is_traced, rates))
-        return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
-
-    steps_array = np.asarray(steps, trees.default_int())
-    try:
-        traced = jax.jit(jax.vmap(largest_rate)).trace(steps_array)
-        if not any(are_scheduled):
-            return None
-        with internal_transfers():
-            rates: list[float] = traced.lower().compile()(steps_array).tolist()
-    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
-        logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
-        return None
-    return rates
 
 
 def check_result(result: object) -> None:

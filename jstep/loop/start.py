@@ -32,7 +32,7 @@ from jstep.loop.build_hooks import NO_LOGS, build_hooks
 from jstep.loop.chunks import Chunk, ProgramChanges, make_chunks
 from jstep.loop.contents import restore_hooks
 from jstep.loop.course import Activity
-from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner, make_next_due
@@ -224,7 +224,6 @@ def _make_dispatch(run: RunContext) -> Dispatch:
         watch=run.watch,
         stage_listeners=[
             lambda chunk, state: interactive.forget(),
-            functools.partial(warn_of_ended_rate, run.train_steps, options.last_step),
             *(observer.on_first_call for observer in run.observers),
         ],
         count_examples=_find_example_counter(options),

@@ -1,6 +1,7 @@
 """Who watches a run without changing it? Its observers.
 
 - `batch_watch`: whether a restart reads the same batch.
+- `ended_rates`: whether the learning rate is 0 in the last steps.
 - `event_file`: the event file of a run.
 - `lineage`: what the records of earlier starts know of where a run comes from.
 - `log_lines`: log lines, and the counter of steps.

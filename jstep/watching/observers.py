@@ -2,6 +2,7 @@
 
 from jstep.loop.observer import Observer
 from jstep.watching.batch_watch import BatchWatch
+from jstep.watching.ended_rates import EndedRates
 from jstep.watching.event_file import EventFile
 from jstep.watching.log_lines import LogLines, Rates
 from jstep.watching.process_recorder import ProcessRecorder
@@ -20,5 +21,6 @@ OBSERVERS: tuple[type[Observer], ...] = (
     BatchWatch,
     StallWatch,
     Meters,
+    EndedRates,
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order."""
