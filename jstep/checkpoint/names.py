@@ -11,6 +11,7 @@ from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import MANIFEST_FILE, MANIFEST_HEAD, CheckpointError
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
+from jstep.core.logs import logger
 from jstep.stores.files import open_regular
 from jstep.stores.untrusted import is_utf8
 from jstep.stores.urls import absolute, is_url, location
@@ -67,7 +68,8 @@ def checkpoints_iterator(
     Each time, the newest checkpoint is returned if its step is higher than the previous one, beginning with the newest
     existing checkpoint: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted,
     and the run resumed from an older one) the next step is one above those before the rewind. Temporary checkpoints,
-    which a run has saved by itself, are skipped: the next one replaces them, perhaps before they are read.
+    which a run has saved by itself, are skipped: the next one replaces them, perhaps before they are read. A checkpoint
+    that cannot be read (it is corrupted, or of another format) is skipped, too, with a warning.
 
     Args:
         directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
@@ -106,8 +108,9 @@ def checkpoints_iterator(
 
 def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
     newer_than = -1
+    warned_of: set[str] = set()
     while True:
-        step = _next(store, prefix, newer_than, timeout)
+        step = _next(store, prefix, newer_than, timeout, warned_of)
         if step == _END:
             return
         newer_than = step
@@ -116,18 +119,27 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
         time.sleep(max(yielded_at + interval - time.monotonic(), 0.0))
 
 
-def _newest_permanent(store: Store, prefix: str, newer_than: int) -> int:
-    """Return the newest step above another one whose checkpoint is not temporary; `_WAIT` if there is none."""
+def _newest_permanent(store: Store, prefix: str, newer_than: int, warned_of: set[str]) -> int:
+    """Return the newest step above another one whose checkpoint is not temporary; `_WAIT` if there is none.
+
+    Warn of each checkpoint that cannot be read, unless it is in `warned_of`, and add it there.
+    """
     for step, path in store.newest_first(prefix):
         if step <= newer_than:
             break
-        with contextlib.suppress(CheckpointError, OSError):  # it was replaced meanwhile
+        try:
             if not store.manifest(path).temporary:
                 return step
+        except FileNotFoundError:
+            continue  # it was replaced meanwhile
+        except (CheckpointError, OSError) as error:
+            if path not in warned_of:
+                warned_of.add(path)
+                logger.warning("checkpoints_iterator skips step %d: %s", step, error)
     return _WAIT
 
 
-def _next(store: Store, prefix: str, newer_than: int, timeout: float) -> int:
+def _next(store: Store, prefix: str, newer_than: int, timeout: float, warned_of: set[str]) -> int:
     """Wait for a step above another one, or for the end, the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
@@ -140,7 +152,7 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float) -> int:
 
     def poll() -> tuple[int]:
         """Return a new step, `_END` or `_WAIT`, in a tuple for `first_ints_on_all`, which takes the first process's."""
-        newest = _newest_permanent(store, prefix, newer_than) if is_first else _WAIT
+        newest = _newest_permanent(store, prefix, newer_than, warned_of) if is_first else _WAIT
         if newest > newer_than:
             return (newest,)
         return (_END,) if time.monotonic() >= deadline else (_WAIT,)

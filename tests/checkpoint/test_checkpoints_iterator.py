@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from checkpoint_states import save_all
+from checkpoint_states import edit_manifest, flip, save_all
 from processes import run
 
 import jstep
@@ -59,6 +59,18 @@ def test_incomplete_checkpoints_wait_until_they_are_complete(tmp_path):
     os.rename(tmp_path / "model-2.orbax-checkpoint-tmp", tmp_path / "model-2")
     write(tmp_path, 0)
     assert list(iterator) == [2]
+
+
+def test_checkpoints_that_cannot_be_read_are_warned_about_once(tmp_path, clock, caplog):
+    write(tmp_path, 1, 2, 3)
+    edit_manifest(tmp_path / "model-2", lambda data: data.update(format=99))
+    flip(tmp_path / "model-3" / "manifest.json", 100)
+    clock._at = {5.0: lambda: write(tmp_path, 4)}
+    with caplog.at_level("WARNING"):
+        assert list(jstep.checkpoints_iterator(tmp_path, timeout=10)) == [1, 4]
+    corrupted, newer = [record.getMessage() for record in caplog.records]
+    assert f"skips step 3: {tmp_path}/model-3/manifest.json: its checksum differs" in corrupted
+    assert f"skips step 2: {tmp_path}/model-2/manifest.json: it has format 99" in newer
 
 
 def test_it_waits_and_ends_after_the_timeout(tmp_path, clock):
