@@ -221,7 +221,6 @@ class Retention:
             marked: Of these, what the retention state calls temporary.
             temporary: Of these, what is still temporary.
             replaced: Of these, what this save deletes: all but the newest finite one.
-            replaced_next: What the next save deletes: of these, the newest finite one; and the new one, if temporary.
             evicted: The permanent ones that this save deletes.
         """
         paths = self._store.own_paths()
@@ -238,16 +237,15 @@ class Retention:
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
         replaced = temporary - {newest_finite}
-        replaced_next = temporary & {newest_finite}
-        if is_temporary:
-            replaced_next.add(new.step)
         evicted: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
             saved_at = self._save_times({*others} - temporary, new, retained, newest_finite)
             evicted, retained = plan_evictions(
                 saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, newest_finite
             )
-        retained = dataclasses.replace(retained, temporary=frozenset(replaced_next))
+        # Those that this save deletes stay marked: if it is killed before it has, the next one does.
+        marks = {*temporary, new.step} if is_temporary else temporary
+        retained = dataclasses.replace(retained, temporary=frozenset(marks))
         return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
 
     def _is_temporary(

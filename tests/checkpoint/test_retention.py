@@ -1,5 +1,6 @@
 """Retention: `max_to_keep` and `keep_checkpoint_every_n_hours`."""
 
+import errno
 import itertools
 import math
 import os
@@ -7,6 +8,7 @@ import time
 
 import pytest
 from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_at
+from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,6 +114,22 @@ class TestRetention:
             assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
             saver.save(state_at(5), CheckpointExtra(None, {}, True, retention.ALWAYS_TEMPORARY))
             assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
+
+    def test_a_temporary_checkpoint_whose_deletion_is_missed_is_deleted_by_the_next_save(self, tmp_path):
+        temporary = CheckpointExtra(None, {}, permanent_every_secs=1e9)
+        with Saver(tmp_path, max_to_keep=2) as saver:
+            save_all(saver, [1])
+            saver.save(state_at(2), temporary)
+            saver.wait()
+            # As after a kill between the renaming of model-3 and the deletion of model-2.
+            with before("os.rename", f"{tmp_path}/model-2", failing(errno.EIO)):
+                saver.save(state_at(3), temporary)
+                saver.wait()
+        with Saver(tmp_path, max_to_keep=2) as saver:
+            assert saver.all_steps() == [1, 2, 3]
+            assert [os.path.basename(path) for path in saver.last_checkpoints] == ["model-1"]
+            save_all(saver, [4])
+            assert saver.all_steps() == [1, 4]
 
     def test_a_temporary_checkpoint_that_stays_because_it_is_finite_takes_no_place(self, tmp_path):
         with Saver(tmp_path, max_to_keep=2) as saver:
