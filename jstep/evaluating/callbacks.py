@@ -43,6 +43,9 @@ class MetricReader(ShownAsTyped):
     def _use_evaluator(self, evaluate: Any) -> None:
         """Called before `begin`, with the function that measures."""
 
+    def _leave_run(self) -> None:
+        """Called after `close`: forget what the run gave, as the callback may be called without one from here on."""
+
     def _prepare_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run."""
 
@@ -101,6 +104,11 @@ class MetricReader(ShownAsTyped):
 def use_run(callback: object, run: RunInfo) -> None:
     if isinstance(callback, MetricReader):
         callback._use_run(run)
+
+
+def leave_run(callback: object) -> None:
+    if isinstance(callback, MetricReader):
+        callback._leave_run()
 
 
 def use_evaluation(callback: object, prefix: str, names: Collection[str] | None, evaluate: Any) -> None:
@@ -277,6 +285,9 @@ class EarlyStopping(MetricCallback):
 
     def _use_run(self, run: RunInfo) -> None:
         self._is_new_branch = run.is_new_branch
+
+    def _leave_run(self) -> None:
+        self._is_new_branch = False
 
     @property
     def stop_reason(self) -> str | None:

@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.evaluating.callbacks import prepare_run_save, use_evaluation, use_run, wait_until_finished
+from jstep.evaluating.callbacks import leave_run, prepare_run_save, use_evaluation, use_run, wait_until_finished
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
 from jstep.hooks.cadence import Clock, make_cadence
@@ -218,7 +218,11 @@ class EvaluationHook(RunHook):
 
     def close(self) -> None:
         super().close()
-        self._call_each("close")
+        try:
+            self._call_each("close")
+        finally:
+            for callback in self._callbacks:
+                leave_run(callback)
 
     def _is_scheduled(self, step: int) -> bool:
         is_due = self._cadence is not None and self._cadence.has_multiple(step)

@@ -177,6 +177,12 @@ class KeepBest(MetricReader):
         first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
         self._data = None if first_hash is None else run_in_background(first_hash, name="jstep-data-hash", daemon=True)
 
+    def _leave_run(self) -> None:
+        self._run = None
+        self._initial_contents = None
+        self._are_averages = False
+        self._data = None
+
     def begin(self, state: TrainState) -> None:
         saver = self._open()
         self._initial_contents = StateContents(state, params_only=True)

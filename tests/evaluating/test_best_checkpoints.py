@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 import waiting
 from comparisons import same
+from doubles import raising
 
 import jstep
 from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.saver import engine_of
+from jstep.checkpoint.saver import Saver, engine_of
 from jstep.evaluating.callbacks import wait_until_finished
 
 OPTIMIZER = jstep.gradient_descent(0.1)
@@ -115,6 +116,27 @@ def test_without_checkpoints_of_the_run_the_error_is_raised_too(tmp_path, monkey
     losses = {**LOSSES, 10: 0.0}
     with pytest.raises(jstep.CheckpointError, match="no space left"):
         go("train", tmp_path, [evaluation(keep(tmp_path), losses)], checkpoint_dir=None)
+
+
+def test_a_call_by_hand_after_a_run_is_none_of_that_run(tmp_path, monkeypatch):
+    best = keep(tmp_path)
+    averages = jstep.ExponentialMovingAverage(0.9)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), averages)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    evaluate = jstep.evaluator(lambda params, x: {"loss": x - params["w"]}, [jnp.ones(1)], use_averages=True)
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[best])
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    state = jstep.train(step, state, lambda n: jnp.float32(3), 2, hooks=[hook], checkpoint_dir=tmp_path / "run")
+    assert len(kept(tmp_path / "best")) == 1
+    for n, loss in ((5, -3.0), (6, -4.0)):
+        best(n, state.replace(global_step=n), {"loss": loss})
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", raising(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            best(7, state.replace(global_step=7), {"loss": -5.0})
+    best.close()
+    assert kept(tmp_path / "best") == ["best-6"]
+    assert jstep.Saver(tmp_path / "best", prefix="best").extra() == {"loss": -4.0}
 
 
 def test_a_checkpoint_of_the_run_appears_after_the_best_ones_up_to_it(tmp_path, monkeypatch):
