@@ -21,7 +21,8 @@ _NAMES = """
 Training state
     state.train_state: TrainState
     state.slots: get_slot get_slot_names
-    state.global_step: create_global_step get_global_step get_or_create_global_step global_step increment_global_step
+    state.global_step: create_global_step get_global_step get_or_create_global_step global_step
+    training.apply_gradients: increment_global_step
 Train steps
     training.minimize: minimize
     training.step: TrainStep

@@ -198,7 +198,6 @@ from jstep.state.global_step import create_global_step as create_global_step
 from jstep.state.global_step import get_global_step as get_global_step
 from jstep.state.global_step import get_or_create_global_step as get_or_create_global_step
 from jstep.state.global_step import global_step as global_step
-from jstep.state.global_step import increment_global_step as increment_global_step
 from jstep.state.nonfinite import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.slots import get_slot as get_slot
@@ -206,6 +205,7 @@ from jstep.state.slots import get_slot_names as get_slot_names
 from jstep.state.train_state import TrainState as TrainState
 from jstep.state.train_state import shard_state as shard_state
 from jstep.training.apply_gradients import apply_gradients as apply_gradients
+from jstep.training.apply_gradients import increment_global_step as increment_global_step
 from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
 from jstep.training.step import TrainStep as TrainStep

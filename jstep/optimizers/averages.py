@@ -63,8 +63,10 @@ class ExponentialMovingAverage:
             is a schedule or `held` is a float32: at 0.999999 its rate is off by 1.3 %.
         model_state: Whether `with_moving_average` averages the floating leaves of the model state, too:
             `averaged_model_state`.
-        per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves have a gradient. By
-            default the average of a leaf moves at each update of that leaf.
+        per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves have a gradient: at
+            the update that increments the step or, if none does, at the end of the step by
+            `increment_global_step(state, optimizer=optimizer)`. By default the average of a leaf moves at each update
+            of that leaf.
 
     Raises:
         ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.

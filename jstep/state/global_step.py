@@ -1,7 +1,7 @@
 """The global step: the number of training steps completed; each usually applies one update."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import WrongStateError, note
 from jstep.core.new_arrays import copy_as
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Step, T, Tree
+from jstep.core.trees import Array, Step, Tree
 from jstep.slots.roles import COUNTS, roles_in
 
 
@@ -36,10 +36,10 @@ def create_global_step(value: Step = 0) -> Array:
         >>> jstep.create_global_step(7)
         Array(7, dtype=int32)
     """
-    return _as_count(value, "global_step")
+    return as_count(value, "global_step")
 
 
-def _as_count(value: Any, argument: str) -> Array:
+def as_count(value: Any, argument: str) -> Array:
     dtype = trees.default_int()
     as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
     if not trees.is_traced(value) and value > np.iinfo(dtype).max:
@@ -150,29 +150,7 @@ def check_alive(state: Tree, cause: BaseException | None = None) -> None:
         raise RuntimeError(message) from cause
 
 
-@meshes.supports_meshes("state")
-def increment_global_step(state: T, amount: Step = 1) -> T:
-    """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
-
-    Ages of slots are unchanged: no update was applied.
-
-    Raises:
-        ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
-            step saturates at the largest value of the dtype instead.
-
-    Example:
-        >>> import jstep
-        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
-        >>> jstep.global_step(jstep.increment_global_step(state, 5))
-        5
-    """
-    steps = _as_count(amount, "amount")
-    step = step_array(state, scalar=True)
-    placement.check_no_shapes(step, "state")
-    return cast(T, _replace_step(state, step, later_step(step, steps)))
-
-
-def _replace_step(state: Any, step: Array, later: Array) -> Any:
+def replace_step(state: Any, step: Array, later: Array) -> Any:
     if isinstance(state, Mapping):
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
@@ -194,7 +172,7 @@ def _replace_step(state: Any, step: Array, later: Array) -> Any:
 def later_step(step: Any, amount: Any = 1) -> Array:
     """Return step + amount; a traced step saturates at the largest value of its dtype."""
     if isinstance(step, np.ndarray):
-        step = _as_count(step, "global_step")
+        step = as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)
     known_step = trees.concrete(step)
     known_amount = trees.concrete(amount)

@@ -1,13 +1,13 @@
-"""One optimizer update of the state, and whether it was skipped.
+"""One optimizer update of the state, whether it was skipped, and the end of a step of several updates.
 
-Only this module increments the global step; users may do so with `increment_global_step`.
+Only this module increments the global step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Step, T, Updates
 from jstep.optimizers import guards
 from jstep.optimizers.averages import move_model_state
 from jstep.optimizers.chains import drop_frozen
@@ -25,15 +25,15 @@ from jstep.optimizers.host_slots import TRANSFERS, Transfers, load_small_slots
 from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
-from jstep.slots.matching import NoGradientsError, describe_difference, match_gradients
+from jstep.slots.matching import IS_IDLE, NoGradientsError, describe_difference, match_gradients
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
-from jstep.state.global_step import check_alive, later_step, step_array
+from jstep.state.global_step import as_count, check_alive, later_step, replace_step, step_array
 from jstep.state.sharding import is_model_state
 from jstep.state.train_state import TrainState, as_state
 from jstep.training.explain import explain_missing_gradients
 from jstep.training.metrics import SKIPPED
-from jstep.training.watched_updates import note_update
+from jstep.training.watched_updates import note_end, note_update
 
 
 @shortens_tracebacks
@@ -96,6 +96,49 @@ def _check_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
         )
 
 
+@shortens_tracebacks
+@meshes.supports_meshes("state")
+def increment_global_step(state: T, amount: Step = 1, *, optimizer: OptimizerLike | None = None) -> T:
+    """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
+
+    Ages of slots are unchanged: no update was applied.
+
+    Args:
+        state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
+        amount: The number of steps.
+        optimizer: The optimizer of a state none of whose updates in this step increments the step: its averages with
+            `per_step=True` move, to the parameters of `state`.
+
+    Raises:
+        ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
+            step saturates at the largest value of the dtype instead. Or `amount` is not 1 and an optimizer is given.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> ema = jstep.ExponentialMovingAverage(0.5, per_step=True)
+        >>> optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> for _ in range(4):
+        ...     gradients = {"w": jnp.float32(-1.0)}
+        ...     state = jstep.apply_gradients(state, gradients, optimizer, increment_global_step=False)
+        >>> state = jstep.increment_global_step(state, optimizer=optimizer)
+        >>> print(state.global_step, state.params["w"], jstep.averaged_params(state)["w"])
+        1 4.0 2.0
+    """
+    steps = as_count(amount, "amount")
+    step = step_array(state, scalar=True)
+    placement.check_no_shapes(step, "state")
+    if optimizer is None:
+        return cast(T, replace_step(state, step, later_step(step, steps)))
+    if trees.is_traced(amount) or amount != 1:
+        raise ValueError(f"amount={amount}: must be 1 with an optimizer, whose averages move once a step")
+    train_state = as_state(state)
+    no_gradients = jax.tree.map(lambda leaf: None, train_state.params)
+    with meshes.internal_transfers():
+        result = _apply(_end_step, train_state, no_gradients, optimizer, EMPTY_CONTEXT)
+        return cast(T, move_model_state(result.state, result.roles))
+
+
 class UpdateResult(NamedTuple):
     """The result of an update.
 
@@ -114,6 +157,17 @@ class UpdateResult(NamedTuple):
 def apply_update(
     state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context
 ) -> UpdateResult:
+    return _apply(functools.partial(_update, increment=increment), state, grads, optimizer, context)
+
+
+def _apply(
+    update: Callable[..., UpdateResult],
+    state: TrainState,
+    grads: Updates,
+    optimizer: OptimizerLike,
+    context: Context,
+) -> UpdateResult:
+    """Call `update(state, grads, optimizer, context)` on the state, wherever its slots and shards are."""
     optimizer = as_optimizer("optimizer", optimizer)
     check_alive(as_state(state))
     placement.check_no_shapes((state, grads), "state and gradients")
@@ -124,7 +178,7 @@ def apply_update(
         # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            result = _update(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
+            result = update(state, grads, optimizer, step_context._replace(value_and_grad=evaluate))
         shown = moves(state.params, result.updates)  # as added to the parameters
         params, slots = apply_in_order(state.params, result.updates, result.slots, result.roles.in_order)
         new = result.state.replace(params=params, slots={**state.slots, **slots})
@@ -138,14 +192,12 @@ def apply_update(
     return result._replace(state=jax.tree.map(placement.place_like_old, result.state, state))
 
 
-def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> UpdateResult:
+def _update(
+    state: TrainState, grads: Updates, optimizer: Optimizer, context: Context, *, increment: bool
+) -> UpdateResult:
     step = step_array(state)
     matched = match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
-    if not isinstance(state.slots, Mapping):
-        raise TypeError(
-            f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
-        )
-    old_slots = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
+    old_slots = _slots_of_optimizers(state)
     roles = roles_of(optimizer, state.params)
     # Both raise if their wrapper is inside of others.
     guards.current_loss_scale(roles, old_slots)
@@ -158,15 +210,10 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     note_update(optimizer, state, grads, roles, increments=increment)
     guarding = [name for name in roles.names_with(Role.LAST_FINITE) if name in old_slots]
-    # What an update changes if it reaches a guard, or an average.
-    marks = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
-    for name in roles.names_with(Role.LAST_WEIGHT):
-        if name in old_slots:
-            marks[name] = jnp.zeros_like(old_slots[name])
     inputs = StepInputs(state.params, step, context)
     try:
         with setting(INCREMENTS, increment):
-            updates, slots = call_update(optimizer, grads, old_slots | marks, inputs, exact=True)
+            updates, slots = call_update(optimizer, grads, old_slots | _marks(old_slots, roles), inputs, exact=True)
     except Exception as error:
         explain_missing_gradients(error, state.params, matched)
         raise
@@ -179,6 +226,43 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         slots |= {name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype)) for name in guarding}
     new = state.replace(slots={**state.slots, **slots}, global_step=later_step(step) if increment else step)
     return UpdateResult(new, updates, slots, roles, skipped_by)
+
+
+def _slots_of_optimizers(state: TrainState) -> Slots:
+    if not isinstance(state.slots, Mapping):
+        raise TypeError(
+            f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
+        )
+    return {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
+
+
+def _marks(slots: Slots, roles: Roles) -> Slots:
+    """Return the slots that an update changes if it reaches a guard, or an average."""
+    marks: Slots = {}
+    for name, slot in slots.items():
+        if roles.get(name) is Role.LAST_FINITE:
+            marks[name] = jnp.full_like(slot, guards.NOT_REACHED)
+        elif roles.get(name) is Role.LAST_WEIGHT:
+            marks[name] = jnp.zeros_like(slot)
+    return marks
+
+
+def _end_step(state: TrainState, no_gradients: Updates, optimizer: Optimizer, context: Context) -> UpdateResult:
+    """Move what moves once a step, and increment the step."""
+    step = step_array(state)
+    old_slots = _slots_of_optimizers(state)
+    roles = roles_of(optimizer, state.params)
+    note_end()
+    inputs = StepInputs(state.params, step, context)
+    with setting(INCREMENTS, True), setting(IS_IDLE, True):
+        _, new_slots = call_update(optimizer, no_gradients, old_slots | _marks(old_slots, roles), inputs)
+    _check_slots(old_slots, new_slots)
+    names = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
+    moved = {name: slot for name, slot in new_slots.items() if name in names}
+    # The ages of all other slots stay as they are.
+    later = replace_step(state, step, later_step(step))
+    slots = _slots_of_optimizers(later) | moved
+    return UpdateResult(later, no_gradients, slots, roles, {})
 
 
 def _check_slots(old: Slots, new: Slots) -> None:

@@ -32,7 +32,7 @@ class StepUpdates:
         aged: Leaves without a gradient in an update that their age counts.
         unused: Leaves on which a loss does not depend.
         per_step: Averages that move once a step.
-        increments: Whether an update increments the step.
+        increments: Whether an update increments the step, or `increment_global_step` has moved these averages.
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
         optimizers: Those that made an update, with the structure of the state.
         repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
@@ -90,6 +90,12 @@ def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
     found.counts.clear()
 
 
+_ONCE_A_STEP = (
+    "An average moves once a step with ExponentialMovingAverage(…, per_step=True), if all updates of the step have "
+    "increment_global_step=False and it ends with state = jstep.increment_global_step(state, optimizer=optimizer)"
+)
+
+
 def _warn(found: StepUpdates) -> None:
     leaves = sorted(map(repr, found.unused & found.updated & found.aged))
     if leaves:
@@ -103,9 +109,8 @@ def _warn(found: StepUpdates) -> None:
     if found.per_step and not found.increments:
         log_once(
             logging.WARNING,
-            f"the averages {format_list(sorted(map(repr, found.per_step)))} move once a step, at the update that "
-            "increments the global step, and no update of this step does: make the last one with "
-            "increment_global_step=True",
+            f"the averages {format_list(sorted(map(repr, found.per_step)))} never move: no update of this step "
+            f"increments the global step. {_ONCE_A_STEP}",
         )
     if found.repeated:
         log_once(
@@ -113,7 +118,7 @@ def _warn(found: StepUpdates) -> None:
             f"the step makes several updates, and {format_list(sorted(found.repeated))} looks at the global step, "
             "which they share: in most steps it makes none of them, and in every k-th step all. To accumulate "
             "gradients within a step, use minimize(num_microbatches=k); keep update_every outside of such steps, where "
-            "a step is one update; an average moves once a step with per_step=True",
+            f"a step is one update. {_ONCE_A_STEP}",
         )
 
 
@@ -122,6 +127,13 @@ def note_step(optimizer: Optimizer | None, state: Any) -> None:
     found = _UPDATES.get()
     if found is not None and optimizer is not None:
         found.add_optimizer(optimizer, state)
+
+
+def note_end() -> None:
+    """Note that what moves once a step has moved."""
+    found = _UPDATES.get()
+    if found is not None:
+        found.increments = True
 
 
 def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Roles, *, increments: bool) -> None:

@@ -320,3 +320,42 @@ def test_every_leaf_moves_once_in_each_update_that_counts(per_step, name, around
             # Before its first update, an average from zeros may have taken the value of its parameter.
             first = next(i for i, value in enumerate(want) if value)
             np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5, atol=1e-6)
+
+
+def equal_ends(optimizer, compiled=False):
+    """Return the states after steps of which the last update, or `increment_global_step`, increments the step."""
+
+    def update(state, leaves, increment=False):
+        grads = {name: jnp.cos(3 * state.params[name] + 1) if name in leaves else None for name in PLAYERS}
+        return jstep.apply_gradients(state, grads, optimizer, increment_global_step=increment)
+
+    def by_update(state):
+        state = update(state, ("d", "g"))
+        return update(update(state, ("d", "dd")), PLAYERS, increment=True)
+
+    def by_end(state):
+        state = update(state, ("d", "g"))
+        state = update(update(state, ("d", "dd")), PLAYERS)
+        return jstep.increment_global_step(state, optimizer=optimizer)
+
+    states = []
+    for step in (by_update, by_end):
+        state = jstep.TrainState.create({"d": 1.0, "dd": -1.0, "g": 2.0}, optimizer)
+        step = jax.jit(step) if compiled else step
+        for _ in range(5):
+            state = step(state)
+        states.append(state)
+    return states
+
+
+@pytest.mark.thorough(except_for=["zero_debias-labels of wrappers", "every-guard outside"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
+def test_the_end_of_a_step_moves_averages_as_its_last_update_does(name, around):
+    ema = dataclasses.replace(AVERAGES_OF_PLAYERS[name], per_step=True)
+    by_update, by_end = equal_ends(AROUND[around](ema))
+    assert by_end.global_step == 5
+    assert by_end.params == by_update.params
+    for slot in by_update.slots:
+        if not slot.endswith("last_finite_step"):
+            assert by_end.slots[slot] == by_update.slots[slot], slot

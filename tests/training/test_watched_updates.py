@@ -88,6 +88,29 @@ def test_what_is_due_at_each_update_is_not_warned_of(updates, name, caplog):
     assert not [line for line in found if "makes several updates" in line]
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_average_that_moves_once_a_step_of_a_scan(make, caplog):
+    """As both warnings advise: that an average is due at some steps only, and that none moves."""
+    optimizer = NOT_BY_STEP["once a step"]
+    for average in (BY_STEP["average"], optimizer):
+        (warning,) = warnings_of(MAKERS[make](scanned(average)), average, caplog)
+        assert "per_step=True), if all updates of the step have increment_global_step=False" in warning
+        assert "jstep.increment_global_step(state, optimizer=optimizer)" in warning
+
+    update = jstep.minimize(loss_fn, optimizer, increment_global_step=False, jit=False)
+
+    def step(state, x):
+        state, metrics = jax.lax.scan(lambda state, _: update(state, x), state, length=4)
+        return jstep.increment_global_step(state, optimizer=optimizer), {"loss": metrics["loss"].mean()}
+
+    params = []
+    hook = jstep.every(1, lambda n, state, metrics: params.append(np.asarray(state.params["w"])))
+    assert not warnings_of(MAKERS[make](step), optimizer, caplog, last_step=4, hooks=[hook])
+    state = jstep.TrainState.create({"w": jnp.zeros(2), "b": jnp.ones(())}, optimizer)
+    state = jstep.train(MAKERS[make](step), state, lambda n: np.ones(2, np.float32), 4, log_steps=None)
+    np.testing.assert_allclose(jstep.averaged_params(state)["w"], 0.1 * params[3], rtol=1e-6)  # every=4
+
+
 def test_one_update_a_step_is_not_warned_of(caplog):
     for optimizer in BY_STEP.values():
         update = jstep.minimize(loss_fn, optimizer, jit=False)
