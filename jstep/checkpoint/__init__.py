@@ -3,7 +3,7 @@
 - `array_index`: the index of the array database, checked before tensorstore reads it.
 - `array_reader`: reading and verification of arrays.
 - `array_writer`: writing of arrays by tensorstore.
-- `attempts`: one save, in a thread of each process.
+- `attempts`: where a save writes, and its thread.
 - `best_record`: which checkpoint of a `KeepBest` is the best.
 - `chunk_files`: reading of chunks from the files of a directory.
 - `claims`: the lock of the one writer of a prefix.
@@ -19,8 +19,10 @@
 - `object_store`: a store below a URL.
 - `opening`: what a run finds when it opens its checkpoints.
 - `part_watch`: whether another process still writes.
+- `peers`: what the processes of one save tell each other.
 - `reading`: what is read of one checkpoint.
 - `retention`: which checkpoints are deleted.
+- `save`: one save, from its arrays to the checkpoint.
 - `saver`: `Saver`, as users see it.
 - `shared_directory`: whether all processes see one directory.
 - `shared_reads`: arrays that several processes need are read once.

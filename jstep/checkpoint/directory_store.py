@@ -10,11 +10,12 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
+from jstep.checkpoint.peers import PARTS
 from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
@@ -112,10 +113,10 @@ class DirectoryStore(Store):
         self._is_clean = False
         return FileClaim(self.directory, self._prefix)
 
-    def save(self, path: str, job: attempts.SaveJob) -> None:
-        """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
+    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> attempts.Attempt:
+        """Make a temporary directory. `save` writes into it, and each step is on the disk before the next one begins.
 
-        1. Arrays and files in a temporary directory, and what Orbax needs (`attempts`).
+        1. Arrays and files, and what Orbax needs.
         2. The flushes of `Saver.flushing`.
         3. The manifest, without which a directory is not a checkpoint.
         4. The renamed directory. Only then are superseded checkpoints removed (`retention`).
@@ -123,18 +124,20 @@ class DirectoryStore(Store):
         self.erase_secs = 0.0
         # If Ctrl-C interrupts this, nobody calls `abandon`, and the next save removes the leftovers.
         self._is_clean = False
-        if self._unpublished is not None and job.process == 0:
+        if self._unpublished is not None and process == 0:
             remove(self._unpublished)  # all processes have called `wait` before this save: none writes into it any more
         temporary = path + listing.TEMPORARY
-        if job.count > 1:
-            temporary += f"-{job.name}"
-            os.makedirs(os.path.join(temporary, attempts.PARTS), exist_ok=True)
+        if count > 1:
+            temporary += f"-{attempt_id}"
+            os.makedirs(os.path.join(temporary, PARTS), exist_ok=True)
             self._unpublished = temporary
         else:
             os.makedirs(temporary)
             self._unpublished = None
-        attempt = DirectoryAttempt(self, path, temporary, job)
-        self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
+        return DirectoryAttempt(self, path, temporary)
+
+    def start(self, attempt: attempts.Attempt, run: Callable[[], None]) -> None:
+        super().start(attempt, run)
         self._is_clean = True
 
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -209,19 +212,20 @@ class DirectoryStore(Store):
 
 
 class DirectoryAttempt(attempts.Attempt):
-    def __init__(self, store: DirectoryStore, final: str, temporary: str, job: attempts.SaveJob) -> None:
-        super().__init__(attempts.LocalStorage(temporary), job)
+    may_report_saved = False
+
+    def __init__(self, store: DirectoryStore, path: str, temporary: str) -> None:
+        super().__init__(attempts.LocalStorage(temporary), path)
         self._store = store
         self._temporary = temporary
-        self._final = final
 
     def publish(self, manifest: Manifest) -> Sequence[str]:
-        return self._store.publish(self._temporary, self._final, manifest)
+        return self._store.publish(self._temporary, self.path, manifest)
 
-    def is_published(self) -> bool:
+    def is_published(self, report_key: str) -> bool:
         # The rename takes `parts/` along. The names of the files there have the name of this attempt, so that an older
         # checkpoint of the step does not have this one.
-        return os.path.exists(os.path.join(self._final, self.report_key(self.process)))
+        return os.path.exists(os.path.join(self.path, report_key))
 
 
 def _check_remains(path: str) -> None:

@@ -5,7 +5,6 @@ without the other processes, a checkpoint could be lost.
 """
 
 import contextlib
-import functools
 import secrets
 import threading
 import time
@@ -16,17 +15,20 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.attempts import SaveJob, writer_module
+from jstep.checkpoint.attempts import writer_module
 from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.finding import CheckpointFinder
 from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
 from jstep.checkpoint.leaf_records import SavedState, array_names, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
-from jstep.checkpoint.reading import OpenCheckpoint, error_text
-from jstep.checkpoint.retention import EndOfSave, Listener, Published, Retention
+from jstep.checkpoint.peers import Peers
+from jstep.checkpoint.reading import OpenCheckpoint
+from jstep.checkpoint.retention import Listener, Published, Retention
+from jstep.checkpoint.save import Save
 from jstep.core import exceptions, meshes, processes, trees
 from jstep.core.checks import as_int, describe_type
+from jstep.core.secret_text import describe_error
 from jstep.core.selection import VarList
 from jstep.core.trees import Tree
 from jstep.state.leaves import GLOBAL_STEP, StateLeaves, field_of
@@ -204,26 +206,28 @@ class SaverEngine:
                 best=extra.best,
             )
             self.saves_begun += 1
-            end = EndOfSave(
+            process = jax.process_index()
+            count = jax.process_count()
+            attempt = self._store.begin(path, attempt_id, saved_at, process=process, count=count)
+            nbytes = sum([leaf.nbytes for leaf in saved.leaves])
+            own_bytes = sum([values.nbytes for array in own_parts for _, values in array.values])
+            save = Save(
+                store=self._store,
+                attempt=attempt,
+                peers=Peers(attempt, attempt_id, process, count, nbytes, own_bytes),
+                retention=self._retention,
                 manifest=manifest,
+                arrays=own_parts,
+                files=extra.files,
+                release=copies.release,
+                nbytes=nbytes,
                 left_out=start_leaf_fingerprints(saved.left_out),
                 flushes=tuple(self._flushes),
                 permanent_every_secs=extra.permanent_every_secs,
                 listener=self._listener,
                 number=self.saves_begun,
             )
-            job = SaveJob(
-                name=str(attempt_id),
-                saved_at=saved_at,
-                process=jax.process_index(),
-                count=jax.process_count(),
-                nbytes=sum([leaf.nbytes for leaf in saved.leaves]),
-                arrays=own_parts,
-                files=extra.files,
-                finish_save=functools.partial(self._retention.finish, end),
-                release=copies.release,
-            )
-            self._store.save(path, job)
+            self._store.start(attempt, save.run)
         except Exception as error:
             self._give_up(error)
         return path
@@ -235,7 +239,7 @@ class SaverEngine:
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
         what = path or "the last checkpoint"
-        failure = CheckpointError(f"{what} was not saved: {error_text(error)}. Earlier checkpoints are unchanged.")
+        failure = CheckpointError(f"{what} was not saved: {describe_error(error)}. Earlier checkpoints are unchanged.")
         for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
             exceptions.note(failure, text)
         raise failure from error

@@ -16,18 +16,17 @@ from jstep.checkpoint.manifest import (
     decode,
     encode,
 )
-from jstep.checkpoint.reading import GoneError, OpenCheckpoint, error_text, gone
-from jstep.checkpoint.store import Store
+from jstep.checkpoint.reading import GoneError, OpenCheckpoint, gone
+from jstep.checkpoint.store import MAX_MANIFESTS, Store
 from jstep.checkpoint.verdicts import IS_UNREADABLE, unusable
 from jstep.core import processes
+from jstep.core.secret_text import describe_error
 from jstep.stores.urls import is_url
 
 _T = TypeVar("_T")
 
 _MAX_READS = 10
 """Reads until one is complete: a writer evicts one checkpoint per save, and a read takes no longer than a few saves."""
-_MAX_CONCURRENT = 16
-"""Manifests that are read at once."""
 _KINDS_OF_ERRORS = (
     GoneError,
     CorruptedCheckpointError,
@@ -99,7 +98,7 @@ class CheckpointFinder:
                 return None
 
         def as_text() -> str:
-            with ThreadPoolExecutor(_MAX_CONCURRENT, "jstep-manifests") as pool:
+            with ThreadPoolExecutor(MAX_MANIFESTS, "jstep-manifests") as pool:
                 return json.dumps([found for found in pool.map(record, steps) if found is not None])
 
         records = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
@@ -131,7 +130,7 @@ class CheckpointFinder:
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
-            problem = f"{error_text(error)}; make it readable for this user"
+            problem = f"{describe_error(error)}; make it readable for this user"
             raise self._unusable(path, problem, is_corrupted=False) from error
         if manifest.step != step:
             raise self._unusable(path, misnaming_text(self._prefix, step, manifest.step), is_corrupted=False)

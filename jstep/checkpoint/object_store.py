@@ -229,11 +229,10 @@ class ObjectStore(Store):
             for attempt in attempts_of_name or [listing.COPIED]:
                 self.objects.write(f"{INDEX}{name}/{attempt}", _ENTRY)
 
-    def save(self, path: str, job: attempts.SaveJob) -> None:
-        """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest (`publish`)."""
+    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> attempts.Attempt:
+        """See `Store.begin`: arrays and files are written below the attempt, then the manifest (`publish`)."""
         self.erase_secs = 0.0
-        attempt = ObjectAttempt(self, path, job)
-        self._write = attempts.BackgroundWrite(attempt.storage.path(""), attempt.run, f"jstep-save-{self._name(path)}")
+        return ObjectAttempt(self, path, attempt_id, saved_at)
 
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
@@ -255,7 +254,7 @@ class ObjectStore(Store):
             else:  # the step was saved before, and that checkpoint is still there
                 self.objects.write_if(attempt.manifest_key, attempt.previous.data, stamp)
             raise
-        self._own_paths[manifest.step] = attempt.checkpoint
+        self._own_paths[manifest.step] = attempt.path
 
     def clean_up(self, new: "ObjectAttempt") -> None:
         """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
@@ -263,7 +262,7 @@ class ObjectStore(Store):
         self._mark_followed(new, listed)
         complete = {self._name(path) for path in self._own_paths.values()}
         for name, found in listed.items():
-            if name == self._name(new.checkpoint):
+            if name == self._name(new.path):
                 useless = _useless_beside(new, found)
             elif name in complete:
                 useless = self._useless_in_complete(new, name, found)
@@ -285,13 +284,13 @@ class ObjectStore(Store):
 
     def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
         """Note in the index, at the checkpoint before a new one, that it is not the newest."""
-        step = next(step for step, path in self._own_paths.items() if path == new.checkpoint)
+        step = next(step for step, path in self._own_paths.items() if path == new.path)
         lower = [other for other in self._own_paths if other < step]
         if not lower or max(self._own_paths) > step:
             return
         name = self._name(self._own_paths[max(lower)])
         for attempt in listed.get(name, ()):
-            self.objects.write(f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.checkpoint).encode())
+            self.objects.write(f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.path).encode())
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -382,43 +381,42 @@ class ObjectAttempt(attempts.Attempt):
     """An attempt in a bucket.
 
     Attributes:
-        checkpoint: The URL of the checkpoint.
         data: The name of its data.
         key: The key of its data.
         manifest_key: The key of the manifest.
         previous: The manifest that it may replace.
     """
 
-    def __init__(self, store: ObjectStore, path: str, job: attempts.SaveJob) -> None:
-        self.checkpoint = path
-        self.data = f"data.{max(0, int(job.saved_at))}-{int(job.name):08x}"
+    may_report_saved = True
+
+    def __init__(self, store: ObjectStore, path: str, attempt_id: int, saved_at: float) -> None:
+        self.saved_at = saved_at
+        self.data = f"data.{max(0, int(saved_at))}-{attempt_id:08x}"
         name = path.removeprefix(store.directory + "/")
         self.key = f"{name}/{self.data}"
         self.manifest_key = f"{name}/{MANIFEST_FILE}"
-        super().__init__(ObjectStorage(store.objects, self.key), job)
+        super().__init__(ObjectStorage(store.objects, self.key), path)
+        self.thread = f"jstep-save-{name}"
         self._store = store
         self.previous = ReadResult(None, ABSENT)
 
     def begin(self) -> None:
         self.previous = self._store.objects.read(self.manifest_key)
         self._store.objects.write(f"{INDEX}{self.key}", _ENTRY)
-        super().begin()
 
-    def commit(self, file_sizes: attempts.FileSizes) -> None:
-        super().commit({})
+    def publish(self, manifest: Manifest) -> Sequence[str]:
+        self._store.publish(self, manifest)
+        return []  # a reader may still read the replaced objects
+
+    def is_published(self, report_key: str) -> bool:
+        data = self._store.objects.read(self.manifest_key).data
+        return data is not None and decode(data).data == self.data
+
+    def clean_up(self) -> None:
         try:
             self._store.clean_up(self)
         except (OSError, CheckpointError) as error:  # not an error of the save: the checkpoint exists
             self._store.log_undeleted(self._store.directory, error)
-
-    def publish(self, manifest: Manifest) -> Sequence[str]:
-        self._store.publish(self, manifest)
-        self.tell_outcome()
-        return []  # a reader may still read the replaced objects
-
-    def is_published(self) -> bool:
-        data = self._store.objects.read(self.manifest_key).data
-        return data is not None and decode(data).data == self.data
 
 
 class ObjectStorage(attempts.Storage):

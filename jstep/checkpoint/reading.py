@@ -16,9 +16,10 @@ from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError,
 from jstep.checkpoint.store import Store
 from jstep.checkpoint.verdicts import IS_CORRUPTED, SHOWN, unusable
 from jstep.core import meshes, processes, trees
-from jstep.core.checks import format_items, format_list, truncate
+from jstep.core.checks import format_items, format_list
 from jstep.core.logs import logger
 from jstep.core.placement import ProgramsInFlight
+from jstep.core.secret_text import describe_error
 from jstep.core.trees import Tree
 from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
@@ -283,7 +284,7 @@ class OpenCheckpoint:
                 return str(unusable(self._store, self._prefix, self.path, problems, is_corrupted=True))
 
             raise CorruptedCheckpointError(processes.text_from_first(describe))
-        reason = "see the error of another process" if failure is None else error_text(failure)
+        reason = "see the error of another process" if failure is None else describe_error(failure)
         raise CheckpointError(f"{self.path} could not be read: {reason}") from failure
 
 
@@ -351,11 +352,3 @@ def _warn_of_changed(path: str, wanted: Sequence[match.WantedLeaf], values: Sequ
             path,
             format_items("differing", [repr(leaf.path) for leaf in changed]),
         )
-
-
-def error_text(error: BaseException) -> str:
-    """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror + (f": {error.filename}" if error.filename else "")
-    return truncate(text, 500)

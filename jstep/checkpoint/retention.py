@@ -7,20 +7,15 @@ permanent ones, one every N hours is *kept* for good, and the others are *evicta
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
-from jstep.checkpoint.attempts import FileSizes
-from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
-from jstep.checkpoint.store import Store
+from jstep.checkpoint.manifest import CheckpointError, Manifest, RetainedSteps
+from jstep.checkpoint.store import MAX_MANIFESTS, Store
 
 ALWAYS_TEMPORARY = math.inf
 """The `permanent_every_secs` of a checkpoint that is temporary whatever precedes it."""
-_MAX_CONCURRENT = 16
-"""Manifests to read at once."""
 
 
 def eviction_candidates(
@@ -92,29 +87,6 @@ class Listener(Protocol):
         """Return whether this thread reports a checkpoint, so that it must not wait for a save."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EndOfSave:
-    """What a save needs at its end, on the first process and in the background.
-
-    Attributes:
-        manifest: The manifest, which lacks what is known only at the end.
-        left_out: Returns the records of leaves that are left out; may wait for devices.
-        flushes: Called before the checkpoint exists.
-        permanent_every_secs: As in `CheckpointExtra`.
-        listener: Receives a permanent checkpoint, and is waited for before one is deleted.
-        number: The number of the save, among those of the Saver.
-        began: The monotonic time at which the save began.
-    """
-
-    manifest: Manifest
-    left_out: Callable[[], tuple[LeftOutLeaf, ...]]
-    flushes: Sequence[Callable[[], None]]
-    permanent_every_secs: float | None
-    listener: Listener | None
-    number: int = 0
-    began: float = dataclasses.field(default_factory=time.monotonic)
-
-
 class Published(NamedTuple):
     """The newest checkpoint that is on disk: its step, and the number of its save among those of the Saver."""
 
@@ -122,7 +94,7 @@ class Published(NamedTuple):
     number: int
 
 
-class _Decision(NamedTuple):
+class Decision(NamedTuple):
     """What a save decides before its checkpoint appears.
 
     Attributes:
@@ -167,50 +139,28 @@ class Retention:
         self._absent: set[int] = set()
         # The seconds from the beginning of the latest save until its checkpoint existed. None until its deletions have
         # ended, or in a bucket, have begun.
-        self._publication_secs: float | None = None
+        self.publication_secs: float | None = None
         # None on other processes than the first, and before the first save.
         self.published: Published | None = None
 
     @property
     def write_secs(self) -> float | None:
         """The seconds of the latest save, and of the deletions after it; None before the end of these."""
-        if self._publication_secs is None or self._store.is_erasing():
+        if self.publication_secs is None or self._store.is_erasing():
             return None
-        return self._publication_secs + self._store.erase_secs
+        return self.publication_secs + self._store.erase_secs
 
     def reset_write_secs(self) -> None:
         """Note that a save begins, so that `write_secs` is not that of the one before."""
-        self._publication_secs = None
+        self.publication_secs = None
 
-    def finish(self, end: EndOfSave, file_sizes: FileSizes, publish: Callable[[Manifest], Sequence[str]]) -> None:
-        """Publish a checkpoint with these files, and then delete what it supersedes."""
-        for flush in end.flushes:
-            flush()
-        manifest = end.manifest
-        decision = self._decide(manifest, end.permanent_every_secs)
-        sealed = dataclasses.replace(
-            manifest,
-            extra=known_values(manifest.extra),
-            retention=decision.retained,
-            files=file_sizes,
-            left_out=end.left_out(),
-            temporary=decision.is_temporary,
-        )
-        remains = publish(sealed)
-        self.published = Published(manifest.step, end.number)
-        publication_secs = time.monotonic() - end.began  # the store counts its deletions itself
-        self._store.erase(remains)
-        self._retained = decision.retained
-        self._heads[manifest.step] = _head_of(sealed)
-        if end.listener is not None and not decision.is_temporary:
-            end.listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
-        for path in decision.superseded:
-            if end.listener is not None:
-                end.listener.wait(path)
-            self._store.evict(path)
-        self._publication_secs = publication_secs
+    def published_as(self, manifest: Manifest, number: int) -> None:
+        """Note that a checkpoint exists, as it was decided."""
+        self.published = Published(manifest.step, number)
+        self._retained = manifest.retention
+        self._heads[manifest.step] = _head_of(manifest)
 
-    def _decide(self, new: Manifest, permanent_every_secs: float | None) -> _Decision:
+    def decide(self, new: Manifest, permanent_every_secs: float | None) -> Decision:
         """Decide what a new checkpoint is, and what it supersedes.
 
         It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
@@ -227,7 +177,7 @@ class Retention:
         self._absent.clear()
         retained = self._load_retained(paths)
         if self._max_to_keep is None and permanent_every_secs is None and not retained.temporary:
-            return _Decision([], retained, is_temporary=False)
+            return Decision([], retained, is_temporary=False)
         self._heads = {step: head for step, head in self._heads.items() if step in paths}
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = self._is_temporary(new, permanent_every_secs, paths, others)
@@ -246,7 +196,7 @@ class Retention:
         # Those that this save deletes stay marked: if it is killed before it has, the next one does.
         marks = {*temporary, new.step} if is_temporary else temporary
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
-        return _Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
+        return Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
 
     def _is_temporary(
         self, new: Manifest, permanent_every_secs: float | None, paths: Mapping[int, str], others: Sequence[int]
@@ -303,7 +253,7 @@ class Retention:
         for i, step in enumerate(steps):
             if step not in self._heads and step not in self._absent:
                 self._read_heads(steps[i : i + count])
-                count = min(4 * count, _MAX_CONCURRENT)
+                count = min(4 * count, MAX_MANIFESTS)
             if step in self._heads and is_wanted(self._heads[step]):
                 return step
         return None
@@ -312,7 +262,7 @@ class Retention:
         """Read the heads of complete checkpoints, each once, and several at a time: a bucket answers slowly."""
         missing = [step for step in steps if step not in self._heads and step not in self._absent]
         if len(missing) > 1:
-            with ThreadPoolExecutor(min(_MAX_CONCURRENT, len(missing)), "jstep-manifests") as pool:
+            with ThreadPoolExecutor(min(MAX_MANIFESTS, len(missing)), "jstep-manifests") as pool:
                 found = list(pool.map(self._read_head, missing))
         else:
             found = [self._read_head(step) for step in missing]

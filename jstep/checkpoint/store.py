@@ -7,10 +7,10 @@ happens, a path holds a complete checkpoint or none.
 import abc
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import BackgroundWrite, SaveJob, Storage, writer_module
+from jstep.checkpoint.attempts import Attempt, BackgroundWrite, Storage, writer_module
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -19,6 +19,10 @@ from jstep.stores.urls import join_path
 
 if TYPE_CHECKING:
     from jstep.checkpoint.array_reader import ArrayReader
+
+
+MAX_MANIFESTS = 16
+"""The maximum number of manifests that are read at a time."""
 
 
 class Store(abc.ABC):
@@ -32,7 +36,7 @@ class Store(abc.ABC):
     poll_secs: float = 1.0
     """Polling interval of a reader that waits for a checkpoint."""
     erase_secs: float = 0.0
-    """The seconds of the deletions since the latest save began: `save` sets it to 0, and `erase` adds to it."""
+    """The seconds of the deletions since the latest save began: `begin` sets it to 0, and `erase` adds to it."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _write: BackgroundWrite | None = None
@@ -181,8 +185,12 @@ class Store(abc.ABC):
         """Take the claim; see `claim`."""
 
     @abc.abstractmethod
-    def save(self, path: str, job: SaveJob) -> None:
-        """Start to write what a job holds. All processes call it together; the first one ends it."""
+    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> Attempt:
+        """Return a new attempt to save a checkpoint; all `count` processes call it together, with the same ID."""
+
+    def start(self, attempt: Attempt, run: Callable[[], None]) -> None:
+        """Let a thread run a save; `wait` waits for it."""
+        self._write = BackgroundWrite(attempt.name, run, attempt.thread)
 
     def wait(self) -> BaseException | None:
         """Wait for the write in progress, and return its error."""

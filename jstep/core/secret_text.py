@@ -3,6 +3,8 @@
 import contextlib
 import re
 
+from jstep.core.checks import truncate
+
 NOT_RECORDED = "(not recorded)"
 _ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
 _IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
@@ -27,7 +29,16 @@ def hide(name: str, text: str) -> str:
 
 
 def error_text(error: BaseException | None) -> str:
+    """Return the message of an error without secrets; "" for none."""
     with contextlib.suppress(Exception):
         text = "" if error is None else str(error)[:20_000]
         return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))
     return ""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
+    text = f"{type(error).__name__}: {error_text(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror + (f": {error.filename}" if error.filename else "")
+    return truncate(text, 500)

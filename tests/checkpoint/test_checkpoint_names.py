@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from checkpoint_states import assert_same, save_all, state_at
+from processes import python
 
 from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest, RetainedSteps, decode, encode, json_copy
 from jstep.checkpoint.names import latest_checkpoint
@@ -118,3 +119,14 @@ class TestManifest:
         assert decode(encode(plain)) == plain
         assert not {b'"temporary"', b'"data"', b'"left_out"', b'"parts"'} & set(encode(plain).split())
         assert list(whole.leaves_by_array) == ["params/a", "params.1"]
+
+
+def test_a_directory_is_listed_without_jax(tmp_path):
+    """A program that only watches a directory must not wait for JAX, nor take a device."""
+    with Saver(tmp_path) as saver:
+        save_all(saver, [3])
+    program = (
+        "import sys; from jstep.checkpoint.names import latest_checkpoint; "
+        f"print(latest_checkpoint({str(tmp_path)!r})); print('jax' in sys.modules)"
+    )
+    assert python("-c", program).splitlines() == [str(tmp_path / "model-3"), "False"]

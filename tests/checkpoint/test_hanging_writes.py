@@ -3,13 +3,17 @@
 import itertools
 import os
 import threading
+import types
 
 import pytest
 
-from jstep.checkpoint import attempts, part_watch
-from jstep.checkpoint.attempts import LocalStorage, SaveJob
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint import part_watch, peers
+from jstep.checkpoint.attempts import Attempt, LocalStorage
+from jstep.checkpoint.manifest import CheckpointError, Manifest, RetainedSteps
 from jstep.checkpoint.part_watch import PartWatch, patience_secs
+from jstep.checkpoint.peers import Peers
+from jstep.checkpoint.retention import Decision
+from jstep.checkpoint.save import Save
 
 
 def test_a_part_that_grows_is_never_stuck():
@@ -52,71 +56,75 @@ def test_patience(part_bytes, own_bytes, own_secs, secs):
     assert patience_secs(part_bytes, own_bytes, own_secs) == pytest.approx(secs, abs=1)
 
 
-class LocalAttempt(attempts.Attempt):
+class LocalAttempt(Attempt):
+    may_report_saved = True
+
     def publish(self, manifest):
         return []
 
-    def is_published(self):
+    def is_published(self, report_key):
         return False
 
 
-def make_attempt(directory, process, count=2):
-    os.makedirs(directory / attempts.PARTS, exist_ok=True)
-
-    def finish_save(file_sizes, publish):
-        attempt.tell_outcome()
-
-    job = SaveJob(
-        name="1",
-        saved_at=1.0,
-        process=process,
-        count=count,
-        nbytes=1000,
+def make_save(directory, process, count=2):
+    os.makedirs(directory / peers.PARTS, exist_ok=True)
+    attempt = LocalAttempt(LocalStorage(str(directory)), str(directory))
+    decision = Decision([], RetainedSteps(frozenset(), 0.0), is_temporary=True)
+    nothing = lambda *_: None  # noqa: E731
+    return Save(
+        store=types.SimpleNamespace(erase=nothing),
+        attempt=attempt,
+        peers=Peers(attempt, 1, process, count, nbytes=1000, own_bytes=0),
+        retention=types.SimpleNamespace(decide=lambda *_: decision, published_as=nothing),
+        manifest=Manifest(step=1, saved_at=1.0, leaves=(), extra=None, parts={}, finite=True, processes=count),
         arrays=[],
         files={},
-        finish_save=finish_save,
-        release=lambda: None,
+        release=nothing,
+        nbytes=1000,
+        left_out=lambda: (),
+        flushes=(),
+        permanent_every_secs=None,
+        listener=None,
+        number=1,
     )
-    attempt = LocalAttempt(LocalStorage(str(directory)), job)
-    return attempt
 
 
 @pytest.fixture
 def little_patience(monkeypatch):
     monkeypatch.setattr(part_watch, "PATIENCE_SECS", 0.3)
-    monkeypatch.setattr(attempts, "PATIENCE_SECS", 0.1)
+    monkeypatch.setattr(peers, "PATIENCE_SECS", 0.1)
     monkeypatch.setattr(part_watch, "_SLOWDOWN", 0)
-    monkeypatch.setattr(attempts, "_pauses", lambda: itertools.repeat(0.02))
+    monkeypatch.setattr(peers, "_pauses", lambda: itertools.repeat(0.02))
 
 
 def test_another_process_that_writes_nothing_is_named(tmp_path, little_patience, caplog):
     with pytest.raises(CheckpointError, match=r"process 1: written nothing for .*its write hangs"):
-        make_attempt(tmp_path, 0).run()
+        make_save(tmp_path, 0).run()
     assert "process 1 has written nothing" in caplog.text
     # The one that hung learns of it if it ever goes on.
     with pytest.raises(CheckpointError, match="process 0: CheckpointError: process 1: written nothing"):
-        make_attempt(tmp_path, 1).run()
+        make_save(tmp_path, 1).run()
 
 
 def test_the_first_process_that_hangs_is_named_by_others(tmp_path, little_patience):
     with pytest.raises(CheckpointError, match=r"process 0: written nothing for .*its write hangs"):
-        make_attempt(tmp_path, 1).run()
+        make_save(tmp_path, 1).run()
 
 
 def test_a_slow_process_is_waited_for(tmp_path, little_patience, monkeypatch):
     """Its part grows, for longer than any part may be quiet."""
     looks = []
-    second = threading.Thread(target=lambda: make_attempt(tmp_path, 1).run(), daemon=True)
+    second = threading.Thread(target=lambda: make_save(tmp_path, 1).run(), daemon=True)
 
     def progress(self, key):
-        if key == attempts.process_key(1):
+        if key == peers.process_key(1):
             looks.append(key)
             if len(looks) == 10:
                 second.start()
         return len(looks)
 
     monkeypatch.setattr(LocalStorage, "progress", progress)
-    make_attempt(tmp_path, 0).run()
+    make_save(tmp_path, 0).run()
     second.join(60)
     assert not second.is_alive()
     assert len(looks) >= 10
@@ -124,14 +132,14 @@ def test_a_slow_process_is_waited_for(tmp_path, little_patience, monkeypatch):
 
 def test_a_heartbeat_lets_others_wait(tmp_path, little_patience, monkeypatch):
     """Once the first process has written, it may wait for a third one, whose part grows."""
-    monkeypatch.setattr(attempts, "OUTCOME_SECS", 60.0)
-    first, second = make_attempt(tmp_path, 0), make_attempt(tmp_path, 1)
-    first.begin()
-    first._write_heartbeat()
+    monkeypatch.setattr(peers, "OUTCOME_SECS", 60.0)
+    first, second = make_save(tmp_path, 0), make_save(tmp_path, 1)
+    first.peers.begin()
+    first.peers._write_heartbeat()
     waiting = threading.Thread(target=second.run, daemon=True)
     waiting.start()
     waiting.join(1.0)
     assert waiting.is_alive()
-    first.tell_outcome()
+    first.peers.tell_saved()
     waiting.join(60)
     assert not waiting.is_alive()

@@ -1,0 +1,217 @@
+"""The processes of one save: each writes a part, the first one publishes the checkpoint, and the others wait for that.
+
+    1. Each process but the first writes an empty file below `parts/` once it has written its part.
+    2. The first process waits for these files, by one list at a time.
+    3. The others wait until the checkpoint exists, or until the first process reports why not: in the file of its part.
+
+With one process, nothing of this happens.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from jstep.checkpoint.attempts import Attempt
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.part_watch import PATIENCE_SECS, PartWatch, patience_secs
+from jstep.core.checks import format_list
+from jstep.core.logs import logger
+
+OUTCOME_SECS = 1800.0
+"""Seconds without a heartbeat after which the others give up, once the first process has written its part."""
+_HEARTBEAT_SECS = 30.0
+"""Seconds between two heartbeats of the first process, while it waits for parts that grow."""
+PARTS = "parts/"
+_FAILED = ".failed"
+"""The end of the name of a file in which a process reports to the first one why it has failed."""
+# What the first process writes at its `report_key`, one after the other. Anything else is its error.
+_BEGUN = b""
+"""It writes its part."""
+_HEARTBEAT = b"waiting "
+"""The beginning of its heartbeats, which their number follows: it waits for the parts of others."""
+_SAVED = b"saved"
+"""The checkpoint exists."""
+
+
+class Peers:
+    """The processes of one save, as one of them sees the others.
+
+    Args:
+        attempt_id: The same on all processes, and another one at each save.
+        nbytes: The bytes of all arrays, by all processes.
+        own_bytes: Of these, what this process writes.
+
+    Attributes:
+        index: The index of this process.
+        is_first: Whether it is the one that publishes the checkpoint.
+        part_keys: The keys below which the processes write their parts.
+        part_key: That of this process: the attempt itself, if there is no other.
+        own_secs: How long this process has taken to write its part.
+    """
+
+    def __init__(self, attempt: Attempt, attempt_id: int, index: int, count: int, nbytes: int, own_bytes: int) -> None:
+        self._attempt = attempt
+        self._id = attempt_id
+        self.index = index
+        self.count = count
+        self.is_first = index == 0
+        self.part_keys = [process_key(process) for process in range(count)]
+        self.part_key = "" if count == 1 else self.part_keys[index]
+        self._own_bytes = own_bytes
+        # The parts of other processes are not known: a replicated array is in one of them.
+        self._average_bytes = nbytes / count
+        self.own_secs = 0.0
+        self._heartbeats = 0
+
+    def _report_key(self, process: int) -> str:
+        """Return the key of a process's report: that it has written its part; of the first process, the outcome."""
+        return f"{PARTS}{self._id}.{process}"
+
+    def begin(self) -> None:
+        """Let the others wait for the outcome; called on the first process before anything is written."""
+        self._tell(_BEGUN)
+
+    def tell_part(self) -> None:
+        """Tell the first process that this one has written its part."""
+        self._attempt.storage.write_atomically(self._report_key(self.index), b"")
+
+    def tell_saved(self) -> None:
+        """Tell the others that the checkpoint exists; called on the first process."""
+        if self._attempt.may_report_saved:
+            self._tell(_SAVED)
+
+    def _tell(self, outcome: bytes) -> None:
+        if self.count > 1:
+            self._attempt.storage.write_atomically(self._report_key(0), outcome)
+
+    def tell_failure(self, text: str) -> None:
+        """Tell the others why this process has failed, if that is possible."""
+        storage = self._attempt.storage
+        data = text.encode(errors="replace")
+        try:
+            if self.index:
+                storage.write_atomically(f"{self._report_key(self.index)}{_FAILED}", data)
+            else:
+                self._tell(data)
+        except OSError as error:
+            logger.warning("the failure of %s was not reported to other processes: %s", storage.path(""), error)
+
+    def _watch(self, process: int) -> PartWatch:
+        patience = patience_secs(self._average_bytes, self._own_bytes, self.own_secs)
+        key = process_key(process)
+        return PartWatch(lambda: self._attempt.storage.progress(key), patience, time.monotonic())
+
+    def wait_for_parts(self) -> None:
+        """Wait, on the first process, until all others have written; a process that hangs is an error."""
+        watches = {process: self._watch(process) for process in range(1, self.count)}
+        warned_of: set[int] = set()
+        self._write_heartbeat()
+        heartbeat_at = time.monotonic()
+        for pause in _pauses():
+            self._drop_finished(watches)
+            if not watches:
+                return
+            instant = time.monotonic()
+            self._check_not_stuck(watches, instant)
+            self._warn_of_quiet(watches, instant, warned_of)
+            if instant - heartbeat_at > _HEARTBEAT_SECS:
+                self._write_heartbeat()
+                heartbeat_at = instant
+            time.sleep(pause)
+
+    def _drop_finished(self, watches: dict[int, PartWatch]) -> None:
+        """Forget the processes that have written; raise the error of one that has failed."""
+        names = set(self._attempt.storage.names(PARTS))
+        for process in list(watches):
+            if f"{self._id}.{process}{_FAILED}" in names:
+                text = self._attempt.storage.read(f"{self._report_key(process)}{_FAILED}") or b""
+                raise CheckpointError(f"process {process}: {text.decode()}")
+            if f"{self._id}.{process}" in names:
+                del watches[process]
+
+    def _check_not_stuck(self, watches: Mapping[int, PartWatch], instant: float) -> None:
+        stuck = [process for process, watch in watches.items() if watch.is_stuck(instant)]
+        if not stuck:
+            return
+        stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
+        is_first_alone = len(watches) == self.count - 1
+        finished = "process 0 has" if is_first_alone else "others have"
+        raise CheckpointError(
+            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, while {finished} finished: its write "
+            "hangs"
+        )
+
+    def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:
+        """Warn of each process that may hang, unless it is in `warned_of`, and add it there."""
+        quiet = []
+        for process, watch in watches.items():
+            if process not in warned_of and watch.quiet_secs(instant) > PATIENCE_SECS:
+                quiet.append(process)
+        if not quiet:
+            return
+        warned_of.update(quiet)
+        logger.warning(
+            "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write hangs",
+            *(
+                self._attempt.storage.path(""),
+                _processes_text(quiet),
+                PATIENCE_SECS,
+                watches[quiet[0]].left_secs(instant),
+            ),
+        )
+
+    def _write_heartbeat(self) -> None:
+        """Tell the others that this first process lives, and has written its part."""
+        self._heartbeats += 1
+        self._attempt.storage.write_atomically(self._report_key(0), _HEARTBEAT + str(self._heartbeats).encode())
+
+    def wait_for_outcome(self) -> None:
+        """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not.
+
+        What the first process has reported is None before it has begun. In a directory it is None again after the end:
+        then the directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
+        """
+        watch = self._watch(0)
+        latest: bytes | None = None
+        latest_at = time.monotonic()
+        for pause in _pauses():
+            outcome = self._attempt.storage.read(self._report_key(0))
+            if outcome == _SAVED:
+                return
+            if outcome is None:
+                if self._attempt.is_published(self._report_key(self.index)):
+                    return
+                if latest is not None:
+                    raise CheckpointError(f"{self._attempt.storage.path('')}: process 0 has removed it; see its error")
+            elif outcome and not outcome.startswith(_HEARTBEAT):
+                raise CheckpointError(f"process 0: {outcome.decode()}")
+            # It has not begun, it writes, or it waits for the parts of others.
+            instant = time.monotonic()
+            if outcome != latest:
+                latest = outcome
+                latest_at = instant
+            if not outcome:
+                # This process has written its part, and knows how long that takes.
+                if watch.is_stuck(instant):
+                    raise CheckpointError(
+                        f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
+                    )
+            elif instant - latest_at > OUTCOME_SECS:
+                text = f"process 0 has neither published it nor sent a heartbeat in {OUTCOME_SECS:.0f} s"
+                raise CheckpointError(f"{self._attempt.storage.path('')}: {text}")
+            time.sleep(pause)
+
+
+def _processes_text(found: Sequence[int]) -> str:
+    return format_list([f"process {process}" for process in sorted(found)], 8)
+
+
+def process_key(process: int) -> str:
+    return f"ocdbt.process_{process}/"
+
+
+def _pauses() -> Iterator[float]:
+    """Yield longer and longer pauses."""
+    pause = 0.005
+    while True:
+        yield pause
+        pause = min(1.0, 1.5 * pause)
