@@ -4,7 +4,7 @@ from collections import Counter
 
 from jstep.core.stopwatch import Stopwatch
 from jstep.hooks.run_hook import RunInfo, use_run
-from jstep.hooks.schedule import HookSchedule
+from jstep.hooks.timetable import Timetable
 from jstep.logs.speed import StepCounterHook
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
@@ -23,14 +23,14 @@ class FakeRun:
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
         self.counter = counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
         self.sums, self.transfers = MetricSums(getattr(hook, "max_skipped_steps", None)), TransferQueue()
-        self.steps_by_rows = Counter()
+        self.steps_by_rows, self.timetable = Counter(), Timetable()
         self.watch, self.in_flight, self.initial_contents = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
         self.shared = {}
         for each in {counter, hook}:
             use_run(each, self)
         hook.begin(state)
-        self.schedule = HookSchedule(hook, step)
+        self.timetable.begin([hook], [], step)
 
     def after_step(self, step, state, metrics):
         """What the loop does after a call."""
@@ -39,12 +39,12 @@ class FakeRun:
             self.sums.add(step - 1, metrics)
         polls, self.polls = self.polls, []
         self.polls += [check for check in polls if check()]
-        if not self.schedule.is_due(step):
-            return bool(self.stopped)
-        self.in_flight.drop_finished()
-        self.in_flight.add(first, step, state, metrics)
-        result = self.hook.after_step(step, state, metrics)
-        self.schedule.reschedule(step)
+        result = bool(self.stopped)
+        for entry in self.timetable.due_hooks(step):
+            self.in_flight.drop_finished()
+            self.in_flight.add(first, step, state, metrics)
+            result = self.hook.after_step(step, state, metrics)
+            entry.reschedule(step)
         return result
 
     def poll(self, hook, check):

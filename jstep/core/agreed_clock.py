@@ -27,9 +27,14 @@ class AgreedClock:
     At an exchange, process 0 says whether the period is over, and after how many steps the next exchange follows. It
     plans by the time that the newest steps took. A mean of the whole run would plan the last exchange of a long period
     hours too late if steps have become slower.
+
+    Args:
+        secs: The seconds of a period, or a function that returns those of the current one; it is asked at each
+            exchange, as they may grow.
+        clock: Returns seconds.
     """
 
-    def __init__(self, secs: float, clock: Callable[[], float]) -> None:
+    def __init__(self, secs: float | Callable[[], float], clock: Callable[[], float]) -> None:
         self._secs = secs
         self._clock = clock
         self._began = clock()  # the period
@@ -41,28 +46,27 @@ class AgreedClock:
         if step < self._next_exchange:
             return False
         exchange = _Exchange(step, self._clock())
-        left = self._secs - (exchange.time - self._began)
-        is_over, gap = processes.broadcast_ints(left <= 0, self._steps_to_next(exchange, left))
+        secs = self._secs() if callable(self._secs) else self._secs
+        left = secs - (exchange.time - self._began)
+        is_over, gap = processes.broadcast_ints(left <= 0, self._steps_to_next(exchange, secs, left))
         self._next_exchange = step + gap
         self._latest = exchange
         return bool(is_over)
 
-    def done(self, secs: float | None = None) -> None:
-        """Start another period, of the same length or of `secs` on process 0."""
-        if secs is not None:
-            self._secs = secs
+    def done(self) -> None:
+        """Start another period."""
         self._began = self._clock()
         self._next_exchange = 0
 
-    def _steps_to_next(self, exchange: _Exchange, left: float) -> int:
-        """Return after how many steps the next exchange follows, if `left` seconds of the period are left."""
+    def _steps_to_next(self, exchange: _Exchange, secs: float, left: float) -> int:
+        """Return after how many steps the next exchange follows, if `left` seconds of a period of `secs` are left."""
         if left <= 0 or self._latest is None:
             return 1
         # The host runs ahead of the device, but each exchange waits for it. So the seconds since the latest exchange
         # began are those of as many steps, even if the newest of them are still running.
         steps = max(1, exchange.step - self._latest.step)
         secs_per_step = (exchange.time - self._latest.time) / steps
-        shortest = min(_SHORTEST_GAP, self._secs / 10)
+        shortest = min(_SHORTEST_GAP, secs / 10)
         gap = min(left, max(shortest, min(_LONGEST_GAP, left / _SLOWER)))
         # Not more than twice as many steps as were timed: the first ones are a poor sample.
         if gap >= 2 * steps * secs_per_step:

@@ -8,5 +8,5 @@
 - `nan_loss`: the hook that ends a run at a non-finite loss.
 - `run_hook`: the base class of built-in hooks.
 - `saver_hook`: what all hooks that save have in common.
-- `schedule`: when a hook is due, and where it ends calls.
+- `timetable`: when something is due: hooks, savers, the body, the ends of calls.
 """

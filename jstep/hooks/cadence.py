@@ -31,7 +31,7 @@ class Cadence:
     Steps are due at multiples counted from 0. Seconds count from the end of the hook's last call.
 
     Attributes:
-        secs: Seconds, or a function that returns them at the start of each interval.
+        secs: Seconds, or a function that returns those of the current interval, which may grow.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples.
         at_last_step: Whether the hook is also due at the last step.
@@ -47,7 +47,7 @@ class Cadence:
     again_at_last_step: bool = False
 
     def interval(self) -> float:
-        """Return the seconds of the interval that begins now."""
+        """Return the seconds of the current interval."""
         if callable(self.secs):
             return self.secs()
         return self.secs or 0.0
@@ -57,6 +57,17 @@ class Cadence:
 
     def has_multiple(self, step: int) -> bool:
         return self.steps is not None and step % self.steps == 0
+
+
+class Cadenced:
+    """A hook of jstep's own; if it has no cadence, it says by `next_due` alone when it is due."""
+
+    _cadence: Cadence | None = None
+
+
+def hook_cadence(hook: object) -> Cadence | None:
+    """Return the cadence of a hook; None for a user's hook, and for one of jstep's without."""
+    return hook._cadence if isinstance(hook, Cadenced) else None
 
 
 def make_cadence(

@@ -13,8 +13,9 @@ from jstep.core.checks import hook_name
 from jstep.core.exceptions import add_path
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.hooks.cadence import Cadence
+from jstep.hooks.cadence import Cadenced
 from jstep.hooks.hook import Hook
+from jstep.hooks.timetable import Timetable
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
@@ -83,6 +84,7 @@ class RunInfo(abc.ABC):
         sums: The metrics, summed on the device from one reader's row to the next.
         transfers: The numbers in transfer from the device.
         background: Receives the checkpoints that are complete.
+        timetable: When something is due.
         failures: Errors of logs, and of best checkpoints.
         best_failure: The error of a best checkpoint, after which nothing is saved.
         in_flight: The calls that the device has not finished, and the step that it has.
@@ -102,6 +104,7 @@ class RunInfo(abc.ABC):
     sums: MetricSums
     transfers: TransferQueue
     background: Listener
+    timetable: Timetable
     in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
     pending: deque[tuple[Any, Poll]] = dataclasses.field(default_factory=deque, init=False)
     failures: deque[tuple[Exception, HookCall]] = dataclasses.field(default_factory=deque, init=False)
@@ -213,7 +216,7 @@ class RunInfo(abc.ABC):
 # Built-in hooks.
 
 
-class RunHook(Hook):
+class RunHook(Hook, Cadenced):
     """Base class of built-in hooks, which only `train` calls.
 
     A hook with a `_cadence` defines `_when_due`; `_phase` is what its calls are timed as, `_instead` what to call in
@@ -221,7 +224,6 @@ class RunHook(Hook):
     would be shown to users by completion.
     """
 
-    _cadence: Cadence | None = None
     _phase: str = HOOKS
     _instead: str = "call a plain function every few steps"
     _given_run: RunInfo | None = None
@@ -253,12 +255,8 @@ class RunHook(Hook):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         run = self._run
-        cadence = self._cadence
-        if cadence is not None and cadence.secs is None and cadence.ends_calls:
-            # A subclass may be called at other steps. And the interval of a History may be restored after the loop has
-            # planned its next call.
-            if not run.is_over and not cadence.has_multiple(step):
-                return None
+        if not run.is_over and not run.timetable.acts_at(self, step):
+            return None
         return self._when_due(step, state, metrics)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
@@ -320,18 +318,8 @@ class RunHook(Hook):
 # What a run calls of a built-in hook beside the methods of `Hook`.
 
 
-def hook_cadence(hook: object) -> Cadence | None:
-    """Return when a built-in hook is due; None for a user's hook, and for one that says so by `next_due` alone."""
-    return hook._cadence if isinstance(hook, RunHook) else None
-
-
 def use_run(hook: RunHook, run: RunInfo) -> None:
     hook._use_run(run)
-
-
-def call_when_due(hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
-    """Call a hook at a step that may not be one of its own, as a saver that is called at the end of an iteration."""
-    return hook._when_due(step, state, metrics)
 
 
 def make_last_row(hook: RunHook, step: int, state: TrainState, metrics: Metrics | None) -> None:

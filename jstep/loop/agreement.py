@@ -15,7 +15,7 @@ from jstep.checkpoint.shared_directory import check_shared
 from jstep.core import processes, trees
 from jstep.core.checks import array_type, format_list
 from jstep.core.trees import Tree
-from jstep.hooks.run_hook import hook_cadence
+from jstep.hooks.cadence import hook_cadence
 from jstep.loop.arguments import Options
 from jstep.state.train_state import TrainState
 

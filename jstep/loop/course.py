@@ -33,6 +33,7 @@ from jstep.core import trees
 from jstep.core.trees import Tree
 from jstep.hooks.hook import as_hook_result
 from jstep.hooks.run_hook import HookCall, LoopState
+from jstep.hooks.timetable import Timetable
 
 _T = TypeVar("_T")
 
@@ -70,7 +71,6 @@ class Course:
     Attributes:
         activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
-        body_interval: The interval in steps at which the body runs; None for every call.
         first: The step at which the loop begins.
         has_first: Whether it is known: not while the run looks for checkpoints.
         has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
@@ -86,14 +86,14 @@ class Course:
         on_replaced: Told of each time, with the step, what replaced it, the state before and the new one.
     """
 
-    def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
+    def __init__(self, position: LoopState, stop_step: int, timetable: Timetable, *, has_body: bool) -> None:
         self.position = position
         self.stop_step = stop_step
+        self._timetable = timetable
         self.has_body = has_body
         self.status = BEGINNING
         self.activity: HookCall | Activity = Activity.STARTING
         self.stopped_by: str | None = None
-        self.body_interval: int | None = None
         self.first = 0
         self.has_first = False
         self.is_restored = False
@@ -200,8 +200,7 @@ class Course:
     def take_due_body(self) -> bool:
         """Return whether the body follows the call that has just ended, and note that it has had its turn."""
         step = self.position.step
-        # The first two conditions are `_is_between_bodies()`, inlined, as this runs at each step.
-        if self.body_interval is not None and step % self.body_interval > 0 and not self.is_last_step:
+        if not self._timetable.is_body_due(step) and not self.is_last_step:
             return False
         self.body_taken_at = step
         return True
@@ -232,7 +231,7 @@ class Course:
         return self.has_body and self._is_between_bodies() and self.body_taken_at == self.position.step
 
     def _is_between_bodies(self) -> bool:
-        return self.body_interval is not None and self.position.step % self.body_interval > 0
+        return not self._timetable.is_body_due(self.position.step)
 
     # What the run is doing.
 

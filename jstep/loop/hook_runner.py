@@ -12,73 +12,36 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core import processes
-from jstep.core.checks import hook_name
-from jstep.core.exceptions import note, note_other, noting
+from jstep.core.exceptions import note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
-from jstep.hooks.cadence import NEVER, Cadence
+from jstep.hooks.cadence import hook_cadence
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import (
-    HookCall,
-    RunHook,
-    RunInfo,
-    call_when_due,
-    hook_cadence,
-    may_return_state,
-    name_of_stop,
-    use_run,
-)
+from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, may_return_state, name_of_stop, use_run
 from jstep.hooks.saver_hook import SaverHook
-from jstep.hooks.schedule import HookSchedule, next_call
+from jstep.hooks.timetable import Entry
 from jstep.loop.chunks import Chunk
 from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.hook_errors import HookErrors
-from jstep.loop.stages import TrainSteps
 
 RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` returns the new state and the last metrics."""
 
 
-class ScheduleGroup:
-    """The schedules of some hooks.
-
-    Attributes:
-        timed: The schedules with a deadline.
-        next: The next step at which one of the hooks is due.
-    """
-
-    def __init__(self, hooks: Iterable[Any], first: int) -> None:
-        self.schedules = [HookSchedule(hook, first) for hook in hooks]
-        self.timed = [schedule for schedule in self.schedules if schedule.deadline != math.inf]
-        self.update()
-
-    def update(self) -> None:
-        self.next = min((schedule.next for schedule in self.schedules), default=NEVER)
-
-
 class HookRunner:
-    """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it.
+    """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
 
-    Attributes:
-        savers: The hooks that save, which are called between two iterations.
-    """
-
-    def __init__(self, run: RunInfo, course: Course, hooks: Sequence[Any], train_steps: TrainSteps) -> None:
+    def __init__(self, run: RunInfo, course: Course, hooks: Sequence[Any]) -> None:
         self._run = run
+        self._timetable = run.timetable
         self._course = course
         self._hooks = hooks
-        self._train_steps = train_steps
-        # Empty until the hooks have begun, as a hook may choose its cadence in `begin`.
-        self._non_savers = ScheduleGroup((), course.first)
-        self.savers = ScheduleGroup((), course.first)
         self._has_called_at_last_step = False
-        self._next_check = course.first
 
     # Before the first step.
 
@@ -97,8 +60,7 @@ class HookRunner:
                 is_done = True
         savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
         others = [hook for hook in self._hooks if _is_scheduled(hook) and not isinstance(hook, SaverHook)]
-        self._non_savers = ScheduleGroup(others, course.first)
-        self.savers = ScheduleGroup(savers, course.first)
+        self._timetable.begin(others, savers, course.first)
         return is_done
 
     def call_before_steps(self, fn: Callable[..., Any]) -> bool:
@@ -134,29 +96,20 @@ class HookRunner:
     def call_after_step(self, first: int) -> None:
         """Call the hooks that are due after the call that began at step `first`, but for savers.
 
-        This runs after each call, and mostly finds nothing due: it compares two numbers, and reads the clocks of the
-        hooks that are due by time. A hook is asked for its next step only after it was called.
+        This runs after each call, and mostly finds nothing due. Savers are only noted: they save at the end of the
+        iteration (`save`), after the body.
         """
         run = self._run
+        timetable = self._timetable
         position = self._course.position
         step = position.step
         run.steps_by_rows[position.rows] += step - first  # for the number of examples (`RunInfo.examples`)
-        if first >= self._next_check:
+        if first >= timetable.next_check:
             self._check_step(first)
-        non_savers = self._non_savers
-        savers = self.savers
-        # A hook that is due by time makes its group due here; `_call_due` then asks each schedule, on all processes at
-        # the same step. The loop stands here twice, because a method for it would be two more calls in each step.
-        for schedule in non_savers.timed:
-            if schedule.cadence.clock() >= schedule.deadline:
-                non_savers.next = step
-        if step >= non_savers.next or run.pending:
-            self._call_due(non_savers)
-        # Savers are only noted: they save at the end of the iteration (`save`), after the body. Their clocks are read
-        # after the other hooks, which may take long.
-        for schedule in savers.timed:
-            if schedule.cadence.clock() >= schedule.deadline:
-                savers.next = step
+        timetable.read_clocks(step)
+        if step >= timetable.next_hook or run.pending:
+            self._call_due(timetable.due_hooks(step))
+            timetable.read_clocks(step)  # a saver may have become due meanwhile: the hooks may take long
 
     def save(self, *, raises_failures: bool) -> None:
         """Call the savers that are due; then, with `raises_failures`, raise the errors of logs.
@@ -166,7 +119,7 @@ class HookRunner:
         """
         if self._run.best_failure is not None and processes.is_single_process():
             self.raise_log_errors()
-        self._call_due(self.savers, raises_failures=raises_failures)
+        self._call_due(self._timetable.due_savers(self._course.position.step), raises_failures=raises_failures)
 
     def _check_step(self, first: int) -> None:
         """Read the step from the device, and wait for it, after the first call of each stage.
@@ -177,17 +130,13 @@ class HookRunner:
         course = self._course
         if first == course.first:
             self._run.watch.started()
-            # The intervals of automatic saves begin with the first step.
-            for schedule in (*self._non_savers.schedules, *self.savers.schedules):
-                if callable(schedule.cadence.secs):
-                    schedule.reschedule(course.position.step)
+            self._timetable.restart_computed_intervals(course.position.step)
         with course.doing(Activity.CHECKING):
             self._run.check_step(first)
             self._run.in_flight.drop_finished()
-        next_stage = self._train_steps.next_stage_start(first)
-        self._next_check = NEVER if next_stage is None else next_stage
+        self._timetable.plan_check(first)
 
-    def _call_due(self, group: ScheduleGroup, *, raises_failures: bool = False) -> None:
+    def _call_due(self, entries: Iterable[Entry], *, raises_failures: bool = False) -> None:
         """Call all due hooks, even if one raises: the step is done, and the others must not miss it."""
         run = self._run
         course = self._course
@@ -197,12 +146,10 @@ class HookRunner:
         if run.pending:
             watch.switch(HOOKS)
             self._poll(errors)
-        for schedule in group.schedules:
-            if not schedule.is_due(step):
-                continue
-            call = HookCall(schedule.hook, "after_step")
+        for entry in entries:
+            call = HookCall(entry.hook, "after_step")
             began = watch.switch(call.phase)
-            schedule.called = step
+            entry.called = step
             if call.is_user_hook:
                 # It may pass the metrics to a function that donates them, before they are added.
                 run.sums.flush()
@@ -210,14 +157,14 @@ class HookRunner:
                 course.call_hook(call, self._apply_after_step, call)
                 if errors.collected:
                     continue  # the run ends: no hook has a next step
-                course.call_hook(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
+                course.call_hook(HookCall(entry.hook, "next_due"), entry.reschedule, step)
                 self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         if raises_failures:
             errors.add_failures(run.failures)
         errors.end()
-        group.update()
+        self._timetable.update()
 
     def _poll(self, errors: HookErrors, *, wait: bool = False) -> None:
         """Call what hooks wait for (`RunInfo.poll`); what returns True is called again after the next call."""
@@ -233,13 +180,8 @@ class HookRunner:
 
     def _apply_after_step(self, call: HookCall) -> None:
         course = self._course
-        after_step = call.hook.after_step
-        # A saver is called at the end of an iteration. If that has several steps, it may have been due at an earlier
-        # one. The inherited `after_step` does nothing but at multiples of the interval, and would skip it.
-        if isinstance(call.hook, SaverHook) and type(call.hook).after_step is RunHook.after_step:
-            after_step = functools.partial(call_when_due, call.hook)
         step, state, metrics, _ = course.position
-        if course.apply(call, after_step(step, state, metrics)):
+        if course.apply(call, call.hook.after_step(step, state, metrics)):
             course.stop(name_of_stop(call.hook))
 
     # A save.
@@ -260,16 +202,9 @@ class HookRunner:
     def may_change_state_after(self, hook: Any) -> bool:
         """Whether a hook behind this one may replace the state in this iteration.
 
-        A hook with a clock counts as due: its clock can be asked only once, at its turn (`AgreedClock`). Of jstep's own
-        hooks, only callbacks of evaluations return a state.
+        Of jstep's own hooks, only callbacks of evaluations return a state.
         """
-        step = self._course.position.step
-        is_behind = False
-        for schedule in self._non_savers.schedules:
-            if is_behind and schedule.may_be_due(step) and may_return_state(schedule.hook):
-                return True
-            is_behind = is_behind or schedule.hook is hook
-        return False
+        return any(map(may_return_state, self._timetable.may_be_due_behind(hook, self._course.position.step)))
 
     # After the last step.
 
@@ -289,10 +224,7 @@ class HookRunner:
             return
         self._has_called_at_last_step = True
         errors = HookErrors(course)
-        calls: list[HookCall] = []
-        for schedule in (*self._non_savers.schedules, *self.savers.schedules):
-            if schedule.is_due_at_last_step(course.position.step):
-                calls.append(HookCall(schedule.hook, "after_step"))
+        calls = [HookCall(hook, "after_step") for hook in self._timetable.due_at_last_step(course.position.step)]
         with run.watch.phase(HOOKS):
             self._poll(errors, wait=True)
             for call in calls:
@@ -345,27 +277,6 @@ class HookRunner:
     def _record(self, call: HookCall, began: float) -> None:
         if call.phase != STEPPING:
             self._run.watch.record(call.timing_key, began)
-
-
-def make_next_due(hooks: Sequence[Any], course: Course, log_steps: int | None) -> Callable[[int], int]:
-    """Return `next_due(step)`: the next step at which a call of several steps ends for a hook, a line or the body."""
-    due_hooks = [hook for hook in hooks if hasattr(hook, "next_due")]
-    lines = Cadence(log_steps)
-
-    def next_due(step: int) -> int:
-        # Not made once, because `run.every(n)` sets the interval after the hooks have begun.
-        body = Cadence(course.body_interval)
-        due = min(lines.next_multiple(step), body.next_multiple(step))
-        try:
-            for hook in due_hooks:
-                _, end_of_call = next_call(hook, step)
-                due = min(due, end_of_call)
-        except Exception as error:
-            note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-            raise
-        return due
-
-    return next_due
 
 
 def close_hooks(

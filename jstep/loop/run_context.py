@@ -16,6 +16,7 @@ from jstep.core.stopwatch import STEPPING, new_watch
 from jstep.core.trees import Tree
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
+from jstep.hooks.timetable import Timetable
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
 from jstep.loop.course import WITHIN, Activity, Course
@@ -79,12 +80,19 @@ class RunContext(RunInfo):
         watch = new_watch(times.began)
         sums = MetricSums(_least_skip_limit(options.hooks))
         transfers = TransferQueue(functools.partial(watch.phase, STEPPING), self._deliver)
-        super().__init__(options.last_step, options.config, watch, sums, transfers, BackgroundHooks(options.hooks))
+        background = BackgroundHooks(options.hooks)
+        timetable = Timetable(
+            train_steps.next_stage_start,
+            # Only process 0 writes lines, but all processes end a call when one is due.
+            log_steps=None if options.progress is False else options.log_steps,
+            save_steps=options.save_checkpoint_steps,
+        )
+        super().__init__(options.last_step, options.config, watch, sums, transfers, background, timetable)
         self.options = options
         self.given = given
         self.train_steps = train_steps
         self.times = times
-        self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
+        self.course = Course(LoopState(0, state), options.stop_step, timetable, has_body=has_body)
         self.course.on_replaced = self._tell_replaced
         limit = options.stop_secs
         self.signals = StopSignals(None if limit is None else functools.partial(times.left, limit))

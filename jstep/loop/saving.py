@@ -41,8 +41,6 @@ _LOOP_SHARE = 0.01
 """The share of the time for which saves may block the loop."""
 _WRITER_SHARE = 0.1
 """The share of the time for which a writer may be busy."""
-_EARLY_SECS = 0.1
-"""How much earlier than due a save may be."""
 _PERMANENT_SECS = 600.0
 """The seconds after a permanent checkpoint for which automatic ones are temporary."""
 
@@ -63,20 +61,15 @@ class SaveInterval:
         self._saved_at: float | None = None  # by the clock, when the latest save returned
         self.blocked_secs = 0.0
 
-    def seconds_left(self) -> float:
-        """Return the seconds from now until the next save is due."""
+    def seconds(self) -> float:
+        """Return the seconds from the latest save to the next one, which grow while its checkpoint is being written."""
         if self._saved_at is None:
             return FIRST_SECS
-        passed = self._clock() - self._saved_at
         write_secs = self._engine.write_secs
-        if write_secs is None:  # the latest checkpoint is still being written
-            write_secs = passed
+        if write_secs is None:
+            write_secs = self._clock() - self._saved_at
         secs = max(self._least_secs, self.blocked_secs / _LOOP_SHARE, write_secs / _WRITER_SHARE)
-        return max(min(MAX_SECS, secs) - passed, 0.0)
-
-    def is_too_early(self) -> bool:
-        """Whether a save is due later after all: the interval grows while the latest checkpoint is being written."""
-        return self._saved_at is not None and self.seconds_left() > _EARLY_SECS
+        return min(MAX_SECS, secs)
 
     @contextlib.contextmanager
     def timing_save(self) -> Iterator[None]:
@@ -109,7 +102,7 @@ class RunSaverHook(SaverHook):
         self._interval: SaveInterval | None = None  # of "auto" alone
         if secs == AUTO:
             self._interval = SaveInterval(engine_of(saver))
-            self._cadence = Cadence(secs=self._interval.seconds_left, together=True)
+            self._cadence = Cadence(secs=self._interval.seconds, together=True)
         else:
             steps = ("save_steps", options.save_checkpoint_steps)
             self._cadence = make_cadence(steps=steps, secs=("save_secs", secs), required=False, together=True)
@@ -185,14 +178,9 @@ class RunSaverHook(SaverHook):
             raise
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save, unless the interval has grown meanwhile; an automatic checkpoint may be temporary."""
-        interval = self._interval
-        if interval is None:
-            self.save(step, state)
-            return
-        (is_too_early,) = processes.broadcast_ints(interval.is_too_early())
-        if not is_too_early:
-            self.save(step, state, permanent_every_secs=_PERMANENT_SECS)
+        """Save; an automatic checkpoint may be temporary."""
+        permanent_every_secs = None if self._interval is None else _PERMANENT_SECS
+        self.save(step, state, permanent_every_secs=permanent_every_secs)
 
     # The end, in the order of `ending.py`.
 

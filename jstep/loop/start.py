@@ -23,7 +23,6 @@ from jstep.data.batch_sources import BatchSource
 from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook_states import check_stateful, get_states
 from jstep.hooks.run_hook import call_again, call_at_start, example_counter
 from jstep.loop.agreement import check_processes
@@ -35,7 +34,7 @@ from jstep.loop.course import Activity
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
-from jstep.loop.hook_runner import HookRunner, make_next_due
+from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import that_define
 from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, Kind, find_origin, open_saver, read_state, step_of_values
 from jstep.loop.programs import ProgramTable
@@ -60,7 +59,7 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     dispatch = _make_dispatch(run)
     early_batches = _restore(run, dispatch, batches)
     hooks = build_hooks(run)
-    runner = HookRunner(run, run.course, hooks, run.train_steps)
+    runner = HookRunner(run, run.course, hooks)
     reader = _open_reader(run, batches, early_batches)
     chunks = _make_chunks(run, dispatch.table, hooks, reader)
     feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
@@ -242,10 +241,8 @@ def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], rea
     first = run.course.first
     ends: Iterable[float] = (math.inf,)
     if table.is_looped:
-        # Only process 0 writes lines, but all processes end a call when one is due.
-        log_steps = None if options.progress is False else options.log_steps
         changes = ProgramChanges(run.train_steps, reader.source.next_change)
-        ends = changes.end_steps(first, options.stop_step, make_next_due(hooks, run.course, log_steps))
+        ends = changes.end_steps(first, options.stop_step, functools.partial(run.timetable.next_end, hooks))
     return make_chunks(reader, first, table.program_for, options.batch_sharding, on_device=table.on_device, ends=ends)
 
 
@@ -290,11 +287,10 @@ def _begin_batches(run: RunContext, batches: Tree) -> BatchReader:
 def _open_source(run: RunContext, batches: Tree) -> BatchSource:
     options = run.options
     first = run.origin.step
-    save_cadence = Cadence(options.save_checkpoint_steps)
 
     def next_save(count: int) -> int:
         """Return the number of batches, above `count`, after which a save is due."""
-        due = save_cadence.next_multiple(first + count)
+        due = run.timetable.next_planned_save(first + count)
         return min(options.stop_step, due) - first
 
     return open_source(

@@ -18,9 +18,10 @@ from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.at_steps import StopAtStepHook, stop_steps
+from jstep.hooks.cadence import hook_cadence
 from jstep.hooks.hook import Hook, list_of_hooks
-from jstep.hooks.run_hook import RunHook, hook_cadence
-from jstep.hooks.schedule import next_call
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.timetable import next_call
 from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import as_optimizer, is_transformation
 

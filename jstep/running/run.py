@@ -265,7 +265,7 @@ class Run(Generic[P]):
         if course.status not in (BEGINNING, READY):
             raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
         iterator = iter(self)  # first, as it raises if the run was not entered
-        course.body_interval = interval
+        self._context.timetable.body_interval = interval
         return iterator
 
     @shortens_tracebacks
@@ -401,7 +401,7 @@ class Run(Generic[P]):
         course = context.course
         signals = context.signals
         step = course.position.step
-        if step >= context.components.runner.savers.next or step >= course.stop_step:
+        if step >= context.timetable.next_save or step >= course.stop_step:
             return True
         if signals.received is not None or not signals.is_single_process:
             return True
@@ -419,7 +419,7 @@ class Run(Generic[P]):
         # Of several processes only one may have failed to write a log. It asks all to stop, as for a signal, and its
         # error is raised where they do. On one process, `stop_all` returns False, and the error is raised below.
         defers_failures = bool(context.failures) and context.signals.stop_all()
-        if course.has_next and course.position.step >= runner.savers.next:
+        if course.has_next and course.position.step >= context.timetable.next_save:
             runner.save(raises_failures=not defers_failures)
         elif course.has_next and context.failures and not defers_failures:
             runner.raise_log_errors()

@@ -13,7 +13,7 @@ from hooked_runs import train
 import jstep
 from jstep.hooks.cadence import NEVER, Cadence
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.schedule import HookSchedule, next_call
+from jstep.hooks.timetable import Entry, Timetable, next_call
 
 
 def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
@@ -90,16 +90,100 @@ def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(togethe
     def due_at(index):
         clock, hook, found = Clock(), RunHook(), []
         hook._cadence = Cadence(5, 10.0, clock, together=together)
-        schedule = HookSchedule(hook, 0)
+        entry = Entry(hook, 0, is_saver=False)
         for step in range(1, 12):
             clock.now += 0 if index == 2 else 3 + index
-            if schedule.is_due(step):
+            if entry.is_due(step):
                 found.append(step)
-                schedule.reschedule(step)
-        return found, schedule.next, schedule.deadline
+                entry.reschedule(step)
+        return found, entry.next, entry.deadline
 
     own = [([4, 5, 9, 10], 15, 1040.0), ([3, 5, 8, 10], 15, 1050.0), ([5, 10], 15, 1010.0)]
     assert three.each(due_at) == ([([4, 5, 9, 10], 0, math.inf)] * 3 if together else own)
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_an_interval_may_grow_while_it_lasts(num_processes, monkeypatch):
+    """Processes go by that of process 0, whatever their own one is."""
+    processes = Fellows(monkeypatch, num_processes)
+
+    def due_at(index):
+        clock, hook, found = Clock(), RunHook(), []
+        hook._cadence = Cadence(None, lambda: (8.0 if clock.now >= 1004 else 4.0) + index, clock, together=True)
+        entry = Entry(hook, 0, is_saver=True)
+        for step in range(1, 20):
+            clock.now += 1
+            if entry.is_due(step):
+                found.append(step)
+                entry.reschedule(step)
+        return found
+
+    assert processes.each(due_at) == [[8, 16]] * num_processes
+
+
+def test_what_a_timetable_knows():
+    """Savers are noted, and wait for the end of the iteration; a long hook may make one due."""
+    clock = Clock()
+    user, timed, saver = jstep.every(3, lambda *_: None), RunHook(), RunHook()
+    timed._cadence = Cadence(5, 2.5, clock, at_last_step=True)
+    saver._cadence = Cadence(4, 100.0, clock, at_last_step=True, again_at_last_step=True)
+    timetable = Timetable({0: 7}.get, log_steps=10, save_steps=4)
+    timetable.begin([user, timed], [saver], 0)
+    assert (timetable.next_hook, timetable.next_save) == (3, 4)
+    assert [timetable.next_end([user, timed, saver], step) for step in (0, 3, 4, 9)] == [3, 4, 5, 10]
+    assert [timetable.next_planned_save(step) for step in (0, 3, 4)] == [4, 4, 8]
+    called = []
+    for step in range(1, 7):
+        clock.now += 1
+        timetable.read_clocks(step)
+        if step >= timetable.next_hook:
+            for entry in timetable.due_hooks(step):
+                called.append((step, entry.hook))
+                clock.now += 100 * (step == 6)
+                entry.reschedule(step)
+            timetable.update()
+            timetable.read_clocks(step)
+    assert called == [(3, user), (3, timed), (5, timed), (6, user), (6, timed)]
+    assert timetable.next_save == 6
+    assert [entry.hook for entry in timetable.due_savers(6)] == [saver]
+    assert timetable.due_at_last_step(6) == [saver]
+    assert timetable.due_at_last_step(7) == [timed, saver]
+    assert [timetable.acts_at(timed, step) for step in (5, 6)] == [True, True]
+    timed._cadence = Cadence(5)
+    assert [timetable.acts_at(timed, step) for step in (5, 6)] == [True, False]
+    assert [timetable.is_body_due(step) for step in (1, 2)] == [True, True]
+    timetable.body_interval = 2
+    assert [timetable.is_body_due(step) for step in (1, 2)] == [False, True]
+    assert timetable.next_end([], 4) == 6
+    timetable.plan_check(0)
+    assert timetable.next_check == 7
+    timetable.plan_check(7)
+    assert timetable.next_check == NEVER
+
+
+@pytest.mark.parametrize(("steps_per_call", "called"), [(1, [20, 40, 60]), (8, [21, 41])])
+def test_a_hook_that_changes_its_mind_between_calls(steps_per_call, called):
+    """It keeps the step that it named after its latest call; from the new one on, it only ends calls."""
+
+    class Changing(jstep.Hook):
+        def __init__(self):
+            self.named = 20
+            self.seen = []
+
+        def next_due(self, step):
+            return max(step + 1, self.named)
+
+        def after_step(self, step, state, metrics):
+            self.seen.append(step)
+            self.named = step + 20
+
+    hook = Changing()
+
+    def change(step, state, metrics):
+        hook.named = step + (3 if step % 2 else 11)
+
+    train(60, [hook, jstep.every(7, change)], steps_per_call=steps_per_call)
+    assert hook.seen == called
 
 
 # When the stock hooks are due.
@@ -140,12 +224,12 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     hook = cadenced(name, secs=5, clock=clock)
     assert hook.next_due(3) is None  # checked after every call
     assert next_call(hook, 3)[1] == NEVER
-    schedule, due_steps = HookSchedule(hook, 0), []
+    entry, due_steps = Entry(hook, 0, is_saver=False), []
     for step in range(1, 20):
         clock.now += 1
-        if schedule.is_due(step):
+        if entry.is_due(step):
             due_steps.append(step)
-            schedule.reschedule(step)
+            entry.reschedule(step)
     assert due_steps == [5, 10, 15]
 
 

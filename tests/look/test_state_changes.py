@@ -8,6 +8,7 @@ import pytest
 
 import jstep
 from jstep.hooks.run_hook import LoopState
+from jstep.hooks.timetable import Timetable
 from jstep.look import cli
 from jstep.loop.course import Course
 from jstep.record.state_changes import StateChanges
@@ -85,7 +86,7 @@ def test_the_commands_show_what_replaced_the_state(two_runs, capsys, monkeypatch
 
 
 def test_the_record_of_changes_is_bounded():
-    course = Course(LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, has_body=True)
+    course = Course(LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, Timetable(), has_body=True)
     changes = StateChanges()
     course.on_replaced = changes.add
 
@@ -108,7 +109,7 @@ def test_the_record_of_changes_is_bounded():
 
 def test_a_state_that_was_donated_is_not_read():
     state = {"w": jnp.zeros(2), "b": jnp.zeros(())}
-    course = Course(LoopState(3, state), 10, has_body=True)
+    course = Course(LoopState(3, state), 10, Timetable(), has_body=True)
     changes = StateChanges()
     course.on_replaced = changes.add
     after = jax.jit(lambda state: state | {"w": state["w"] + 1}, donate_argnums=0)(state)

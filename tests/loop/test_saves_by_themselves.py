@@ -37,11 +37,14 @@ def test_the_interval(still, write, directory, secs):
     now = [100.0]
     saver = FakeSaver(directory)
     interval = SaveInterval(saver, lambda: now[0])
-    assert interval.seconds_left() == 10.0  # the first
+    assert interval.seconds() == 10.0  # the first
     with interval.timing_save():
         now[0] += still
+    now[0] += 5.0
+    writing_secs = 50.0 if directory == "/runs" else 60.0
+    assert interval.seconds() == pytest.approx(max(writing_secs, min(600.0, 100 * still)))  # it is being written
     saver.write_secs = write
-    assert interval.seconds_left() == pytest.approx(secs)
+    assert interval.seconds() == pytest.approx(secs)
 
 
 @pytest.fixture
