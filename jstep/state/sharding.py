@@ -271,15 +271,45 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a
-        # CPU may_alias=False is not honored: the state could alias NumPy's memory.
-        return jax.device_put(copy_of(leaf) if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
+    if _is_transferred(leaf, sharding):
+        return jax.device_put(_own_copy(leaf), sharding)
     if trees.is_key(leaf):
         return jax.random.wrap_key_data(put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
+
+
+def put_leaves(tree: Tree, shardings: Tree) -> Tree:
+    """Place a copy of each leaf as `put_leaf` does, with one transfer for all that can be transferred together."""
+    leaves, structure = trees.flatten(tree)
+    shardings_of_leaves = structure.flatten_up_to(shardings)
+    placed: list[Any] = []
+    together: list[int] = []
+    for leaf, sharding in zip(leaves, shardings_of_leaves, strict=True):
+        is_array = (
+            isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not placement.compiles_only(sharding.mesh)
+        )
+        if is_array and _is_transferred(leaf, sharding):
+            together.append(len(placed))
+            placed.append(_own_copy(leaf))
+        else:
+            placed.append(put_leaf(leaf, sharding))
+    transferred = jax.device_put([placed[i] for i in together], [shardings_of_leaves[i] for i in together])
+    for i, leaf in zip(together, transferred, strict=True):
+        placed[i] = leaf
+    return jax.tree.unflatten(structure, placed)
+
+
+def _is_transferred(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether JAX can place the leaf by itself: on devices of this process, or between those of all processes."""
+    return sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+
+
+def _own_copy(leaf: Any) -> Any:
+    # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a CPU
+    # may_alias=False is not honored: the state could alias NumPy's memory.
+    return copy_of(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
 def place_with_params(state: Tree) -> Tree:

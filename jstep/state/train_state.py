@@ -50,7 +50,7 @@ def make_on(
             return leaf if is_shape(leaf) else device_values.host_leaf(leaf, trees.path_str(keys), argument)
 
         tree = jax.tree_util.tree_map_with_path(as_leaf, tree)
-        return jax.tree.map(layout.put_leaf, tree, shardings(tree))
+        return layout.put_leaves(tree, shardings(tree))
 
     def param_shardings(tree: Tree) -> Any:
         no_step: Any = None
@@ -629,7 +629,7 @@ def shard_state(
     mesh = meshes.as_mesh(mesh)
     shardings = _shardings_of(state, mesh, param_specs, slot_axis, as_memory(slots_memory, mesh), model_state_specs)
     with meshes.internal_transfers():
-        return jax.tree.map(layout.put_leaf, state, shardings)
+        return layout.put_leaves(state, shardings)
 
 
 def _shardings_of(
