@@ -251,9 +251,10 @@ class LossGradients:
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
         as_bool(self.adaptive, "adaptive")
-        as_int(self.num_microbatches, "num_microbatches", 1)
+        object.__setattr__(self, "num_microbatches", as_int(self.num_microbatches, "num_microbatches", 1))
         if self.max_rows_per_device is not None:
-            as_int(self.max_rows_per_device, "max_rows_per_device", 1)
+            max_rows = as_int(self.max_rows_per_device, "max_rows_per_device", 1)
+            object.__setattr__(self, "max_rows_per_device", max_rows)
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
         if type(self.gate_gradients) is not int or self.gate_gradients not in tuple(Gate):

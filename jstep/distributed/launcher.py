@@ -74,9 +74,9 @@ def initialize(
     `JAX_LOCAL_DEVICE_IDS` is set.
     """
     arguments = _check_arguments(coordinator_address, num_processes, process_id)
-    as_int(initialization_timeout_secs, "initialization_timeout_secs", 1)
-    as_int(heartbeat_timeout_secs, "heartbeat_timeout_secs", 1)
-    as_int(shutdown_timeout_secs, "shutdown_timeout_secs", 1)
+    initialization_timeout_secs = as_int(initialization_timeout_secs, "initialization_timeout_secs", 1)
+    heartbeat_timeout_secs = as_int(heartbeat_timeout_secs, "heartbeat_timeout_secs", 1)
+    shutdown_timeout_secs = as_int(shutdown_timeout_secs, "shutdown_timeout_secs", 1)
     if jax.distributed.is_initialized():
         _check_same(_COUNT, num_processes, jax.process_count())
         _check_same(_INDEX, process_id, jax.process_index())

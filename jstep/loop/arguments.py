@@ -14,7 +14,6 @@ from jstep.core.placement import check_not_compile_only
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
-from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.run_hook import sentence_without_step
 from jstep.loop.programs import AUTO
@@ -95,8 +94,10 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         progress=_as_progress(given.progress),
         stop_secs=_as_secs(given.stop_secs, "stop_secs", "a number of seconds or None"),
         save_checkpoint_secs=_as_save_secs(given),
+        save_checkpoint_steps=_as_interval(given.save_checkpoint_steps, "save_checkpoint_steps"),
+        save_summaries_steps=_as_interval(given.save_summaries_steps, "save_summaries_steps"),
+        log_steps=_as_interval(given.log_steps, "log_steps"),
     )
-    _check_intervals(options)
     make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
     return options
 
@@ -125,20 +126,15 @@ def _as_progress(value: object) -> bool | None:
 
 
 def _as_save_secs(given: Options) -> float | str | None:
-    """Resolve "auto" beside a number of steps: then seconds are only the longest time without a checkpoint."""
-    if given.save_checkpoint_secs == AUTO and given.save_checkpoint_steps is not None:
-        return MAX_SECS
-    return given.save_checkpoint_secs
+    if given.save_checkpoint_secs != AUTO:
+        expected = "a number of seconds, 'auto' or None"
+        return _as_secs(given.save_checkpoint_secs, "save_checkpoint_secs", expected)
+    # Beside a number of steps, seconds are only the longest time without a checkpoint.
+    return AUTO if given.save_checkpoint_steps is None else MAX_SECS
 
 
-def _check_intervals(options: Options) -> None:
-    secs: Any = None
-    if options.save_checkpoint_secs != AUTO:
-        secs = _as_secs(options.save_checkpoint_secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
-    steps = ("save_checkpoint_steps", options.save_checkpoint_steps)
-    make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
-    make_cadence(steps=("save_summaries_steps", options.save_summaries_steps), required=False)
-    make_cadence(steps=("log_steps", options.log_steps), required=False)
+def _as_interval(value: object, argument: str) -> int | None:
+    return None if value is None else as_int(value, argument, 1, "a number of steps")
 
 
 def _as_secs(value: object, argument: str, expected: str) -> float | None:

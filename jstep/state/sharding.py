@@ -42,7 +42,7 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
 
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
-    as_int(min_size, "min_size", 0, "a number of elements")
+    min_size = as_int(min_size, "min_size", 0, "a number of elements")
     size = meshes.axis_size(meshes.as_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:

@@ -157,6 +157,11 @@ def test_microbatches_match_the_full_batch(n, method):
     close(accumulated, full)
 
 
+def test_a_narrow_integer_of_numpy_is_a_number_of_microbatches():
+    narrow = jstep.compute_gradients(loss_fn, num_microbatches=np.uint8(200))(PARAMS, jnp.tile(X, (50, 1)))
+    close(narrow, jstep.compute_gradients(loss_fn, num_microbatches=200)(PARAMS, jnp.tile(X, (50, 1))))
+
+
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 def test_weighted_microbatches(method):
     """A mean over tokens, with different numbers per microbatch; one has none, so that its loss is NaN."""

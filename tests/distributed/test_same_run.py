@@ -5,6 +5,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fellows import Fellows
 from processes import printed, start, wait_for
@@ -148,6 +149,12 @@ def test_another_newest_checkpoint_is_an_error(two):
     assert two.each(lambda i: check_latest([3, 3][i])) == [None, None]
     for error in two.each(lambda i: check_latest([3, None][i])):
         assert "got step 3 on process 0, none on process 1" in str(error)
+
+
+def test_integers_of_numpy_are_those_of_python(two):
+    intervals = {"save_checkpoint_steps": 2, "log_steps": 3, "save_summaries_steps": 4}
+    pairs = {name: (np.int64(value), value) for name, value in intervals.items()}
+    assert compared(two, **pairs, steps_per_call=(np.int64(4), 4), logdir=("run", "run")) == [None] * 2
 
 
 def test_a_state_of_one_process_stays_as_it_is():
