@@ -132,7 +132,7 @@ class StallWatch(Observer):
         options = run.options
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
         self._every = min(1.0, self._warn / 4)
-        self._files = StallFiles(options.directory, self._index, self._warn, options.checkpoint_prefix)
+        self._files = StallFiles(options.directory, self._index, self._warn, options.prefix)
         self._ended = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()

@@ -51,6 +51,22 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
     assert "stalled" in str(found)
 
 
+def test_stalls_have_the_prefix_of_the_saver(tmp_path):
+    with hang() as stuck:
+
+        def batch(step):
+            if step == 12:
+                stuck()
+                wait_until(lambda: list((tmp_path / "stalls").glob("*.json")))
+                names.extend(path.name for path in (tmp_path / "stalls").iterdir())
+            return data(step)
+
+        names = []
+        with Saver(tmp_path, prefix="big") as saver:
+            train(batches=batch, checkpoint_dir=saver)
+    assert names == ["big.0.json"]
+
+
 def test_a_stall_flushes_the_events(tmp_path, monkeypatch):
     """Ten events fill the queue of the writer; the last ones before a hang are in the file before it is killed."""
     monkeypatch.setattr("jstep.watching.event_file._FLUSH_SECS", 600.0)
