@@ -350,6 +350,23 @@ def is_ready(array: Any) -> bool:
     return ready
 
 
+def poll_ready(array: Any) -> bool | None:
+    """Whether an array has been computed, asked from a thread beside the one that may delete or donate it.
+
+    None if it is deleted, or split over devices.
+    """
+    if not array.is_fully_replicated:
+        return None
+    try:
+        # Not `is_deleted` and then `is_ready`: the array may be deleted between the two, and then JAX crashes. This
+        # either raises, or returns another array of the same memory, which nobody else deletes: if the memory is
+        # freed, its `is_ready` raises.
+        ready: bool = array.addressable_data(0).is_ready()
+    except RuntimeError:
+        return None
+    return ready
+
+
 def copy_numpy(tree: Tree, argument: str) -> Any:
     """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU."""
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):

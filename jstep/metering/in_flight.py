@@ -153,7 +153,8 @@ class InFlight:
     def unfinished(self) -> tuple[int, int] | None:
         """Return the steps before and after the call that the device runs; None if it has finished all."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
-            is_ready = _is_ready(result)
+            # Also a hook or a body may delete the metrics of a call, or donate them to a program.
+            is_ready = trees.poll_ready(result)
             if is_ready is None:
                 continue
             if not is_ready:
@@ -169,7 +170,7 @@ class InFlight:
 
 
 def _is_ready(result: Any) -> bool | None:
-    """Whether an array has been computed; None if it is deleted."""
+    """Whether an array has been computed, asked by the loop's thread; None if it is deleted."""
     if result.is_deleted():  # first, as JAX crashes if a deleted array is asked whether it is ready
         return None
     ready: bool = result.is_ready()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jstep.core.logs import logger
 from jstep.core.stopwatch import CLOCKS
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
@@ -45,7 +46,10 @@ class ProcessRecorder(Observer):
     def _write_periodically(self) -> None:
         file = process_file_of(self._run)
         while file is not None and not self._ended.is_set():
-            file.write(self._current())
+            try:
+                file.write(self._current())
+            except Exception:  # an error here must end neither the run nor its record
+                logger.debug("the record of this process was not written", exc_info=True)
             file.due.wait(file.period)
             file.due.clear()
 

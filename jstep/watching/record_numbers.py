@@ -11,11 +11,11 @@ import jax
 
 from jstep.core import stopwatch
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import Tree
+from jstep.core.trees import Tree, poll_ready
 from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
 from jstep.evaluating.keep_best import KeepBest, data_hash
 from jstep.loop.run_context import RunContext
-from jstep.metering.numbers import is_ready, read_values, sorted_numbers
+from jstep.metering.numbers import read_values, sorted_numbers
 from jstep.record.config import encoded
 from jstep.record.run_record import file_of
 from jstep.record.schema import Start
@@ -93,7 +93,11 @@ class RecordNumbers:
         if self._pending is None:
             metrics = sorted_numbers(run.metrics or {}, run.constant_metrics())
             self._pending = dict(itertools.islice(metrics.items(), _MAX_VALUES))
-        if is_ready(self._pending.values()):
+        arrays = [value for value in self._pending.values() if isinstance(value, jax.Array)]
+        answers = [poll_ready(array) for array in arrays]
+        if None in answers:  # deleted by a hook or a body: the next ones are read
+            self._pending = None
+        elif all(answers):
             ready = self._pending
             self._pending = None
             arrived |= read_values(ready)

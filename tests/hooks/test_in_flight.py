@@ -118,6 +118,34 @@ def test_a_metric_that_the_next_call_donates():
     assert flight.finished == 8
 
 
+class Fleeting:
+    """An array that the thread of the loop takes away right after another thread has asked it anything."""
+
+    def __init__(self, array, take_away):
+        self._array, self._take_away = array, take_away
+
+    def __getattr__(self, name):
+        attribute = getattr(self._array, name)
+        if not callable(attribute):
+            return attribute
+
+        def asked(*args):
+            answer = attribute(*args)
+            self._take_away(self._array)
+            return answer
+
+        return asked
+
+
+@pytest.mark.parametrize("take_away", [jax.jit(lambda x: x + 1, donate_argnums=0), lambda x: x.delete()])
+def test_a_thread_that_watches_asks_no_array_that_may_be_taken_away(take_away, monkeypatch):
+    """JAX crashes if an array that was deleted is asked whether it is ready, and raises if it was donated."""
+    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics)
+    flight = InFlight()
+    flight.add(0, 1, None, Fleeting(jax.jit(jnp.negative)(1.0), take_away))
+    assert flight.unfinished() is None
+
+
 @pytest.mark.thorough
 def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
     """The call for which it waited to make room is not handed over any more."""

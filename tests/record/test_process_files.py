@@ -3,10 +3,15 @@
 import json
 import logging
 import os
+import threading
+import types
 
 import pytest
+from doubles import raising
+from waiting import TIMEOUT
 
 from jstep.record.process_files import ProcessFile, read_process, read_processes
+from jstep.watching.process_recorder import ProcessRecorder
 
 FIELDS = {"start": 3, "process": {"host": "b12", "pid": 7}, "written": 1e9, "step": [2, 9], "seconds": {"waiting": 1.5}}
 
@@ -57,3 +62,18 @@ def test_a_moved_directory_is_not_made_again_and_a_failure_is_logged_once(folder
         f"{folder}/starts/model.1.json cannot be written"
     ]
     file.close()
+
+
+def test_the_thread_that_writes_survives_an_error():
+    """Such as JAX's, about an array that a hook has deleted."""
+    written = threading.Event()
+    file = types.SimpleNamespace(due=threading.Event(), period=0.001, write=lambda fields: written.set())
+    signals = types.SimpleNamespace(received=None, received_at=None)
+    run = types.SimpleNamespace(process_file=file, signals=signals, recorded_times=raising(RuntimeError("deleted")))
+    recorder = ProcessRecorder(run)
+    recorder._thread.start()
+    file.due.set()
+    run.recorded_times = dict
+    assert written.wait(TIMEOUT)
+    recorder._ended.set()
+    recorder._thread.join()
