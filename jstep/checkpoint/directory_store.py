@@ -106,7 +106,8 @@ class DirectoryStore(Store):
 
     def _check_not_moved(self) -> None:
         """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
-        if isinstance(self._claim, FileClaim) and self._claim.is_moved():
+        claim = self._claim  # once: a `close` that does not wait for the writer's thread drops it
+        if isinstance(claim, FileClaim) and claim.is_moved():
             raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
 
     def lock(self) -> FileClaim:

@@ -237,8 +237,9 @@ class ObjectStore(Store):
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
         data = encode(dataclasses.replace(manifest, data=attempt.data))
-        if self._claim is not None:
-            self._claim.check()
+        claim = self._claim  # once: a `close` that does not wait for this thread drops it
+        if claim is not None:
+            claim.check()
         stamp = self.objects.write_if(attempt.manifest_key, data, attempt.previous.stamp)
         if stamp is None:
             url = self.objects.url_of(attempt.manifest_key)
@@ -246,8 +247,8 @@ class ObjectStore(Store):
         try:
             # This process may have been suspended since the first check, while another one took the claim and deleted
             # the data of this attempt.
-            if self._claim is not None:
-                self._claim.check()
+            if claim is not None:
+                claim.check()
         except CheckpointError:
             if attempt.previous.data is None:
                 self.objects.delete(attempt.manifest_key, stamp)

@@ -146,9 +146,10 @@ class Retention:
     @property
     def write_secs(self) -> float | None:
         """The seconds of the latest save, and of the deletions after it; None before the end of these."""
-        if self.publication_secs is None or self._store.is_erasing():
+        publication_secs = self.publication_secs  # once: a writer's thread and the loop's set it
+        if publication_secs is None or self._store.is_erasing():
             return None
-        return self.publication_secs + self._store.erase_secs
+        return publication_secs + self._store.erase_secs
 
     def reset_write_secs(self) -> None:
         """Note that a save begins, so that `write_secs` is not that of the one before."""

@@ -105,8 +105,9 @@ class EvaluationBatches:
         """Return a hash of the first batch; None if it is not known, or if each process has its own."""
         if not processes.is_single_process():
             return None
-        if self._begun is not None:
-            batch = self._begun[0]
+        begun = self._begun  # read once: this is called in another thread than `_items`, which sets it to None
+        if begun is not None:
+            batch = begun[0]
         elif isinstance(self.source, BatchSequence | Sequence):
             batch = copy_batch(self.source[0])
         else:

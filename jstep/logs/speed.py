@@ -151,9 +151,10 @@ class StepCounterHook(RunHook):
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
-        if self._utilization is None or self._utilization.name != name:
+        share = self._utilization  # once: the record reads it in another thread than the one that measures it
+        if share is None or share.name != name:
             return None
-        return float(self._utilization.value)
+        return float(share.value)
 
     def begin(self, state: TrainState) -> None:
         if get_global_step(state) is None:
@@ -212,12 +213,12 @@ class StepCounterHook(RunHook):
         is_known = counted > 0 and unknown == 0
         self.examples_per_sec = counted / seconds if is_known else None
         values = {TAG: rate}
-        self._utilization = None
+        share = None
         if first.dispatched is not None and last.dispatched is not None:
             share = self._meter.utilization(first.dispatched, last.dispatched, seconds)
-            self._utilization = share
-            if share is not None:
-                values[share.name] = share.value
+        self._utilization = share
+        if share is not None:
+            values[share.name] = share.value
         if self._writer is None:
             return
         for count in finished:

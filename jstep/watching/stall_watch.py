@@ -345,19 +345,21 @@ class StallWatch(Observer):
         files = self._files
         if files.is_reported_elsewhere:  # the process before this one names them
             return
-        counts = Counter(other["what"] for other in files.others)
+        others = files.others  # once, as the thread that reads their files replaces it
+        counts = Counter(other["what"] for other in others)
         for what, count in counts.items():
             if count > 1:
                 yield f"{count} others are {what}"
-        single = [other for other in files.others if counts[other["what"]] == 1]
+        single = [other for other in others if counts[other["what"]] == 1]
         for other in single[:_MAX_NAMED]:
             yield f"process {other['process']} (host {other['host']}) is {other['what']}"
-        if not self._is_shared or files.shown is None:
+        shown = files.shown
+        if not self._is_shared or shown is None:
             return
         # Those that live have had the time to write and to be read.
-        if time.monotonic() - files.shown < 2.5 * files.period:
+        if time.monotonic() - shown < 2.5 * files.period:
             return
-        missing = silent([{"process": self._index}, *files.others], self._count)
+        missing = silent([{"process": self._index}, *others], self._count)
         if missing:
             yield f"no sign of life from process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.core import processes
+from jstep.evaluating.evaluation_batches import EvaluationBatches
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)
 OWN = jstep.batches(X, 4, shuffle=False, num_epochs=1)
@@ -165,3 +166,32 @@ def test_meshes(axis_type, use_averages):
         state=jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), mesh, P()),
         batch_sharding=rows,
     )
+
+
+def test_the_hash_of_the_data_is_that_of_the_first_batch_while_an_evaluation_takes_it():
+    """It is computed in another thread than the evaluation, which takes the batch right after it was looked for."""
+
+    class Loader:
+        def __iter__(self):
+            return iter([np.arange(3.0), np.arange(3.0)])
+
+    class Taken(EvaluationBatches):
+        _is_taken = False
+
+        @property
+        def _begun(self):
+            begun = self.kept
+            if self._is_taken:
+                self.kept = None
+            return begun
+
+        @_begun.setter
+        def _begun(self, begun):
+            self.kept = begun
+
+    batches = Taken(Loader())
+    batches.first_shapes(None)
+    expected = batches.first_hash()
+    batches._is_taken = True
+    assert batches.first_hash() == expected
+    assert batches.first_hash() is None

@@ -12,7 +12,7 @@ from hook_fakes import Writer
 
 import jstep
 from jstep.watching import utilization
-from jstep.watching.utilization import UtilizationMeter
+from jstep.watching.utilization import Utilization, UtilizationMeter
 
 SIDE = 16
 PEAK = 1e12
@@ -73,6 +73,24 @@ def test_custom_flops_per_step():
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
     train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which is not traced, in a second run
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
+
+
+def test_another_thread_may_read_it_while_it_is_measured():
+    """The record does; the loop drops the old value in between."""
+
+    class Measured(jstep.StepCounterHook):
+        @property
+        def _utilization(self):
+            return self.shares.pop(0) if self.shares else None
+
+        @_utilization.setter
+        def _utilization(self, share):
+            self.shares = [share]
+
+    hook = Measured(peak_flops=PEAK)
+    hook._utilization = Utilization("mfu", 0.5)
+    assert hook.mfu == 0.5
+    assert hook.mfu is None
 
 
 def test_a_step_with_rematerialization_reports_hfu():

@@ -69,7 +69,9 @@ def test_the_thread_that_writes_survives_an_error():
     written = threading.Event()
     file = types.SimpleNamespace(due=threading.Event(), period=0.001, write=lambda fields: written.set())
     signals = types.SimpleNamespace(received=None, received_at=None)
-    run = types.SimpleNamespace(process_file=file, signals=signals, recorded_times=raising(RuntimeError("deleted")))
+    run = types.SimpleNamespace(
+        shared={ProcessFile: file}, signals=signals, recorded_times=raising(RuntimeError("deleted"))
+    )
     recorder = ProcessRecorder(run)
     recorder._thread.start()
     file.due.set()

@@ -163,6 +163,23 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no sign" not in "".join(watch._elsewhere())
 
 
+class Gone(types.SimpleNamespace):
+    """Files of a process whose own one is removed by the thread that writes it, right after it was asked for."""
+
+    @property
+    def shown(self) -> float | None:
+        return self.times.pop(0) if self.times else None
+
+
+def test_the_file_of_a_process_may_go_while_its_line_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
+    files = Gone(others=[other(1)], is_reported_elsewhere=False, period=1.0, times=[1.0])
+    watch = watch_of(run_of(), _files=files)
+    assert list(watch._elsewhere()) == [
+        *("process 1 (host h1) is waiting for batch 7", "no sign of life from process 2")
+    ]
+
+
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
     hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
     hooks[1]._phase, hooks[2]._phase = EVALUATING, SAVING
