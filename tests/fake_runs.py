@@ -74,5 +74,8 @@ class FakeRun:
     def check_step(self):
         pass
 
+    def check_no_links(self, path):
+        pass
+
     def freeze_batch_position(self):
         pass

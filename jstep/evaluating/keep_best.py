@@ -38,7 +38,6 @@ from jstep.record.run_record import had_name, was_best_checkpoint
 from jstep.state.global_step import state_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
-from jstep.stores.files import check_no_links
 from jstep.stores.urls import absolute, join_path, location, resolve_path
 
 _HASH_SECS = 10
@@ -161,9 +160,8 @@ class KeepBest(MetricReader):
 
     def _use_run(self, run: RunInfo) -> None:
         self._run = run
+        run.check_no_links(self._directory)
         saver = run.saver
-        if saver is not None:
-            check_no_links(self._directory, saver.directory)
         if saver is None or saver.prefix != self._prefix:
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):

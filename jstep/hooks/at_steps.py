@@ -13,7 +13,7 @@ from jstep.hooks.hook import Hook
 from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import is_url, location
+from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 
 
@@ -136,6 +136,8 @@ class ProfilerHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
+        # Where JAX's profiler writes below it.
+        self._run.check_no_links(join_path(self._logdir, "plugins", "profile"))
         self._reset()
         self.after_step(state_step(state), state, {})  # a trace from the first step on begins now
 

@@ -62,6 +62,7 @@ class CheckpointSaverHook(SaverHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
+        self._run.check_no_links(self.saver.directory)
         check_shared(self.saver.directory, "CheckpointSaverHook: saver")
         self._saved = None
 

@@ -171,6 +171,10 @@ class RunInfo(abc.ABC):
 
     # What hooks ask of a run.
 
+    @abc.abstractmethod
+    def check_no_links(self, path: str) -> None:
+        """Reject a path, to which a hook writes, that leads through a link below a directory of the run."""
+
     def check_step(self, first: int | None = None) -> None:
         """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""
         check_step(self.step, self.state, first, self.checked_step)

@@ -30,7 +30,7 @@ from jstep.state.fingerprints import (
     stacked_words,
 )
 from jstep.state.train_state import TrainState
-from jstep.stores.files import check_no_links, is_directory
+from jstep.stores.files import is_directory
 from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
 from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, join_path, location
@@ -279,8 +279,7 @@ class FingerprintHook(RunHook):
     def _open(self) -> None:
         if jax.process_index() != 0:
             return
-        if self._run.saver is not None:
-            check_no_links(self._path, self._run.saver.directory)
+        self._run.check_no_links(self._path)
         self._claim = None if is_url(self._path) else claim_file(self._path)
         log = read_later(self._path, self._run.step)
         if log.corrupted:

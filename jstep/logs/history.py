@@ -25,7 +25,6 @@ from jstep.metering.intervals import merge_sums
 from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, sort_metrics, sorted_numbers
 from jstep.showing.drawing import Curve, picture
 from jstep.state.train_state import TrainState
-from jstep.stores.files import check_no_links
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
 
@@ -167,8 +166,7 @@ class History(ReportingHook):
     def _open(self) -> None:
         if jax.process_index() != 0 or self._path is None:
             return
-        if self._run.saver is not None:
-            check_no_links(self._path, self._run.saver.directory)
+        self._run.check_no_links(self._path)
         self._file = HistoryFile(
             self._path, self._run.step, resumes=self._run.restored is not None and not self._run.is_new_branch
         )

@@ -19,6 +19,7 @@ from jstep.hooks.run_hook import sentence_without_step
 from jstep.loop.programs import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, as_state
+from jstep.stores.files import check_no_links
 from jstep.stores.urls import absolute, is_url, location
 
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
@@ -72,6 +73,21 @@ class Options:
         place = self.logdir if self.checkpoint_dir is None else self.checkpoint_dir
         return None if place is None else os.fspath(place)
 
+    @property
+    def directories(self) -> list[str]:
+        """The directories that the run writes to: checkpoint_dir and logdir."""
+        directories: list[str] = []
+        if self.directory is not None:
+            directories.append(self.directory)
+        if self.logdir is not None:
+            directories.append(os.fspath(self.logdir))
+        return directories
+
+    def check_no_links(self, path: str) -> None:
+        """Reject a path, to which the run writes, that leads through a link below one of its directories."""
+        for directory in self.directories:
+            check_no_links(path, directory)
+
 
 def options_in(arguments: Mapping[str, Any]) -> Options:
     """Return the options among the arguments of `Run`, as they were given."""
@@ -98,6 +114,8 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         save_summaries_steps=_as_interval(given.save_summaries_steps, "save_summaries_steps"),
         log_steps=_as_interval(given.log_steps, "log_steps"),
     )
+    for directory in options.directories:  # one of them may be below the other
+        options.check_no_links(directory)
     make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
     return options
 

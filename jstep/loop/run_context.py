@@ -182,6 +182,9 @@ class RunContext(RunInfo):
     def constant_metrics(self) -> Mapping[str, Any]:
         return self.components.dispatch.constants.values
 
+    def check_no_links(self, path: str) -> None:
+        self.options.check_no_links(path)
+
     def stop(self, by: str) -> None:
         if not self.is_over:
             self.course.stop(by)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -202,8 +201,7 @@ def _open_record(run: RunContext) -> int:
 
 def _remove_temporary(options: Options) -> None:
     """Remove the files of dead processes."""
-    paths = {os.fspath(path) for path in (options.directory, options.logdir) if path is not None}
-    for path in paths:
+    for path in options.directories:
         if not is_url(path):
             remove_temporary(path)
 

@@ -191,6 +191,8 @@ class Run(Generic[P]):
         processes.check_no_other_run()
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
+        if self._cached_in is not None:
+            options.check_no_links(self._cached_in)
         with times.timing("devices"):
             jax.devices()
         values = place_with_params(trees.copy_numpy(state, "state"))

@@ -13,7 +13,6 @@ from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.record.run_record import earlier_starts
 from jstep.record.starts import FINISHED
-from jstep.stores.files import check_no_links
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import is_url
 from jstep.summary.new_event_files import marks_of_start, remove_event_file, suffix_of_run
@@ -33,11 +32,6 @@ class EventFile(Observer):
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._writer: SummaryWriter | None = None
-
-    def on_open(self) -> None:
-        options = self._run.options
-        if jax.process_index() == 0 and options.logdir is not None and options.directory is not None:
-            check_no_links(os.fspath(options.logdir), options.directory)
 
     def make_hooks(self, hooks: Sequence[Any]) -> Sequence[Any]:
         options = self._run.options

@@ -348,8 +348,7 @@ def _prepare_directories(options: Options, *, has_saver: bool) -> None:
         objects = Objects(options.directory)
         with objects.time_limit(START_TIMEOUT_SECS):
             objects.list(FOLDER, f"{FOLDER}~")
-    paths = {os.fspath(path) for path in (options.directory, options.logdir) if path is not None}
-    for path in paths:
+    for path in options.directories:
         stalls = os.path.join(path, STALLS)
         if not is_url(path) and not os.path.islink(stalls):
             remove_temporary(stalls)

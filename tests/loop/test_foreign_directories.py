@@ -193,6 +193,67 @@ def test_nothing_is_written_through_a_link_below_the_directory_of_a_run(tmp_path
     assert contents(mine) == before
 
 
+def hooks_that_write_below(directory):
+    """Hooks by name, each of which writes to `directory` or to a file in it."""
+    keeps = jstep.KeepBest(directory, "loss", mode="min")
+    return {
+        "KeepBest": jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[keeps]),
+        "History": jstep.History(directory / "rows.jsonl", every_n_steps=1),
+        "FingerprintHook": jstep.FingerprintHook(every_n_steps=1, path=directory / "fingerprints.jsonl"),
+        "CheckpointSaverHook": jstep.CheckpointSaverHook(directory, save_steps=1),
+        "ProfilerHook": jstep.ProfilerHook(directory, start_step=0, stop_step=1),
+    }
+
+
+@pytest.mark.parametrize("option", ["checkpoint_dir", "logdir"])
+@pytest.mark.parametrize("name", ["KeepBest", "History", "FingerprintHook", "CheckpointSaverHook", "ProfilerHook"])
+def test_no_hook_writes_through_a_link_below_a_directory_of_its_run(tmp_path, name, option):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    (run / "link").symlink_to(elsewhere)
+    hook, taken = hooks_that_write_below(run / "link")[name], Steps()
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    with pytest.raises(ForeignFileError, match=r"run/link: is a link below .*run, and nothing is written through it"):
+        jstep.train(STEP, state, lambda step: jnp.ones(()), 2, hooks=[hook, taken], progress=False, **{option: run})
+    assert not taken.taken
+    assert not os.listdir(elsewhere)
+
+
+def test_the_trace_of_a_profiler_is_not_written_through_a_link(tmp_path):
+    """JAX's profiler makes `plugins/profile` in the directory that it is given."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    (run / "plugins").symlink_to(elsewhere)
+    hook = jstep.ProfilerHook(run, start_step=0, stop_step=1)
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    with pytest.raises(ForeignFileError, match="run/plugins: is a link"):
+        jstep.train(STEP, state, lambda step: jnp.ones(()), 2, hooks=[hook], progress=False, logdir=run)
+    assert not os.listdir(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"checkpoint_dir": "~/run", "logdir": "~/run/link"},
+        {"checkpoint_dir": "~/run/link", "logdir": "~/run"},
+        {"checkpoint_dir": "~/run/link/model", "logdir": "~/run"},
+        {"logdir": "~/run", "compile_cache": "~/run/link"},
+    ],
+)
+def test_no_directory_of_a_run_is_behind_a_link_below_another_one(tmp_path, monkeypatch, places):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    (run / "link").symlink_to(elsewhere)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    with pytest.raises(ForeignFileError, match="run/link: is a link"):
+        jstep.train(STEP, state, lambda step: jnp.ones(()), 2, progress=False, **places)
+    assert not os.listdir(elsewhere)
+
+
 def test_the_best_checkpoint_of_another_run_stays(tmp_path):
     """Two runs keep their best in one directory, outside of both."""
     train_with_best(tmp_path / "a", 4, best=tmp_path / "bests")
