@@ -13,7 +13,7 @@ from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import ProcessRecord, checked, valid_fields
 from jstep.record.starts import FOLDER, OpenDirectory
-from jstep.stores.files import read_small, replace_file
+from jstep.stores.files import check_is_no_link, read_small, replace_file
 from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 from jstep.stores.urls import is_url, join_path
 
@@ -40,7 +40,8 @@ class ProcessFile:
         self._path = _path_of(where, prefix, index)
         self._updating = threading.Lock()
         self._has_failed = False
-        self._directory = None if is_url(where) else OpenDirectory(join_path(where, FOLDER))
+        self._folder = join_path(where, FOLDER)
+        self._directory = None if is_url(where) else OpenDirectory(self._folder)
 
     def update(self, fields: Mapping[str, Any]) -> None:
         """Change what is written next."""
@@ -51,6 +52,7 @@ class ProcessFile:
         self.update(fields)
         try:
             if self._directory is not None:
+                check_is_no_link(self._folder)
                 self._directory.check()
             replace_file(self._path, encoded(valid_fields(self.fields, ProcessRecord)), flush=False)
         except Exception as error:

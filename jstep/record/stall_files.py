@@ -15,7 +15,8 @@ from jstep.record.config import encoded
 from jstep.record.schema import StallFile, checked
 from jstep.record.starts import OpenDirectory
 from jstep.stores.files import (
-    foreign_file,
+    ForeignFileError,
+    check_is_no_link,
     is_directory,
     names_in,
     read_small,
@@ -123,7 +124,8 @@ def _names(folder: str) -> Iterable[str]:
     # Not a `Bucket`, whose lists are complete: an incomplete one loses nothing here.
     if is_url(folder):
         return Objects(folder).list()
-    return names_in(folder) if is_directory(folder) else []
+    # Behind a link may be the files of others.
+    return names_in(folder) if is_directory(folder) and not os.path.islink(folder) else []
 
 
 def _checked_stall(stall: Any) -> dict[str, Any]:
@@ -192,8 +194,7 @@ class StallFiles:
         self._process = process
         self._prefix = prefix
         self._folder = join_path(self._where, FOLDER)
-        if self._where and not is_url(self._where) and os.path.islink(self._folder):
-            raise foreign_file(self._folder, "is a link")
+        self._check_no_link()
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None  # the latest exchange, of which there is one at a time
         self._begun = -self.period  # when it began
@@ -231,8 +232,13 @@ class StallFiles:
         if self._job is not None:
             futures.wait([self._job], timeout=5.0)
 
+    def _check_no_link(self) -> None:
+        if self._where and not is_url(self._where):
+            check_is_no_link(self._folder)
+
     def _check(self) -> None:
-        """Raise an error if the directory of the run was moved."""
+        """Raise an error if the directory of the run was moved, or that of the files replaced by a link."""
+        self._check_no_link()
         if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
             self._run_directory = OpenDirectory(self._where)
         if self._run_directory is not None:
@@ -244,13 +250,14 @@ class StallFiles:
                 self._write(stall)
             elif self._may_exist:
                 self._remove()
-        except OSError as error:
+        except (OSError, ForeignFileError) as error:
             if stall is not None:
                 self._warn("the stall cannot be written", error)
         try:
             if read:
+                self._check_no_link()
                 self._read()
-        except OSError as error:
+        except (OSError, ForeignFileError) as error:
             self.others = []
             self.is_reported_elsewhere = True  # what is not known is not reported as missing
             self._warn("the stalls of the other processes cannot be read", error)
@@ -282,7 +289,7 @@ class StallFiles:
         stalls = [] if self.is_reported_elsewhere else read_stalls(self._where, self._prefix)[0]
         self.others = [stall for stall in stalls if stall["process"] != self._process]
 
-    def _warn(self, problem: str, error: OSError) -> None:
+    def _warn(self, problem: str, error: Exception) -> None:
         if problem not in self._problems:
             logger.warning("%s: %s: %s", self._folder, problem, error)
         self._problems.add(problem)

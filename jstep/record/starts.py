@@ -21,7 +21,7 @@ from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import LARGE_CONFIG, SetupFile, Start, checked, valid_fields
-from jstep.stores.files import foreign_file, make_directories, names_in, read_small, replace_file
+from jstep.stores.files import check_is_no_link, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.untrusted import MAX_START_BYTES, decode_json, is_below_or_beside
@@ -207,8 +207,7 @@ class StartFile:
     def _make(self) -> OpenDirectory:
         """Make the file with the next free number, exclusively."""
         directory = join_path(self.where, FOLDER)
-        if os.path.islink(directory):
-            raise foreign_file(directory, "is a link")
+        check_is_no_link(directory)
         make_directories(directory)
         remove_temporary(directory)  # of starts that were killed
         while self._directory is None:

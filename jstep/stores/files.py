@@ -122,6 +122,12 @@ def check_no_links(path: str, run_directory: str) -> None:
         )
 
 
+def check_is_no_link(path: str) -> None:
+    """Raise a ForeignFileError if a path is a link, behind which may be files of others."""
+    if os.path.islink(path):
+        raise foreign_file(path, "is a link")
+
+
 def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     """Open a file with a name of jstep's for reading and writing, and create it if it is missing.
 

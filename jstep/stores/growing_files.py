@@ -337,6 +337,8 @@ class LineFile(GrowingFile):
         """Rename the file, and begin another one; return its new path."""
         moved = f"{self.path}.{_next_number(_names_beside(self.path), os.path.basename(self.path))}"
         self.sync()
+        if not os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self.path)):
+            raise FileNotFoundError(f"{self.path} was replaced by another file, which is not moved")
         os.rename(self.path, moved)
         self._file.close()
         self._file = open_own(self.path, BEGINNING)

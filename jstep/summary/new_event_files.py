@@ -1,5 +1,6 @@
 """Creation of event files, on a disk or below a URL: their names and first records."""
 
+import errno
 import hashlib
 import itertools
 import math
@@ -23,9 +24,12 @@ class LocalFile(GrowingFile):
     def __init__(self, logdir: str, suffix: str = "") -> None:
         self._logdir = logdir
         self._suffix = suffix
+        self._resolved = resolve_path(logdir)
         self._open()
 
     def _open(self) -> None:
+        if resolve_path(self._logdir) != self._resolved:
+            raise OSError(errno.ENOENT, f"its directory was {self._resolved}, and there is a link to another one now")
         make_directories(self._logdir)
         name = next(_file_names(filter(is_event_file, os.listdir(self._logdir)), self._suffix))
         path = os.path.join(self._logdir, name)

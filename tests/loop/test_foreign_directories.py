@@ -254,6 +254,29 @@ def test_no_directory_of_a_run_is_behind_a_link_below_another_one(tmp_path, monk
     assert not os.listdir(elsewhere)
 
 
+class BecomesLink(jstep.Hook):
+    """Somebody replaces a directory by a link at a step: they may write to the directory above it, as the run may."""
+
+    def __init__(self, directory, elsewhere, step):
+        self.directory, self.elsewhere, self.step = directory, elsewhere, step
+
+    def after_step(self, step, state, metrics):
+        if step == self.step:
+            shutil.copytree(self.directory, self.elsewhere)
+            os.rename(self.directory, self.directory.with_name("moved"))
+            self.directory.symlink_to(self.elsewhere)
+            self.before = contents(self.elsewhere)
+
+
+@pytest.mark.parametrize("name", ["run/starts", "run/best", "run/logs", "run"])
+def test_nothing_is_written_through_a_link_that_appears_in_mid_run(tmp_path, name):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    swap = BecomesLink(tmp_path / name, elsewhere, 4)
+    with contextlib.suppress(jstep.CheckpointError):  # for a checkpoint there is nowhere to go
+        train_with_best(run, 8, hooks=[swap], save_checkpoint_steps=2)
+    assert contents(elsewhere) == swap.before
+
+
 def test_the_best_checkpoint_of_another_run_stays(tmp_path):
     """Two runs keep their best in one directory, outside of both."""
     train_with_best(tmp_path / "a", 4, best=tmp_path / "bests")
@@ -265,12 +288,12 @@ def test_the_best_checkpoint_of_another_run_stays(tmp_path):
     assert "best-4" in names
 
 
-def train_with_best(run, last, best=None):
+def train_with_best(run, last, best=None, hooks=(), **changes):
     """A run whose loss falls with the step."""
     keeps = jstep.KeepBest(best or run / "best", "loss", mode="min")
     evaluate = jstep.EvaluationHook(
         lambda state: {"loss": -float(state.global_step)}, every_n_steps=2, callbacks=[keeps]
     )
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
-    options = {"checkpoint_dir": run, "logdir": run / "logs", "log_steps": None, "progress": False}
-    jstep.train(STEP, state, lambda step: jnp.float32(1.0), last, hooks=[evaluate], **options)
+    options = {"checkpoint_dir": run, "logdir": run / "logs", "log_steps": None, "progress": False} | changes
+    jstep.train(STEP, state, lambda step: jnp.float32(1.0), last, hooks=[evaluate, *hooks], **options)

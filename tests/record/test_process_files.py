@@ -79,3 +79,15 @@ def test_the_thread_that_writes_survives_an_error():
     assert written.wait(TIMEOUT)
     recorder._ended.set()
     recorder._thread.join()
+
+
+def test_nothing_is_written_where_the_directory_became_a_link(folder, caplog):
+    caplog.set_level(logging.INFO)
+    file = write(folder)
+    os.rename(folder / "starts", folder / "mine")
+    (folder / "starts").symlink_to(folder / "mine")
+    before = (folder / "mine" / "model.1.json").read_bytes()
+    file.write({"step": [5, 6]})
+    file.close()
+    assert (folder / "mine" / "model.1.json").read_bytes() == before
+    assert "starts: jstep writes a file of this name, but it is a link" in caplog.text

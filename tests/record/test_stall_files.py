@@ -258,3 +258,26 @@ def test_what_processes_that_have_ended_were_waiting_for(tmp_path, capsys):
     assert main(["stalls", str(tmp_path), str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["stalls"], len(found["ended"]), len(found["ended"][0]["stalls"])) == ([], 2, 3)
+
+
+def test_files_of_a_directory_that_becomes_a_link(tmp_path, caplog):
+    """Whoever may write to the directory of a run can replace a directory in it at any time."""
+    mine = tmp_path / "mine"
+    write(tmp_path / "run", process=0)
+    files = write(tmp_path / "run", process=0)
+    os.rename(tmp_path / "run" / "stalls", mine)
+    (tmp_path / "run" / "stalls").symlink_to(mine)
+    (mine / "model.0.json").write_text("my own file")
+    write_others = fields_of(what="what another process waits for")
+    (mine / "model.1.json").write_text(json.dumps(write_others))
+    for fields in (fields_of, None):
+        files.exchange(fields, read=True, immediately=True)
+        files.finish(fields)
+    assert sorted(os.listdir(mine)) == ["model.0.json", "model.1.json"]
+    assert (mine / "model.0.json").read_text() == "my own file"
+    assert not files.others
+    assert files.is_reported_elsewhere
+    assert read_stalls(str(tmp_path / "run")) == ([], [])
+    for problem in ("the stall cannot be written", "the stalls of the other processes cannot be read"):
+        (message,) = [message for message in caplog.messages if problem in message]
+        assert f"{tmp_path}/run/stalls: jstep writes a file of this name, but it is a link" in message

@@ -86,6 +86,21 @@ def test_a_log_that_is_too_large_is_not_read_into_memory(tmp_path):
     assert (tmp_path / "lines.1").stat().st_size == 2**40
 
 
+def test_a_full_log_is_renamed_only_where_it_was_opened(tmp_path):
+    """Whoever may write to a directory above it can put a link in its place at any time."""
+    for name in ("run", "mine"):
+        lines = growing_files.append_to(str(tmp_path / name / "log"), bool)
+        lines.write(b'{"step": 1}\n')
+        lines.close()
+    lines = growing_files.append_to(str(tmp_path / "run" / "log"), bool)
+    os.rename(tmp_path / "run", tmp_path / "moved")
+    (tmp_path / "run").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileNotFoundError, match="log was replaced by another file, which is not moved"):
+        lines.set_aside()
+    lines.close()
+    assert os.listdir(tmp_path / "mine") == ["log"]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
 def test_only_regular_files_are_read(tmp_path, kind):
     path = tmp_path / "file"

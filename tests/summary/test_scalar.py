@@ -406,6 +406,18 @@ def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     assert [e.step for e in events_of(writer)] == [0, 2, 3]
 
 
+def test_a_removed_logdir_is_not_continued_behind_a_link(tmp_path):
+    """Whoever may write to a directory above the logdir can put a link in its place at any time."""
+    (tmp_path / "mine").mkdir()
+    writer = summary.SummaryWriter(tmp_path / "logs", max_queue=1)
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").symlink_to(tmp_path / "mine")
+    writer.add_summary(summary.scalar("loss", 2.0), 2)
+    with pytest.raises(OSError, match=f"its directory was {tmp_path}/logs, and there is a link to another one now"):
+        writer.close()
+    assert os.listdir(tmp_path / "mine") == []
+
+
 def test_to_proto():
     created = all_kinds(jnp.float32(2.0), jnp.arange(3))
     with jax.transfer_guard("disallow_explicit"):
