@@ -19,7 +19,7 @@ from jstep.look.page import sections
 from jstep.look.runs import find_runs, run_names
 from jstep.look.sweep import RunFiles, Sweep
 from jstep.showing.drawing import stylesheet
-from jstep.stores.files import check_no_links, write_named
+from jstep.stores.files import check_no_links, replace_file, write_named
 from jstep.stores.urls import absolute, location
 
 _COLUMNS = 100
@@ -162,10 +162,13 @@ def _write_page(arguments: argparse.Namespace) -> int:
         return OK
     if output is None:
         output = _DEFAULT
+        # The user has not named the file, and the current directory may be somebody else's.
         if os.path.islink(output):
-            # The current directory may be somebody else's, as the user has not named the file.
             raise ValueError(f"{output}: is a link, and nothing is written through it; give the page with -o")
-    page = report(arguments.paths, output, metric=arguments.metric, mode=arguments.mode)
+        page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
+        replace_file(output, page.html.encode())
+    else:
+        page = report(arguments.paths, output, metric=arguments.metric, mode=arguments.mode)
     print(f"{output}: {len(page.html.encode()) / 1000:.0f} kB")
     return OK
 

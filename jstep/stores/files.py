@@ -169,7 +169,6 @@ def _copy_apart(path: str, file: BinaryIO | io.FileIO) -> None:
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial) as copy:
-            os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
             shutil.copyfileobj(file, copy)
         os.replace(partial, path)
     except BaseException:
@@ -193,7 +192,7 @@ def write_named(path: str, data: bytes) -> None:
     Links are followed. A FIFO or a device is written to directly.
     """
     if is_url(path) or os.path.isfile(path) or not os.path.exists(path):
-        replace_file(path if is_url(path) else os.path.realpath(path), data)
+        replace_file(path if is_url(path) else os.path.realpath(path), data, keeps_mode=True)
         return
     with open(path, "wb") as file:
         file.write(data)
@@ -209,10 +208,19 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
             sync(file.fileno(), path)
 
 
-def replace_file(path: str, data: bytes, *, flush: bool = True, make_parents: bool = True) -> None:
-    """Write a file or object atomically; a file keeps its mode.
+def keep_mode(new: str, old: str) -> None:
+    """Give a new file the permissions of the one that it replaces, which the user has named."""
+    with contextlib.suppress(OSError):  # there is no old one, or the file system has no modes
+        os.chmod(new, os.stat(old).st_mode & 0o777)
 
-    Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist.
+
+def replace_file(
+    path: str, data: bytes, *, flush: bool = True, make_parents: bool = True, keeps_mode: bool = False
+) -> None:
+    """Write a file or object atomically.
+
+    Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist. The mode is the
+    umask's: somebody else may have put a file there. With `keeps_mode`, it is that of the file that is replaced.
     """
     directory, name = split_path(path)
     if is_url(path):
@@ -223,8 +231,8 @@ def replace_file(path: str, data: bytes, *, flush: bool = True, make_parents: bo
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:
-            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
-                os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
+            if keeps_mode:
+                keep_mode(partial, path)
             file.write(data)
         os.replace(partial, path)
     except BaseException:

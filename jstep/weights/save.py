@@ -19,7 +19,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import share_errors
 from jstep.core.trees import Tree
-from jstep.stores.files import make_directories, new_file, sync_directory
+from jstep.stores.files import keep_mode, make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.untrusted import is_utf8
 from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
@@ -84,8 +84,7 @@ class NewFiles:
     def writing(self, name: str) -> Iterator[BinaryIO]:
         make_directories(self._directory)
         with new_file(self._temporary(name)) as file:
-            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
-                os.chmod(file.name, stat.S_IMODE(os.stat(self._final(name)).st_mode))
+            keep_mode(file.name, self._final(name))
             yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -130,6 +131,23 @@ def leave(directory):
     """
     lines = "\n".join(line[4:] for line in code.splitlines())
     subprocess.run([sys.executable, "-c", lines, str(directory)], timeout=60, check=True)
+
+
+def test_files_of_a_start_are_as_private_as_the_umask_says(tmp_path):
+    """Whatever has the name of the next one, which anybody can foresee."""
+    before = os.umask(0o077)
+    try:
+        train(tmp_path, 2)
+        names = [f"starts/model.000002.{kind}" for kind in ("card.json", "programs")]
+        for name in names:
+            (tmp_path / name).write_text("{}")
+            (tmp_path / name).chmod(0o4666)
+        train(tmp_path, config={"long": "x" * 5000})
+    finally:
+        os.umask(before)
+    for name in (*names, "starts/model.000002.json"):
+        assert (tmp_path / name).read_bytes() != b"{}"
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
 def test_leftovers_go_at_the_next_start_that_saves(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 import subprocess
 import sys
 
@@ -10,7 +11,15 @@ import pytest
 from foreign_files import KINDS, TEXT, contents, put
 
 from jstep.stores import growing_files, owners
-from jstep.stores.files import ForeignFileError, open_for_reading, open_own, open_regular, read_small, replace_file
+from jstep.stores.files import (
+    ForeignFileError,
+    open_for_reading,
+    open_own,
+    open_regular,
+    read_small,
+    replace_file,
+    write_named,
+)
 
 BEGINNING = b'{"kind": '
 LINE = b'{"kind": "start"}\n'
@@ -25,6 +34,15 @@ def test_a_file_of_somebody_else_is_not_opened(tmp_path, kind, append):
     with pytest.raises(ForeignFileError, match=f"^{re.escape(str(path))}: jstep writes a file of this name, but it "):
         open_own(str(path), BEGINNING, append=append)
     assert (contents(path), contents(victims)) == before
+
+
+@pytest.fixture
+def umask():
+    """A function that sets the umask until the end of the test."""
+    before = os.umask(0)
+    os.umask(before)
+    yield os.umask
+    os.umask(before)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +157,36 @@ def test_appending_leaves_the_other_names_of_a_file_alone(tmp_path):
     path, backup = tmp_path / "run" / "log", tmp_path / "backup"
     path.parent.mkdir()
     path.write_bytes(LINE)
-    path.chmod(0o640)
     os.link(path, backup)
     with open_own(str(path), BEGINNING) as file:
         file.write(LINE)
     assert path.read_bytes() == 2 * LINE
-    assert path.stat().st_mode & 0o777 == 0o640
     assert backup.read_bytes() == LINE
     assert os.listdir(path.parent) == ["log"]
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o4755, 0o2640, 0o1600, 0o400, 0o4777])
+def test_own_files_do_not_take_the_mode_of_what_they_replace(tmp_path, umask, mode):
+    umask(0o027)
+    for name in ("replaced", "appended"):
+        (tmp_path / name).write_bytes(LINE)
+        (tmp_path / name).chmod(mode)
+    os.link(tmp_path / "appended", tmp_path / "backup")
+    replace_file(str(tmp_path / "replaced"), b"new")
+    if mode & 0o200:
+        open_own(str(tmp_path / "appended"), BEGINNING).close()
+        assert stat.S_IMODE((tmp_path / "appended").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "replaced").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(("mode", "kept"), [(0o666, 0o666), (0o4755, 0o755), (0o2640, 0o640), (0o1600, 0o600)])
+def test_a_file_that_the_user_has_named_keeps_its_permissions_alone(tmp_path, umask, mode, kept):
+    umask(0o027)
+    path = tmp_path / "page"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    write_named(str(path), b"new")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", kept)
 
 
 def ended_process():

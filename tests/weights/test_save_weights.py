@@ -208,7 +208,7 @@ def test_file_modes_follow_the_umask(tmp_path):
         finally:
             os.umask(before)
         assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in listed(tmp_path)} == {mode}
-        for path in tmp_path.iterdir():  # one that is replaced keeps its mode
+        for path in tmp_path.iterdir():  # one that is replaced keeps its permissions
             path.unlink()
 
 
