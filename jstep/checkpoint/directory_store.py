@@ -167,10 +167,15 @@ class DirectoryStore(Store):
     def abandon(self, path: str) -> None:
         """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
         self._is_clean = False
-        remove(path + listing.TEMPORARY)
+        temporary = path + listing.TEMPORARY
         if isinstance(self._claim, FileClaim) and self._claim.is_moved():
-            with contextlib.suppress(OSError):  # tensorstore has made it again
-                os.rmdir(self.directory)
+            with contextlib.suppress(OSError):
+                # If tensorstore has made the directory again, nothing else is in it. Otherwise it is somebody else's.
+                if os.listdir(self.directory) == [os.path.basename(temporary)]:
+                    remove(temporary)
+                    os.rmdir(self.directory)
+            return
+        remove(temporary)
 
     def command_to_set_aside(self, path: str) -> str:
         for number in itertools.count():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from foreign_files import KINDS, contents, put
 from points import number
+from waiting import wait_until
 
 import jstep
 from jstep.stores import owners
@@ -273,13 +274,14 @@ def test_no_directory_of_a_run_is_behind_a_link_below_another_one(tmp_path, monk
 
 
 class BecomesLink(jstep.Hook):
-    """Somebody replaces a directory by a link at a step: they may write to the directory above it, as the run may."""
+    """Somebody replaces a directory by a link after a save: they may write to the directory above it, as the run may."""
 
-    def __init__(self, directory, elsewhere, step):
-        self.directory, self.elsewhere, self.step = directory, elsewhere, step
+    def __init__(self, directory, elsewhere, saved):
+        self.directory, self.elsewhere, self.saved = directory, elsewhere, saved
 
     def after_step(self, step, state, metrics):
-        if step == self.step:
+        if step == 3:
+            wait_until(lambda: all(path.exists() for path in self.saved))
             shutil.copytree(self.directory, self.elsewhere)
             os.rename(self.directory, self.directory.with_name("moved"))
             self.directory.symlink_to(self.elsewhere)
@@ -289,7 +291,7 @@ class BecomesLink(jstep.Hook):
 @pytest.mark.parametrize("name", ["run/starts", "run/best", "run/logs", "run"])
 def test_nothing_is_written_through_a_link_that_appears_in_mid_run(tmp_path, name):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    swap = BecomesLink(tmp_path / name, elsewhere, 4)
+    swap = BecomesLink(tmp_path / name, elsewhere, [run / "model-2", run / "best" / "best-2"])
     with contextlib.suppress(jstep.CheckpointError):  # for a checkpoint there is nowhere to go
         train_with_best(run, 8, hooks=[swap], save_checkpoint_steps=2)
     assert contents(elsewhere) == swap.before
