@@ -176,10 +176,10 @@ class KeepBest(MetricReader):
         self._data = None if first_hash is None else run_in_background(first_hash, name="jstep-data-hash", daemon=True)
 
     def _leave_run(self) -> None:
+        # Not `_data`: the record of the run, which is written last, says on which data the values were measured.
         self._run = None
         self._initial_contents = None
         self._are_averages = False
-        self._data = None
 
     def begin(self, state: TrainState) -> None:
         saver = self._open()

@@ -263,6 +263,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
                 background=None,
                 log_failed=None,
                 is_new_branch=False,
+                check_no_links=lambda path: None,
                 shared={StartFile: types.SimpleNamespace(earlier=earlier)},
             ),
         )

@@ -274,7 +274,7 @@ def test_no_directory_of_a_run_is_behind_a_link_below_another_one(tmp_path, monk
 
 
 class BecomesLink(jstep.Hook):
-    """Somebody replaces a directory by a link after a save: they may write to the directory above it, as the run may."""
+    """Somebody replaces a directory by a link after a save, as they may write to the directory above it."""
 
     def __init__(self, directory, elsewhere, saved):
         self.directory, self.elsewhere, self.saved = directory, elsewhere, saved
