@@ -28,6 +28,7 @@ from jstep.record.starts import (
     original_of,
     path_of,
     read_starts,
+    recorded_run,
     valid,
 )
 from jstep.stores.event_files import DataLossError, Series, Writer, event_files, read_series
@@ -289,10 +290,7 @@ class RunFolder:
         return EventFiles([files[name] for name in sorted(files)], problems)
 
     def recorded_run(self, start: Start) -> RecordedRun:
-        """What a start says about where it was made, which decides what may be opened of the paths in it."""
-        directory = start["directory"]
-        hosts = [other["process"].get("host") for other in self.valid_starts if other["directory"] == directory]
-        return RecordedRun(self.path, directory, frozenset(hosts))
+        return recorded_run(self.path, start, self.starts, self.original)
 
     @functools.cached_property
     def logdirs(self) -> Logdirs:

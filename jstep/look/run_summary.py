@@ -311,7 +311,7 @@ def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]]
     for name, (value, step, recorded) in start["best"].items():
         if step <= parent_step:
             continue
-        path = _where_to_look(recorded, recorded_run, is_copy=folder.original is not None)
+        path = _where_to_look(recorded, recorded_run)
         if path is None or _is_checkpoint(path):
             best[name] = value, step
             paths[name] = path or recorded
@@ -415,16 +415,16 @@ def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
     return path or parent["path"], parent["step"]
 
 
-def _where_to_look(path: str, run: RecordedRun, *, is_copy: bool = False) -> str | None:
+def _where_to_look(path: str, run: RecordedRun) -> str | None:
     """The path at which to look for a checkpoint, which may have been moved with its run; None if nobody may look."""
     moved = run.moved(path)
     if moved == path or run.directory is None:
         return run.find(path)
     if not os.path.relpath(path, run.directory).startswith(os.pardir):
+        if not is_below_or_beside(moved, run.where):
+            return None
         # At `directory` there may be another run by now; but a copy may lack what the original has.
-        if is_copy and not os.path.isdir(moved):
-            return path
-        return moved if is_below_or_beside(moved, run.where) else None
+        return path if run.is_in_original(path) and not os.path.isdir(moved) else moved
     # It was not in the run, which may have been moved alone, or as part of a larger directory.
     may_be_opened = is_below_or_beside(path, run.where)
     if may_be_opened and os.path.isdir(os.path.dirname(path)):

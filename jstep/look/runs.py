@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unread
 from jstep.record.differences import is_setting, values_of
 from jstep.record.starts import FOLDER, KILLED
 from jstep.stores.files import is_absent, is_directory, walk
-from jstep.stores.untrusted import is_below_or_beside
+from jstep.stores.untrusted import RecordedRun
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 
 
@@ -286,9 +285,11 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def _may_be_opened(path: str, run: RunSummary) -> bool:
-    """Return whether a path that the record of a run names may be opened: the rule of `RecordedRun`."""
-    is_own = run.host == socket.gethostname() and not run.former_paths
-    return is_own or is_below_or_beside(path, run.path)
+    """Return whether a path that the newest start of a run names may be opened."""
+    starts = [start for start in run.starts if not start["problem"]]
+    directory = starts[-1]["directory"] if starts else None
+    hosts = {start["host"] for start in starts if start["directory"] == directory}
+    return RecordedRun(run.path, directory, hosts).may_be_opened(path)
 
 
 def _resolved(path: str, run: RunSummary) -> str:

@@ -6,6 +6,7 @@ None means unknown or not applicable. Optional fields, lists and dicts may be ab
 import contextlib
 import functools
 import itertools
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PHASES
+from jstep.stores.urls import is_url
 
 LARGE_CONFIG = "in the card"
 """In place of a large config, which is in the file of the setup."""
@@ -27,7 +29,9 @@ def _is_step(value: int) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    return 0 < len(value) < 2**15 and "\0" not in value
+    # A relative path would be another one in each directory from which it is read.
+    is_absolute = os.path.isabs(value) or is_url(value)
+    return is_absolute and len(value) < 2**15 and "\0" not in value
 
 
 def _are_phases(value: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from jstep.record.schema import LARGE_CONFIG, SetupFile, Start, checked, valid_f
 from jstep.stores.files import check_is_no_link, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
-from jstep.stores.untrusted import MAX_START_BYTES, decode_json, is_below_or_beside
+from jstep.stores.untrusted import MAX_START_BYTES, RecordedRun, decode_json, is_below_or_beside
 from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER = "starts"
@@ -415,7 +415,10 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:
-    """Return the directory that a run was copied from; None if it was not, or was moved."""
+    """Return the directory that a run was copied from; None if it was not, or was moved.
+
+    The original has the same start, which names the original's directory and its run.
+    """
     start = next(reversed(valid(starts)), None)
     if start is None or is_url(where):
         return None
@@ -423,13 +426,28 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     if source is None or source == where or is_url(source):
         return None
     # Somebody else's record may name any directory, and to look at some of them mounts a file system.
-    is_of_this_host = start["process"].get("host") == socket.gethostname()
-    if not is_of_this_host and not is_below_or_beside(source, where):
+    host = start["process"].get("host")
+    if host != socket.gethostname() and not is_below_or_beside(source, where):
         return None
     with contextlib.suppress(OSError, ValueError):
-        if os.path.samefile(source, where):
+        if os.path.samefile(source, where) or os.path.islink(join_path(source, FOLDER)):
             return None
-        others = valid(read_starts(source).get(start["prefix"], ()))
-        if any(other["run"] == start["run"] for other in others):
-            return source
+        # Only this file is opened there, and nothing is listed: the record may be forged.
+        other = _read_start(source, start["prefix"], start["number"])
+        if other is None or other["problem"]:
+            return None
+        is_same = (other["run"], other["directory"], other["process"].get("host")) == (start["run"], source, host)
+        return source if is_same else None
     return None
+
+
+def recorded_run(where: str, start: Start, starts: Sequence[Start], original: str | None = None) -> RecordedRun:
+    """Return what a start says about where it was made, which decides what may be opened of the paths in it.
+
+    Args:
+        starts: All starts of its run.
+        original: The directory that the run was copied from; see `original_of`.
+    """
+    directory = start["directory"]
+    hosts = [other["process"].get("host") for other in valid(starts) if other["directory"] == directory]
+    return RecordedRun(where, directory, frozenset(hosts), original)

@@ -89,11 +89,13 @@ class RecordedRun(NamedTuple):
         where: The directory or URL of the run as it is read.
         directory: The directory or URL that the record names; None if it names none.
         hosts: The hosts that have recorded that directory.
+        original: The directory or URL of the reader's own run that this is a copy of; None if it is not one.
     """
 
     where: str
     directory: str | None
     hosts: Collection[str | None]
+    original: str | None = None
 
     @property
     def is_readers(self) -> bool:
@@ -110,9 +112,21 @@ class RecordedRun(NamedTuple):
             return path == self.where
         if os.path.abspath(path) == os.path.abspath(self.where):
             return True
+        if _is_of_system(path):
+            return False
         # To follow the links of any path may mount another file system.
         may_follow = self.is_of_host or is_below_or_beside(path, self.where)
         return may_follow and resolve_path(path) == resolve_path(self.where)
+
+    def may_be_opened(self, path: str) -> bool:
+        """Return whether a path that the record names may be opened, as it is."""
+        return self.is_readers or is_below_or_beside(path, self.where)
+
+    def is_in_original(self, path: str) -> bool:
+        """Return whether a recorded path is below the original of this copy, also if links on the way are followed."""
+        if self.original is None or is_url(path) or not _is_below(os.path.abspath(path), self.original):
+            return False
+        return _is_below(os.path.realpath(path), os.path.realpath(self.original))
 
     def find(self, path: str) -> str | None:
         """Return where a recorded path may be opened; None if somebody else recorded it and it leads elsewhere.
@@ -149,6 +163,12 @@ def is_below_or_beside(path: str, where: str) -> bool:
     if not _is_below(named, parent_as_named) and not _is_below(named, parent):
         return False
     return _is_below(os.path.realpath(path), parent)
+
+
+def _is_of_system(path: str) -> bool:
+    """Return whether a path is below /proc or /dev, where `/proc/self/cwd` is any directory that the reader is in."""
+    first_name, _, _ = os.path.abspath(path).lstrip("/").partition("/")
+    return first_name in ("proc", "dev")
 
 
 def _parent(where: str) -> str:

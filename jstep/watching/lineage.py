@@ -10,7 +10,8 @@ from jstep.loop.arguments import Options
 from jstep.loop.origin import PARENT, PARENT_RUN, RUN_KEY, Kind, Lineage, Origin
 from jstep.loop.parent import Parent
 from jstep.record.schema import Start
-from jstep.record.starts import original_of, read_starts, valid
+from jstep.record.starts import original_of, read_starts, recorded_run, valid
+from jstep.stores.untrusted import RecordedRun
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
@@ -59,11 +60,12 @@ def find_run_of_best(path: str) -> str | None:
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(run_directory).values():
                 for start in valid(starts)[-1:]:
-                    if _has_kept(start, path):
+                    if _has_kept(start, recorded_run(run_directory, start, starts), path):
                         return str(start[RUN_KEY])
     return None
 
 
-def _has_kept(start: Start, path: str) -> bool:
-    """Whether a start has kept the checkpoint at this resolved path as a best one."""
-    return any(resolve_path(kept_path) == path for _, _, kept_path in start["best"].values())
+def _has_kept(start: Start, run: RecordedRun, path: str) -> bool:
+    """Whether a start of a run has kept the checkpoint at this resolved path as a best one."""
+    kept_paths = [run.find(kept_path) for _, _, kept_path in start["best"].values()]
+    return any(kept_path is not None and resolve_path(kept_path) == path for kept_path in kept_paths)
