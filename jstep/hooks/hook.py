@@ -82,7 +82,8 @@ class Hook(ShownAsTyped):
 
         The `end`s of all hooks are one transaction: if one of them fails, or the process is killed, a restart calls all
         of them again, with the states that the hooks had before. If all of them succeeded, a restart does not call them
-        again, unless the run continues to a larger `last_step`.
+        again, unless the run continues to a larger `last_step`. A restart that runs no step in the middle of a run,
+        because of a hook's `begin` or a smaller `last_step`, calls none of them.
         """
 
     def before_save(self, step: int) -> bool | None:

@@ -160,7 +160,10 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, Exceptio
 # The command.
 
 OWN_EXTRA = frozenset(
-    {"batches", "batches_of_processes", "before_end", "ended", "held", "hooks", "past", "run", "stopped"}
+    {
+        *("batches", "batches_of_processes", "before_end", "ended", "held", "hooks", "last_body", "last_iteration"),
+        *("past", "run", "stopped"),
+    }
 )
 """The keys of `train` in `extra` that are only named; what says something to a reader, such as `config`, is shown. The
 modules that define them import JAX, which is not needed here."""

@@ -6,6 +6,7 @@
 | `hooks` | the states of the hooks | `_take_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_take_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_take_hooks` | `restore_hooks` |
+| `last_iteration` | the step, if the iterations were over there | `_take_hooks` | `Course`: it owes the `end`s |
 | `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
 | `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
 | `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
@@ -24,7 +25,7 @@ from jstep.core import processes
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.hook_states import get_states, set_states
 from jstep.loop.observer import that_define
-from jstep.loop.origin import ENDED, HELD_VALUES, LAST_BODY, PARENT, RUN_KEY, STOPPED
+from jstep.loop.origin import ENDED, HELD_VALUES, LAST_BODY, LAST_ITERATION, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 
@@ -102,6 +103,8 @@ class RunContents:
             ENDED: run.step if course.has_ended else None,
             LAST_BODY: run.step if course.has_run_last_body else None,
         }
+        if course.has_made_last_iteration:
+            entries[LAST_ITERATION] = run.step
         if course.stopped_by is None and not course.has_begun:
             # A run that takes no step keeps the name of the hook that stopped the earlier one.
             entries[STOPPED] = run.origin.extra.get(STOPPED)

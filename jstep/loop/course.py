@@ -78,6 +78,7 @@ class Course:
         is_restored: Whether the run began from a checkpoint of its own.
         body_taken_at: The latest step that owes no body: its body has begun, or it has none. None if the restored step
             may owe one.
+        last_iteration: The step at which the iterations were over last, also those of an earlier start.
         ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
         has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
@@ -100,6 +101,7 @@ class Course:
         self.has_begun = False
         self.iterations = 0
         self.body_taken_at: int | None = None
+        self.last_iteration: int | None = None
         self.ended_at: int | None = None
         self.has_found_end = False
         self.is_finished = False
@@ -138,6 +140,11 @@ class Course:
         return self.position.step > self.first
 
     @property
+    def has_made_last_iteration(self) -> bool:
+        """Whether the iterations are over at this step, those of this start or of an earlier one."""
+        return self.last_iteration == self.position.step
+
+    @property
     def has_ended(self) -> bool:
         """Whether all `end`s of this step were made, by this start or an earlier one."""
         return self.ended_at == self.position.step
@@ -146,10 +153,9 @@ class Course:
     def owes_end(self) -> bool:
         """Whether the `end`s of this step are still to be made.
 
-        A start that takes no step still makes the `end`s in which an earlier start was killed. It makes none in a fresh
-        run, which has not trained, and none where the checkpoint has the mark.
+        A start that takes no step still makes the `end`s in which an earlier start was killed, but none in mid-run.
         """
-        return not self.has_ended and (self.has_trained or self.is_restored)
+        return self.has_made_last_iteration and not self.has_ended
 
     # The start.
 
@@ -167,6 +173,7 @@ class Course:
         ended_at: int | None = None,
         last_body: int | None = None,
         *,
+        last_iteration: int | None = None,
         is_restored: bool = False,
     ) -> None:
         """Set the state that the run begins with, once it is read.
@@ -176,6 +183,7 @@ class Course:
         """
         step = self.first
         self.set_state(state)
+        self.last_iteration = last_iteration
         self.ended_at = ended_at
         self.has_found_end = ended_at == step
         self.is_restored = is_restored
@@ -278,9 +286,25 @@ class Course:
 
     def end(self) -> None:
         """→ `ENDING`: no iteration follows. A run that leaves by a signal goes on leaving."""
+        if self._is_at_last_iteration():
+            self.last_iteration = self.position.step
         if not self.is_leaving:
             self.status = ENDING
         self.activity = Activity.ENDING
+
+    def _is_at_last_iteration(self) -> bool:
+        """Whether the loop has ended because the iterations of the run are over, and not only those of this start."""
+        if self.status == READY:  # the block was left before its first batch
+            return False
+        if self.has_next:  # the batches are used up
+            return True
+        if self.has_trained:
+            return self.is_last_step
+        if not self.is_restored:
+            return False
+        # No step was taken: a hook's `begin` ends this start alone, and so does a `last_step` that the run has passed.
+        # But an evaluation that was still owed may have stopped the run, as it would have without an interruption.
+        return self.position.step == self.stop_step or self.stopped_by is not None
 
     def fail(self) -> None:
         """→ `ENDING` or `BROKEN`, by an error; the status decides what is saved."""

@@ -13,8 +13,16 @@ replaces it. If that save never happens, it becomes a checkpoint like any other:
 save it once more, with the states that hooks had before the `end`s (`RunSaverHook.save_pre_end`), and after a kill a
 restart does this.
 
-The mark is the step at which the `end`s were made (`contents.ENDED`). If a restart finds it and has no step to run, it
-makes no end.
+Each save after the last iteration says that the iterations are over (`contents.LAST_ITERATION`): whatever triggers it,
+the `end`s are owed at this step. The mark is the step at which they were made (`contents.ENDED`). A restart that has no
+step to run makes the end
+
+- if its checkpoint says that the iterations are over, and has no mark,
+- if `last_step` is the step of its checkpoint, which has no mark, such as one that was saved with a larger `last_step`,
+- if it finds that the batches are used up there, or makes an evaluation there that was owed, and which stops the run.
+
+Any other one is in mid-run: a hook's `begin` has returned True, or `last_step` is smaller. It makes no end and saves
+nothing. So a run that is started again after it has the same bits as if it had never been.
 
 The user's savers are called before the run's own: once the mark is on disk, a restart would not call them again.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -41,6 +42,8 @@ from jstep.stores import tagged_json
 
 ENDED: Final = "ended"
 """The step at which the hooks of the run have ended."""
+LAST_ITERATION: Final = "last_iteration"
+"""The step at which the iterations were over, so that only the end follows."""
 LAST_BODY: Final = "last_body"
 """The step at which the body of the end has run."""
 STOPPED: Final = "stopped"
@@ -109,7 +112,7 @@ class Origin:
     | `FRESH` | of the state passed, nothing | None: the one passed |
     | `RESUMED` | of its newest checkpoint | None: `read_state` reads `checkpoint` later, beside other work |
     | `RESUMED`, nothing left to do | the same | read at once: as nothing is claimed, another run may delete it |
-    | `BRANCHED` | of the parent's checkpoint, without its name and stop | read at once, for the same reason |
+    | `BRANCHED` | of the parent's checkpoint, without its name, stop and end | read at once, for the same reason |
 
     Attributes:
         given: The state that was passed.
@@ -175,7 +178,8 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, readin
     given = Given(step, _hyperparameters_in(state) if step is not None and saver is not None else {})
     opened = OpenedForRun()
     if saver is not None:
-        opened = open_for_run(saver, state, options.stop_step, check_latest, _is_ended, reading)
+        is_ended = functools.partial(_is_ended, options.stop_step)
+        opened = open_for_run(saver, state, options.stop_step, check_latest, is_ended, reading)
     parent = find_parent(options, saver, opened, step)
     if parent is not None:
         return _begin_branch(options, given, opened, parent, state, reading)
@@ -206,10 +210,16 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, readin
     )
 
 
-def _is_ended(checkpoint: OpenCheckpoint) -> bool:
-    """Whether the `end`s were made at the step of a checkpoint, so that a run which takes no step saves nothing."""
-    extra = checkpoint.extra
-    return isinstance(extra, dict) and extra.get(ENDED) == checkpoint.step
+def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
+    """Whether a run that takes no step from a checkpoint owes no end (the rule of `ending.py`), so that it saves nothing.
+
+    One that has passed `stop_step` without its iterations being over is in mid-run.
+    """
+    extra = checkpoint.extra if isinstance(checkpoint.extra, dict) else {}
+    step = checkpoint.step
+    if extra.get(ENDED) == step:
+        return True
+    return extra.get(LAST_ITERATION) != step and step != stop_step
 
 
 def _begin_branch(
@@ -230,8 +240,8 @@ def _begin_branch(
         kind=Kind.BRANCHED,
         # Perhaps not the one that was found: `read_checkpoint` reads an older one if that one was replaced.
         step=parent.step,
-        # The branch is not stopped by the parent's hook, and has its own name.
-        extra={key: value for key, value in extra.items() if key not in (STOPPED, RUN_KEY)},
+        # The branch is not stopped by the parent's hook, owes none of its `end`s, and has its own name.
+        extra={key: value for key, value in extra.items() if key not in (STOPPED, LAST_ITERATION, RUN_KEY)},
         lineage=Lineage(None, parent.reference, _run_in(extra)),
         given=given,
         source=parent.reference["path"],

@@ -35,7 +35,17 @@ from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import that_define
-from jstep.loop.origin import ENDED, LAST_BODY, STOPPED, Kind, find_origin, open_saver, read_state, step_of_values
+from jstep.loop.origin import (
+    ENDED,
+    LAST_BODY,
+    LAST_ITERATION,
+    STOPPED,
+    Kind,
+    find_origin,
+    open_saver,
+    read_state,
+    step_of_values,
+)
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
@@ -175,7 +185,14 @@ def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader 
     early_batches = processes.share_errors(lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES)
     with _reading(run, origin.step) if unread is not None else run.course.doing(Activity.STARTING):
         state = read_state(run.saver, origin, run.state)
-    run.course.set_start(state, origin.extra.get(ENDED), origin.extra.get(LAST_BODY), is_restored=origin.is_restored)
+    extra = origin.extra
+    run.course.set_start(
+        state,
+        extra.get(ENDED),
+        extra.get(LAST_BODY),
+        last_iteration=extra.get(LAST_ITERATION),
+        is_restored=origin.is_restored,
+    )
     # Only the course refers to the state from here on: the origin lives as long as the run.
     run.origin = dataclasses.replace(origin, state=None, checkpoint=None)
     return early_batches

@@ -1,5 +1,7 @@
 """`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
 
+import signal
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from children import end, read_until, start
 from loop_runs import DATA, STEP, make_state, train
 
 import jstep
+from jstep.loop import contents
 
 
 class Doubles(jstep.Hook):
@@ -142,6 +145,122 @@ train(int(sys.argv[3]), hooks=[Hangs()], checkpoint_dir=directory, save_checkpoi
     assert jstep.Saver(tmp_path).all_steps() == [3, 5]
     assert end(start(script, tmp_path, "ends", "8"))[0].split("\n") == ["told 5", "told 6", "end 8", "told 8", ""]
     assert jstep.Saver(tmp_path).all_steps() == [3, 5, 6, 8]
+
+
+class NotNow(jstep.Hook):
+    def begin(self, state):
+        return True
+
+
+def stops(directory, at=5, last_step=8, batches=DATA):
+    """Train until a signal at step `at`."""
+    hook = jstep.every(at, lambda step, state, metrics: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(jstep.Preempted):
+        train(last_step, batches, hooks=[hook], checkpoint_dir=directory)
+
+
+@pytest.mark.parametrize(("last_step", "hooks"), [(8, [NotNow()]), (3, []), (3, [NotNow()])])
+def test_a_start_that_takes_no_step_in_mid_run_makes_no_end(last_step, hooks, tmp_path):
+    """It evaluates nothing, either, and a run that is continued after it is the run without it."""
+    stops(tmp_path / "run")
+    ends = Doubles()
+    best = jstep.KeepBest(tmp_path / "best", "x", mode="max")
+    evaluation = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=4, callbacks=[best])
+    train(last_step, hooks=[ends, evaluation, *hooks], checkpoint_dir=tmp_path / "run")
+    assert ends.ends == []
+    assert evaluation.results == {}
+    assert jstep.Saver(tmp_path / "best").all_steps() == []
+    assert w(jstep.Saver(tmp_path / "run").restore(make_state())) == w(train(5))
+    resumed = train(8, hooks=[ends], checkpoint_dir=tmp_path / "run")
+    assert w(resumed) == [2 * x for x in w(train(8))]
+    assert ends.ends == [8]
+
+
+def fails_in_its_end(ending, directory):
+    """Run a loop that ends at step 5 in one of several ways, and whose `end` then fails."""
+
+    class Fails(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            return ending == "a hook" and step == 5
+
+        def end(self, step, state):
+            raise ValueError("my end")
+
+    last_step = 5 if ending == "last_step" else 8
+    run = jstep.Run(STEP, make_state(), DATA, last_step, hooks=[Fails()], checkpoint_dir=directory, progress=False)
+    with run:
+        for step in run:
+            if ending == "break" and step == 5:
+                break
+
+
+@pytest.mark.parametrize("last_step", [8, 3])
+@pytest.mark.parametrize("ending", ["a hook", "break", "last_step", "a signal"])
+def test_a_start_that_takes_no_step_after_the_last_iteration_makes_the_end(ending, last_step, tmp_path):
+    """Whatever has ended the iterations, and whatever came before the end."""
+    if ending == "a signal":
+        stops(tmp_path, last_step=5)
+    else:
+        with pytest.raises(ValueError, match="my end"):
+            fails_in_its_end(ending, tmp_path)
+    ends = Doubles()
+    state = train(last_step, hooks=[ends, NotNow()], checkpoint_dir=tmp_path)
+    assert ends.ends == [5]
+    assert w(state) == [2 * x for x in w(train(5))]
+
+
+@pytest.mark.parametrize("is_of_today", [True, False])
+def test_last_step_at_the_step_of_a_checkpoint_owes_its_end(is_of_today, tmp_path, monkeypatch):
+    """Also at a checkpoint that cannot say whether the iterations were over, as earlier releases have saved them."""
+    with monkeypatch.context() as patch:
+        if is_of_today:
+            patch.setattr(contents, "LAST_ITERATION", "unknown")
+            stops(tmp_path, last_step=5)
+        else:
+            stops(tmp_path)
+    ends = Doubles()
+    train(8, hooks=[ends, NotNow()], checkpoint_dir=tmp_path)
+    assert ends.ends == []
+    for _ in range(2):
+        assert w(train(5, hooks=[ends], checkpoint_dir=tmp_path)) == [2 * x for x in w(train(5))]
+    assert ends.ends == [5]
+
+
+def test_batches_that_are_used_up_at_a_checkpoint_owe_its_end(tmp_path):
+    batches = [DATA[n] for n in range(5)]
+    stops(tmp_path, last_step=None, batches=batches)
+    ends = Doubles()
+    for _ in range(2):
+        state = train(None, batches, hooks=[ends], checkpoint_dir=tmp_path)
+        assert w(state) == [2 * x for x in w(train(5))]
+    assert ends.ends == [5]
+
+
+def test_an_evaluation_that_was_owed_and_stops_the_run_owes_the_end(tmp_path):
+    """A signal has abandoned it: it belongs to the last iteration, which is known only once it is made again."""
+    signals = [signal.SIGTERM]
+
+    def validation():
+        yield np.ones(3, np.float32)
+        while signals:
+            signal.raise_signal(signals.pop())
+        yield np.ones(3, np.float32)
+
+    class Batches:
+        def __iter__(self):
+            return validation()
+
+    def train_until_evaluated():
+        evaluate = jstep.evaluator(lambda params, x: {"x": 1.0}, Batches())
+        hook = jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[lambda step, state, results: True])
+        return train(8, hooks=[ends, hook], checkpoint_dir=tmp_path)
+
+    ends = Doubles()
+    with pytest.raises(jstep.Preempted):
+        train_until_evaluated()
+    assert ends.ends == []
+    assert w(train_until_evaluated()) == [2 * x for x in w(train(5))]
+    assert ends.ends == [5]
 
 
 class Notes(jstep.Hook):
