@@ -48,7 +48,14 @@ def is_below_bar(record: logging.LogRecord) -> bool:
 
 # Warnings that are logged once per run, and rate-limited logging.
 
-_WARNED: contextvars.ContextVar[tuple[set[str], ...]] = contextvars.ContextVar("jstep_warned", default=())
+
+class _Texts(set[str]):
+    """The texts of the warnings that a run has logged."""
+
+    is_over = False
+
+
+_WARNED: contextvars.ContextVar[tuple[_Texts, ...]] = contextvars.ContextVar("jstep_warned", default=())
 """The texts of the warnings that each open run has logged, the innermost run last."""
 
 
@@ -59,18 +66,22 @@ def warning_once() -> Iterator[None]:
     Runs that generators hold may end in another order than they began in. So a run takes out its own texts and does not
     set back what it found: that would leave those of a run that has ended, which later warnings would be missing from.
     """
-    texts = set[str]()
+    texts = _Texts()
     _WARNED.set((*_WARNED.get(), texts))
     try:
         yield
     finally:
-        _WARNED.set(tuple(other for other in _WARNED.get() if other is not texts))
+        # If another thread closes the run, the context in which it was opened keeps the texts.
+        texts.is_over = True
+        _WARNED.set(tuple(other for other in _WARNED.get() if not other.is_over))
 
 
 def warned_in_run() -> set[str] | None:
     """Return the texts that this run has logged, to which new ones are added; None outside of a run."""
-    of_runs = _WARNED.get()
-    return of_runs[-1] if of_runs else None
+    for texts in reversed(_WARNED.get()):
+        if not texts.is_over:
+            return texts
+    return None
 
 
 def log_once(level: int, text: str) -> None:

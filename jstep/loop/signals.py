@@ -127,6 +127,7 @@ class StopSignals:
             self._timer.start()
 
     def _set_handlers(self) -> None:
+        _restore_ended_runs()
         if not self.is_single_process:
             self._handler_of_jax = _action_outside_python(signal.SIGTERM)
         handled: list[signal.Signals] = []
@@ -140,13 +141,18 @@ class StopSignals:
         _active.append(self)
 
     def end(self) -> None:
+        """Set the previous handlers again; from another thread than the main one, at the next signal or run."""
         with self._ending:  # the timer has sent its signal, or never will
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
         if self in _active:
             _active.remove(self)
-        self.restore()
+        if threading.current_thread() is threading.main_thread():
+            self.restore()
+        elif self._previous_handlers:
+            # A generator that holds the run was closed, or collected, in another thread, where Python sets no handlers.
+            _ended_elsewhere.append(self)
 
     def restore(self) -> None:
         """Set the previous handlers again."""
@@ -184,6 +190,10 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal. What this raises, it raises wherever the main thread is."""
+        if self in _ended_elsewhere:
+            _restore_ended_runs()
+            signal.raise_signal(number)  # for the handler before this one
+            return
         if self.received is not None:
             if number == signal.SIGINT:
                 self.received_twice = True
@@ -333,13 +343,21 @@ def _action_outside_python(number: signal.Signals) -> Any:
 
 _active: list[StopSignals] = []
 """The runs whose handlers are set, the innermost last."""
+_ended_elsewhere: list[StopSignals] = []
+"""The runs that have ended in another thread than the main one, and whose handlers are still set."""
 _fork = threading.local()
 """`mask`: the mask of signals of the thread that forks, from before it."""
 
 
+def _restore_ended_runs() -> None:
+    """Called in the main thread."""
+    while _ended_elsewhere:
+        _ended_elsewhere.pop().restore()
+
+
 def _block_signals() -> None:
     handled: set[signal.Signals] = set()
-    for run in _active:
+    for run in (*_active, *_ended_elsewhere):
         handled |= run._previous_handlers.keys()
     _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
@@ -349,6 +367,7 @@ def _unblock_signals() -> None:
 
 
 def _restore_in_child() -> None:
+    _restore_ended_runs()
     while _active:
         _active.pop().restore()
     _unblock_signals()

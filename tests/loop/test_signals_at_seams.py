@@ -1,5 +1,6 @@
 """Signals where two mechanisms meet: a run that closes, a program that is compiled, each line of the last phase."""
 
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from doubles import raising
 from loop_runs import OPTIMIZER, train
 
 import jstep
+from jstep.core import logs
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.course import ENDING, LEAVING
 from jstep.loop.run_context import RunContext
@@ -197,3 +199,55 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
     whole = train(9, jstep.from_state(LargeReplay()), step=steps)
     np.testing.assert_array_equal(np.asarray(state.params["w"]), np.asarray(whole.params["w"]))
     assert again.made == 9
+
+
+def loop_of_a_generator():
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), OPTIMIZER)
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+    with jstep.Run(step, state, lambda n: np.ones(3, np.float32), 8, progress=False) as run:
+        yield from run
+
+
+def close_in_a_thread(steps):
+    closer = threading.Thread(target=steps.close)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_run_that_another_thread_has_closed_passes_signals_on(number):
+    received = []
+    before = signal.signal(number, lambda *args: received.append(args[0])) if number != signal.SIGUSR1 else None
+    try:
+        steps = loop_of_a_generator()
+        next(steps)
+        close_in_a_thread(steps)
+        if number == signal.SIGUSR1:  # which has no handler: the next run handles it as the first one did
+            again = loop_of_a_generator()
+            next(again)
+            assert signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)
+            again.close()
+            assert signal.getsignal(number) == signal.SIG_DFL
+        else:
+            os.kill(os.getpid(), number)
+            assert received == [number]
+            os.kill(os.getpid(), number)
+            assert received == [number, number]
+    finally:
+        if before is not None:
+            signal.signal(number, before)
+
+
+def test_a_run_that_another_thread_has_closed_leaves_the_warnings_of_the_context_of_its_opener(caplog):
+    def run():
+        with logs.warning_once():
+            logs.log_once(logging.WARNING, "in the run")
+            yield
+
+    steps = run()
+    next(steps)
+    close_in_a_thread(steps)
+    for _ in range(2):
+        logs.log_once(logging.WARNING, "in the run")
+    assert caplog.messages == ["in the run"] * 3
