@@ -211,7 +211,7 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, readin
 
 
 def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
-    """Whether a run that takes no step from a checkpoint owes no end (the rule of `ending.py`), so that it saves nothing.
+    """Whether a run that takes no step from a checkpoint owes no end, by the rule of `ending.py`: it saves nothing.
 
     One that has passed `stop_step` without its iterations being over is in mid-run.
     """
