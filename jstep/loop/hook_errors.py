@@ -11,21 +11,27 @@ from jstep.loop.course import Activity, Course
 
 
 class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
-    """A context that collects the errors of hooks: enter it for each call, and `end` it after the last one."""
+    """A context that collects the errors of hooks: enter it for each call, and `end` it after the last one.
 
-    def __init__(self, course: Course) -> None:
+    Args:
+        must_leave: Whether an exit or an interrupt in a hook leaves at once, so that no other hook is called.
+    """
+
+    def __init__(self, course: Course, must_leave: Callable[[], bool] = lambda: True) -> None:
         self._course = course
+        self._must_leave = must_leave
         self._activity: HookCall | Activity | None = None  # what raised the first error
-        self.collected: list[Exception] = []
+        self.collected: list[BaseException] = []
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        # An exit or an interrupt is not the error of a hook: no other hook is called after it.
-        if not isinstance(error, Exception):
+        if error is None:
+            return False
+        if not isinstance(error, Exception) and self._must_leave():
             return False
         self.add(error, self._course.activity)
         return True
 
-    def add(self, error: Exception, activity: HookCall | Activity | None) -> None:
+    def add(self, error: BaseException, activity: HookCall | Activity | None) -> None:
         self._activity = self._activity or activity
         self.collected.append(error)
 
@@ -33,8 +39,8 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
         while failures:
             self.add(*failures.popleft())
 
-    def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Raise the first error, the others as its notes.
+    def end(self, failed: Callable[[BaseException], None] | None = None) -> None:
+        """Raise the first error, the others as its notes; an exit or an interrupt only if there is no other error.
 
         If the run has an error of its own, nothing is raised: `failed` is called with each of these, and notes it.
         """
@@ -46,8 +52,8 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             return
         if not self.collected:
             return
-        first, *others = self.collected
-        for other in others:
+        first = next((error for error in self.collected if isinstance(error, Exception)), self.collected[0])
+        for other in self.collected:
             note_other(first, other)
         self.collected.clear()
         try:

@@ -208,7 +208,7 @@ class HookRunner:
 
     # After the last step.
 
-    def call_at_last_step(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def call_at_last_step(self, failed: Callable[[BaseException], None] | None = None) -> None:
         """Call the hooks that want the last step, due or not; only the first call does anything.
 
         After an error, `rescue` calls this, whether it was called before or not. These hooks write the rows of the last
@@ -244,7 +244,7 @@ class HookRunner:
                 self._run.transfers.deliver_all()
                 is_done = True
 
-    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def raise_log_errors(self, failed: Callable[[BaseException], None] | None = None) -> None:
         errors = HookErrors(self._course)
         errors.add_failures(self._run.failures)
         errors.end(failed)
@@ -280,13 +280,24 @@ class HookRunner:
 
 
 def close_hooks(
-    course: Course, watch: Stopwatch, hooks: Sequence[Any], problems: Iterable[Exception], error: BaseException | None
+    course: Course,
+    watch: Stopwatch,
+    hooks: Sequence[Any],
+    problems: Iterable[BaseException],
+    error: BaseException | None,
+    must_leave: Callable[[], bool],
 ) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks.
 
-    Their exceptions become notes of the run's error; without it, the first one is raised.
+    Their exceptions become notes of the run's error; without it, the first one is raised. An exit or an interrupt of a
+    hook's own is such an exception, too: the hooks behind it close what they have opened, and a run that has failed
+    does not exit with 0.
+
+    Args:
+        problems: The errors of `saved`, which come first.
+        must_leave: Whether the user has pressed Ctrl-C twice: then an interrupt leaves at once.
     """
-    errors = HookErrors(course)
+    errors = HookErrors(course, must_leave)
     for problem in problems:
         errors.add(problem, None)
 

@@ -195,7 +195,7 @@ def _save_and_attach(run: RunContext, error: BaseException, *, obeys_signal: boo
     runner = run.components.runner
     noted = {str(error)}
 
-    def failed(other: Exception) -> None:
+    def failed(other: BaseException) -> None:
         if str(other) not in noted:  # a log fails again at each checkpoint
             noted.add(str(other))
             note_other(error, other)

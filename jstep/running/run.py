@@ -108,7 +108,9 @@ class Run(Generic[P]):
 
     Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the `end` of
     hooks, saves and closes. Each iteration runs one call of the step (of up to `steps_per_call` steps), then the hooks
-    that are due, then your loop body. You can also call `next(run)` instead of using `for`.
+    that are due, then your loop body. You can also call `next(run)` instead of using `for`. With `steps_per_call` above
+    1, where calls end, and so at which steps the body runs, also depends on when this start saves: a body that acts at
+    certain steps uses `every(n)`.
 
     Checkpoints are taken only between iterations, and signals, stops and `last_step` also take effect there. If an
     exception leaves the body or a hook, nothing of its iteration is saved: the exception's attribute `state` holds the
@@ -133,7 +135,7 @@ class Run(Generic[P]):
 
     Raises:
         RuntimeError: The run is entered twice, `run.state = …` or `train_step` is used outside of the body, or `every`
-            is called after the first step.
+            is called twice, or after the first step.
         Preempted: Raised by the `for` statement, or at the end of the block: see `train`, also for other exceptions.
 
     Example:
@@ -266,8 +268,14 @@ class Run(Generic[P]):
             raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
         if course.status not in (BEGINNING, READY):
             raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
+        timetable = self._context.timetable
+        if timetable.body_interval is not None:
+            raise RuntimeError(
+                f"run.every({steps}): was called before, with {timetable.body_interval}, and a run has one body; "
+                "use if step % n == 0: … in it"
+            )
         iterator = iter(self)  # first, as it raises if the run was not entered
-        self._context.timetable.body_interval = interval
+        timetable.body_interval = interval
         return iterator
 
     @shortens_tracebacks
@@ -589,8 +597,15 @@ class Run(Generic[P]):
     def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         context = self._context
         try:
-            close_hooks(context.course, context.watch, context.options.hooks, context.background.end(), error)
-        except Exception as failure:
+            close_hooks(
+                context.course,
+                context.watch,
+                context.options.hooks,
+                context.background.end(),
+                error,
+                must_leave=lambda: context.signals.received_twice,
+            )
+        except BaseException as failure:
             stopping.attach_state(failure, self._outcome.state)
             raise
         if error is None:

@@ -273,6 +273,21 @@ def test_after_success_the_first_error_of_closed_is_raised():
     assert [hook.calls for hook in hooks] == [[("closed",)]] * 2
 
 
+@pytest.mark.parametrize("exit_of_hook", [SystemExit(0), KeyboardInterrupt("mine")])
+def test_an_exit_of_a_hook_that_closes_reaches_all_hooks_and_hides_no_error(exit_of_hook, tmp_path):
+    other, leaving = Told(failing(OSError, "the upload failed")), Told(closed=raising(exit_of_hook))
+    with pytest.raises(OSError, match="the upload failed") as found:
+        train(10, other, leaving, **saving(tmp_path))
+    assert other.calls[-1] == ("closed",)
+    assert any(note.startswith(f"Additionally, {type(exit_of_hook).__name__}") for note in found.value.__notes__)
+    first, leaving = Told(), Told(failed=raising(exit_of_hook))
+    with pytest.raises(ValueError, match="stop"):
+        train(10, leaving, first, jstep.every(6, raising(ValueError("stop"))))
+    assert [call[0] for call in first.calls] == ["failed", "closed"]
+    with pytest.raises(type(exit_of_hook)):  # without another error it leaves as asked
+        train(3, Told(closed=raising(exit_of_hook)))
+
+
 def test_a_hook_may_have_one_of_them_alone(tmp_path):
     class Closed:
         def closed(self):

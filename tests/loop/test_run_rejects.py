@@ -22,6 +22,11 @@ def test_calls_at_the_wrong_place():
         run.state = make_state()
     with pytest.raises(RuntimeError, match="must be entered once"), run:
         pass
+    with run_of(5) as run:
+        by_two = run.every(2)
+        with pytest.raises(RuntimeError, match=r"run\.every\(5\): was called before, with 2"):
+            run.every(5)
+        assert list(by_two) == [2, 4, 5]
     with run_of(5, None) as run:
         with pytest.raises(RuntimeError, match=r"run\.every: the body makes the batches"):
             run.every(5)
