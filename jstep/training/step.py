@@ -123,7 +123,9 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             metrics = {**reported.slot_values, **hyperparameters, **metrics, **constants}
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
-        return new, split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
+        split = split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
+        # The error of an integer beyond 32 bits names it, unlike JAX's.
+        return new, split._replace(computed=device_values.prepare_for_device(split.computed, "metrics"))
 
     return PureStep(body, name=name)
 

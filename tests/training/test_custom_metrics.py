@@ -128,3 +128,28 @@ def test_a_held_rate_that_a_plateau_halves_is_in_the_rows(tmp_path):
     step = jstep.TrainStep(with_apply_gradients(optimizer))
     jstep.train(step, state, lambda n: np.ones(4, np.float32), 3, hooks=hooks, log_steps=None)
     assert rows == pytest.approx([0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_an_integer_beyond_32_bits_is_named_or_a_constant(steps_per_call):
+    optimizer = jstep.sgd(0.1)
+
+    def custom(state, x):
+        loss, gradients = jax.value_and_grad(lambda params: jnp.sum((params["w"] - x) ** 2))(state.params)
+        return jstep.apply_gradients(state, gradients, optimizer), {"loss": loss, "big": 2**40}
+
+    def train(step):
+        rows = []
+        hook = jstep.MetricsHook(lambda step, values: rows.append(values), every_n_steps=4)
+        state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+        options = {"hooks": [hook], "steps_per_call": steps_per_call, "progress": False}
+        jstep.train(step, state, lambda n: jnp.ones(3), 4, **options)
+        return rows
+
+    with pytest.raises(OverflowError, match="metrics: the leaf at 'big' must hold integers that fit int32"):
+        train(jstep.TrainStep(custom))
+    if steps_per_call == 1:
+        assert train(custom)[0]["big"] == 2.0**40
+    else:
+        with pytest.raises(OverflowError, match="metrics: the leaf at 'big'"):
+            train(custom)
