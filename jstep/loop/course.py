@@ -268,11 +268,14 @@ class Course:
 
     def replace_state(self, state: Tree, author: str | None) -> None:
         """Continue with another state; `author` names what made it, None if it is an earlier one."""
-        if author is not None:
-            if _differ(self.position.state, state):
-                self.replacements += 1
-            self.on_replaced(self.position.step, author, self.position.state, state)
+        step = self.position.step
+        old_state = self.position.state
         self.position = self.position._replace(state=state)
+        if author is None:
+            return
+        if _differ(old_state, state):
+            self.replacements += 1
+        self.on_replaced(step, author, old_state, state)
 
     # The end.
 

@@ -40,11 +40,13 @@ class Dispatch:
 
     Args:
         first_call: A context for the first call of the run.
-        stage_listeners: Called after the first call of each stage.
+        stage_listeners: Told of the first call of each stage.
         count_examples: How to count the examples of a batch; None if their number is that of its rows.
 
     Attributes:
-        call_listeners: Called after each call.
+        call_listeners: Told of each call.
+        due_listeners: Those that are to be told of the latest call. The run tells them, once it has the new state: an
+            error of a listener must not lose it, as the one before was donated.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class Dispatch:
         self._count_examples = count_examples
         self._watch = Stopwatch() if watch is None else watch
         self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
-        self.call_listeners: list[ChunkListener] = []
+        self.call_listeners: Sequence[ChunkListener] = ()
+        self.due_listeners: Sequence[ChunkListener] = ()
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
         # With `on_device`, some step is not compiled. It may make arrays of equal shapes from batches of different
@@ -91,6 +94,7 @@ class Dispatch:
             result = program.run(state, chunk, self.table.sums)
         else:
             result = self._run_in_contexts(state, chunk, began)
+        self.due_listeners = self.call_listeners
         # A program that was called before is compiled again for another state.
         has_compiled = not program.is_called or counts.programs != programs_before
         if has_compiled:
@@ -98,8 +102,6 @@ class Dispatch:
         self._latest = program
         if not program.is_settled:
             self._settle(chunk)
-        for listener in self.call_listeners:
-            listener(chunk, result[0])
         return result
 
     def _settle(self, chunk: Chunk) -> None:
@@ -114,9 +116,13 @@ class Dispatch:
         is_timed = self._auto is not None and chunk.program.is_looped
         chunk.program.is_settled = not is_compiling and not is_timed
 
+    # The listeners are replaced, not changed: the run may be telling them.
+
+    def add_listener(self, listener: ChunkListener) -> None:
+        self.call_listeners = (*self.call_listeners, listener)
+
     def remove_listener(self, listener: ChunkListener) -> None:
-        """Call a listener no more. It may be the one that is being called, so the list is replaced, not changed."""
-        self.call_listeners = [other for other in self.call_listeners if other != listener]
+        self.call_listeners = tuple(other for other in self.call_listeners if other != listener)
 
     def _context_of_call(self) -> contextlib.AbstractContextManager[Any]:
         return self._first_call() if self._latest is None else _NO_CONTEXT
@@ -157,8 +163,7 @@ class Dispatch:
         self._warn_of_unfrozen(chunk)
         if self._latest is None:
             warn_of_redundant_rows(chunk, result[0])
-        for listener in self._stage_listeners:
-            listener(chunk, result[0])
+        self.due_listeners = (*self._stage_listeners, *self.call_listeners)
 
     def _warn_of_unfrozen(self, chunk: Chunk) -> None:
         stage = chunk.program.stage

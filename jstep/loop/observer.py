@@ -13,7 +13,7 @@ The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached
 | `on_restored` | the hooks have the run, and have not begun | | ends the start |
 | `on_no_steps` | instead of the loop, if there is no step to take | | ends the run |
 | `compiling` | around each wait for a program | a context | ends the run |
-| `on_first_call` | after the first call of each stage | | ends the run; the state is lost |
+| `on_first_call` | after the first call of each stage | | ends the run, within the iteration |
 | `on_replaced` | code of the user has replaced the state | | ends the run, within the iteration |
 | `on_save` | a save that nothing prevents any more begins | entries of `extra` | no checkpoint; ends the run |
 | `flush` | in the background, before that checkpoint appears | | no checkpoint: a `CheckpointError` |

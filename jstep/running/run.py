@@ -374,6 +374,8 @@ class Run(Generic[P]):
         # between two iterations, and is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
+        for listener in context.components.dispatch.due_listeners:
+            listener(chunk, state)
         context.components.runner.call_after_step(chunk.first)
 
     # The time of a body counts as hooks. That of a body that makes the batches counts as waiting for a batch, until it

@@ -78,7 +78,7 @@ class BatchWatch(Observer):
 
     def _watch(self, step: int) -> None:
         if self._step is None:
-            self._run.components.dispatch.call_listeners.append(self._after_call)
+            self._run.components.dispatch.add_listener(self._after_call)
         self._step = step
 
     def _after_call(self, chunk: Chunk, state: Tree) -> None:

@@ -173,5 +173,5 @@ class Meters(Observer):
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         meter = UtilizationMeter(peak_flops, flops_per_step)
-        self._run.components.dispatch.call_listeners.append(meter.count)
+        self._run.components.dispatch.add_listener(meter.count)
         return meter
