@@ -21,7 +21,7 @@ import sys, time, jax, jax.numpy as jnp, jstep
 x = jax.random.normal(jax.random.key(0), (4096, 8))
 data = jstep.batches((x, x @ jnp.arange(8.0)), batch_size=32, seed=0)
 loss_fn = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
-optimizer = jstep.adamw(jstep.warmup_cosine_decay(0.01, warmup_steps=100, decay_steps=50_000))
+optimizer = jstep.adamw(jstep.warmup_cosine_decay(0.01, warmup_steps=100, decay_steps=500_000))
 state = jstep.TrainState.create({"w": jnp.zeros(8)}, optimizer)
 step = jstep.minimize(loss_fn, optimizer)
 """
