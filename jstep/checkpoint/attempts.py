@@ -24,6 +24,10 @@ FileSizes = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
 
 
+PARTS = "parts/"
+"""The key below which the processes of a save report (`peers`)."""
+
+
 class Storage(Protocol):
     """The storage of a checkpoint's arrays, and of the files beside them: a directory, or the objects below a URL.
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
-from jstep.checkpoint.peers import PARTS
 from jstep.checkpoint.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
@@ -130,7 +129,7 @@ class DirectoryStore(Store):
         temporary = path + listing.TEMPORARY
         if count > 1:
             temporary += f"-{attempt_id}"
-            os.makedirs(os.path.join(temporary, PARTS), exist_ok=True)
+            os.makedirs(os.path.join(temporary, attempts.PARTS), exist_ok=True)
             self._unpublished = temporary
         else:
             os.makedirs(temporary)

@@ -22,7 +22,7 @@ from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
 from jstep.checkpoint.leaf_records import SavedState, array_names, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
-from jstep.checkpoint.peers import Peers
+from jstep.checkpoint.peers import Peers, post_failure
 from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.checkpoint.retention import Listener, Published, Retention
 from jstep.checkpoint.save import Save
@@ -229,7 +229,12 @@ class SaverEngine:
             )
             self._store.start(attempt, save.run)
         except Exception as error:
-            self._give_up(error)
+            if processes.is_single_process():
+                self._give_up(error)
+            # The others have begun to save, and continue. So this process does, too: all raise this error at the next
+            # exchange (`_agree_on_save`), as if the write had failed.
+            post_failure(attempt_id, jax.process_index(), error)
+            self._failure = error
         return path
 
     def _give_up(self, error: BaseException) -> NoReturn:

@@ -2,7 +2,11 @@
 
     1. Each process but the first writes an empty file below `parts/` once it has written its part.
     2. The first process waits for these files, by one list at a time.
-    3. The others wait until the checkpoint exists, or until the first process reports why not: in the file of its part.
+    3. The others wait until the checkpoint exists.
+
+A process that fails posts its error at JAX's coordination service, not below `parts/`: often it fails because it cannot
+write there. All that wait look for it. Only without the service, the error is in a file after all, and reaches the
+others by way of the first process.
 
 With one process, nothing of this happens.
 """
@@ -10,9 +14,10 @@ With one process, nothing of this happens.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from jstep.checkpoint.attempts import Attempt
+from jstep.checkpoint.attempts import PARTS, Attempt
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.part_watch import PATIENCE_SECS, PartWatch, patience_secs
+from jstep.core import processes
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 
@@ -20,9 +25,8 @@ OUTCOME_SECS = 1800.0
 """Seconds without a heartbeat after which the others give up, once the first process has written its part."""
 _HEARTBEAT_SECS = 30.0
 """Seconds between two heartbeats of the first process, while it waits for parts that grow."""
-PARTS = "parts/"
 _FAILED = ".failed"
-"""The end of the name of a file in which a process reports to the first one why it has failed."""
+"""The end of the name of a file in which a process reports to the first one why it has failed, without the service."""
 # What the first process writes at its `report_key`, one after the other. Anything else is its error.
 _BEGUN = b""
 """It writes its part."""
@@ -30,6 +34,19 @@ _HEARTBEAT = b"waiting "
 """The beginning of its heartbeats, which their number follows: it waits for the parts of others."""
 _SAVED = b"saved"
 """The checkpoint exists."""
+
+
+def _failure_key(attempt_id: int) -> str:
+    return f"jstep/failed_saves/{attempt_id}"
+
+
+def post_failure(attempt_id: int, process: int, error: BaseException) -> bool:
+    """Tell the others why a process has failed; return whether JAX's service has the error of this one or another."""
+    return processes.post(_failure_key(attempt_id), f"process {process}: {_failure_text(error)}")
+
+
+def _failure_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 class Peers:
@@ -83,17 +100,25 @@ class Peers:
         if self.count > 1:
             self._attempt.storage.write_atomically(self._report_key(0), outcome)
 
-    def tell_failure(self, text: str) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         """Tell the others why this process has failed, if that is possible."""
+        if self.count == 1 or post_failure(self._id, self.index, error):
+            return
         storage = self._attempt.storage
-        data = text.encode(errors="replace")
+        data = _failure_text(error).encode(errors="replace")
         try:
             if self.index:
                 storage.write_atomically(f"{self._report_key(self.index)}{_FAILED}", data)
             else:
                 self._tell(data)
-        except OSError as error:
-            logger.warning("the failure of %s was not reported to other processes: %s", storage.path(""), error)
+        except OSError as problem:
+            logger.warning("the failure of %s was not reported to other processes: %s", storage.path(""), problem)
+
+    def _check_none_failed(self) -> None:
+        """Raise the error that a process has posted."""
+        failure = processes.posted(_failure_key(self._id))
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def _watch(self, process: int) -> PartWatch:
         patience = patience_secs(self._average_bytes, self._own_bytes, self.own_secs)
@@ -107,6 +132,7 @@ class Peers:
         self._write_heartbeat()
         heartbeat_at = time.monotonic()
         for pause in _pauses():
+            self._check_none_failed()
             self._drop_finished(watches)
             if not watches:
                 return
@@ -174,6 +200,7 @@ class Peers:
         latest: bytes | None = None
         latest_at = time.monotonic()
         for pause in _pauses():
+            self._check_none_failed()
             outcome = self._attempt.storage.read(self._report_key(0))
             if outcome == _SAVED:
                 return

@@ -73,7 +73,7 @@ class Save:
                 self._publish()
         except BaseException as error:
             explained = _explained(error, self.attempt.storage.path(""), self.nbytes)
-            peers.tell_failure(f"{type(explained).__name__}: {explained}"[:300])
+            peers.tell_failure(explained)
             # Not `from error`, which would be its own cause if there is nothing to explain.
             raise explained from error.__cause__
         if not peers.is_first:

@@ -1,7 +1,8 @@
 """Communication between the processes of a run: requests to stop, numbers, strings and errors.
 
 All functions that exchange something block, and all processes must call them; with a single process there is no
-communication. `jstep.distributed` starts the processes; `agreed_clock` decides when a period is over for all of them.
+communication. `post` waits for nobody. `jstep.distributed` starts the processes; `agreed_clock` decides when a period
+is over for all of them.
 """
 
 import itertools
@@ -69,6 +70,38 @@ def check_no_other_run() -> None:
 def request_stop() -> None:
     """Send SIGTERM to this process: JAX's preemption service then stops all processes."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+# Texts that one process posts, and any other may read: no exchange, so that any thread may call these at any time.
+
+
+def _service() -> Any:
+    """Return the client of JAX's coordination service; None if there is none.
+
+    It is private, an exception to our rule, as JAX has no public function for it. Without it (another JAX, or processes
+    that were not started by `jax.distributed`), the callers find another way.
+    """
+    distributed = getattr(multihost_utils, "distributed", None)
+    return getattr(getattr(distributed, "global_state", None), "client", None)
+
+
+def post(key: str, text: str) -> bool:
+    """Post a text for all processes, unless one of them has posted one under this key; return whether one is there."""
+    try:
+        # The service lists what is below a key, and raises an error for a key that it does not have.
+        _service().key_value_set_bytes(f"{key}/text", text.encode(errors="replace"))
+    except (AttributeError, RuntimeError):  # there is no service, it has a text already, or it does not respond
+        return posted(key) is not None
+    return True
+
+
+def posted(key: str) -> str | None:
+    """Return the text that was posted under a key."""
+    try:
+        found = _service().key_value_dir_get_bytes(f"{key}/")
+    except (AttributeError, RuntimeError):
+        return None
+    return found[0][1].decode() if found else None
 
 
 # Exchanges of values, exempt from the caller's transfer guards.

@@ -6,6 +6,7 @@ import threading
 import types
 
 import pytest
+from jax.experimental import multihost_utils
 
 from jstep.checkpoint import part_watch, peers
 from jstep.checkpoint.attempts import Attempt, LocalStorage
@@ -143,3 +144,68 @@ def test_a_heartbeat_lets_others_wait(tmp_path, little_patience, monkeypatch):
     first.peers.tell_saved()
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+class Service:
+    """JAX's coordination service, for processes that are threads of this one."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set_bytes(self, key, value):
+        if key in self.values:
+            raise RuntimeError("ALREADY_EXISTS")
+        self.values[key] = value
+
+    def key_value_dir_get_bytes(self, directory):
+        return [(key, value) for key, value in self.values.items() if key.startswith(directory)]
+
+
+@pytest.fixture
+def service(monkeypatch):
+    made = Service()
+    state = types.SimpleNamespace(client=made)
+    monkeypatch.setattr(multihost_utils, "distributed", types.SimpleNamespace(global_state=state), raising=False)
+    return made
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_process_that_cannot_write_is_heard(tmp_path, service, little_patience, fails):
+    """Its error reaches all by JAX's service, not by a file in the place where it cannot write."""
+    saves = [make_save(tmp_path, process, 3) for process in range(3)]
+
+    class FullStorage(LocalStorage):
+        def write(self, key, data):
+            raise OSError("the disk is full")
+
+        write_atomically = write
+
+    saves[fails].attempt.storage = FullStorage(str(tmp_path))
+    with pytest.raises(OSError, match="the disk is full"):
+        saves[fails].run()
+    # The first one to fail is the cause; what the others raise because of it is not reported on top.
+    for process in {0, 1, 2} - {fails}:
+        with pytest.raises(CheckpointError, match=f"^process {fails}: OSError: the disk is full"):
+            saves[process].run()
+
+
+def test_the_failure_of_another_save_is_none_of_this_one(tmp_path, service, little_patience):
+    peers.post_failure(2, 1, OSError("the disk is full"))
+    second = threading.Thread(target=lambda: make_save(tmp_path, 1).run(), daemon=True)
+    second.start()
+    make_save(tmp_path, 0).run()
+    second.join(60)
+    assert not second.is_alive()
+
+
+def test_a_failure_that_the_service_does_not_take_goes_by_a_file(tmp_path, service, little_patience):
+    def fail(*_):
+        raise RuntimeError("UNAVAILABLE")
+
+    service.key_value_set_bytes = service.key_value_dir_get_bytes = fail
+    save = make_save(tmp_path, 1)
+    save.release = fail
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        save.run()
+    with pytest.raises(CheckpointError, match="process 1: RuntimeError: UNAVAILABLE"):
+        make_save(tmp_path, 0).run()
