@@ -81,6 +81,17 @@ def test_the_program_is_not_over_before_it_is_killed():
     assert LAST_STEP / (2 * 6400) > 2 * 15
 
 
+def test_the_site_opens_with_the_same_run():
+    """Its first screen has the program and the picture of a run that was killed, before any table."""
+    page = text_of(ROOT / "docs" / "index.md")
+    first = blocks_of(ROOT / "docs" / "index.md")[0]
+    assert first.line < 10
+    assert first.code == PROGRAM.code
+    assert TRANSCRIPT in page
+    picture = page.index("](pictures/one_clock.png)")
+    assert page.index("```python") < picture < min(page.index("```text"), page.index("\n|"), page.index("\n## "))
+
+
 def test_the_row_about_a_mesh_trains_on_it(run):
     (row,) = re.findall(r"^\| one GPU, a TPU pod.*$", README, re.MULTILINE)
     placed, option = re.search(r"`state = (jstep\.shard_state\(.*?\))`, and `train\(…, (.*?)\)`", row).groups()
