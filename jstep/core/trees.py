@@ -482,13 +482,14 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
 def is_like(params: Tree, tree: Tree) -> bool:
     """Whether a tree has an array, or None, for each leaf of params."""
     try:
-        return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
+        subtrees = structure(params).flatten_up_to(tree)
+        return all(map(_is_leaf, [subtree for subtree in subtrees if subtree is not None]))
     except (ValueError, TypeError):
         return False
 
 
 def _is_leaf(x: object) -> bool:
-    return x is None or is_array(x) or jax.tree_util.all_leaves([x])
+    return is_array(x) or jax.tree_util.all_leaves([x])
 
 
 def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
@@ -501,6 +502,8 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
     except (ValueError, TypeError) as error:
         raise ValueError(f"{_mismatch(params, tree, what, is_leaf)}. {remedy}") from error
     for i, sub in enumerate(subtrees):
+        if sub is None:  # no call: nearly all leaves of a slot of one label of many are None
+            continue
         if not (_is_leaf(sub) or (is_leaf and is_leaf(sub))):
             raise ValueError(
                 f"{what}: at {quote_path(leaf_paths(params)[i])}: must be an array, as in params, got a "

@@ -28,35 +28,49 @@ from jstep.slots.optax_transformations import as_first_optimizer, as_optimizer
 from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, needs_all_params, roles_of
 
 
+class _Leaves:
+    """The leaves of params, flattened once for all optimizers of a partition or chain."""
+
+    def __init__(self, params: Params) -> None:
+        self.leaves, self.treedef = trees.flatten(params)
+
+    def select(self, leaves: list[Any], indices: Sequence[int]) -> Any:
+        """Return the tree of some leaves, with None for the others."""
+        selected: list[Any] = [None] * len(leaves)
+        for index in indices:
+            selected[index] = leaves[index]
+        return self.treedef.unflatten(selected)
+
+
 class _PartOptimizer:
     """An optimizer of some leaves, and `params` with None for the others."""
 
-    def __init__(self, params: Params, is_own: Sequence[bool], optimizer: Optimizer) -> None:
+    def __init__(self, whole: _Leaves, indices: Sequence[int], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._leaves, self._treedef = trees.flatten(params)
-        self._is_own = is_own
-        self.params = self._restricted(self._leaves)
-
-    def _restricted(self, leaves: list[Any]) -> Any:
-        pairs = zip(leaves, self._is_own, strict=True)
-        return self._treedef.unflatten([leaf if is_own else None for leaf, is_own in pairs])
+        self._whole = whole
+        self._indices = indices
+        self.params = whole.select(whole.leaves, indices)
 
     def own(self, tree: Updates) -> Updates:
-        return self._restricted(self._treedef.flatten_up_to(tree))
+        return self._whole.select(self._whole.treedef.flatten_up_to(tree), self._indices)
 
     def call(self, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = True) -> tuple[Updates, Slots]:
-        def whole(params: Params) -> Params:
-            rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_own, strict=True)
-            return self._treedef.unflatten([new if is_own else leaf for new, leaf, is_own in rows])
+        whole = self._whole
 
-        if not all(self._is_own):
-            context = nested.inner_context(inputs.context, whole, self.own)
+        def complete(params: Params) -> Params:
+            leaves = whole.treedef.flatten_up_to(params)
+            own_leaves = [leaves[index] for index in self._indices]
+            return whole.treedef.unflatten(trees.replace_leaves(whole.leaves, self._indices, own_leaves))
+
+        if len(self._indices) < len(whole.leaves):
+            context = nested.inner_context(inputs.context, complete, self.own)
             updates = self.own(updates)
             inputs = inputs._replace(params=self.params, context=context)
         return nested.call_update(self.optimizer, updates, slots, inputs, exact=exact)
 
     def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
-        if not jax.tree.leaves(self.own(updates), is_leaf=is_slices):
+        gradients = self._whole.treedef.flatten_up_to(updates)
+        if all(gradients[index] is None for index in self._indices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
         return self.call(updates, slots, inputs)
 
@@ -64,7 +78,7 @@ class _PartOptimizer:
         if not (roles.per_step and nested.INCREMENTS.get()):
             return {}
         with setting(IS_IDLE, True):
-            _, new = self.call(self._treedef.unflatten([None] * len(self._leaves)), slots, inputs)
+            _, new = self.call(self._whole.select(self._whole.leaves, ()), slots, inputs)
         names = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
         return {name: new[name] for name in names if name in new}
 
@@ -136,13 +150,16 @@ class _Chain:
         self._has_warned = False
 
     def parts(self, params: Params) -> list[_PartOptimizer]:
-        is_all = [True] * len(jax.tree.leaves(params))
+        whole = _Leaves(params)
+        every_index = range(len(whole.leaves))
         labels = self.labels(params)
-        is_trained = is_all if labels is None else [label is not None for label in labels]
+        trained: Sequence[int] = every_index
+        if labels is not None:
+            trained = [index for index, label in enumerate(labels) if label is not None]
         parts = []
         for element in self._named.values():
-            is_own = is_all if needs_all_params(element) else is_trained
-            parts.append(_PartOptimizer(params, is_own, element))
+            indices = every_index if needs_all_params(element) else trained
+            parts.append(_PartOptimizer(whole, indices, element))
         return parts
 
     def labels(self, params: Params) -> Labels | None:
@@ -384,9 +401,14 @@ class _Partition:
         """Yield the label of each leaf, and the optimizer of each label with its leaves."""
         with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
+            indices_of_labels: dict[str, list[int]] = {label: [] for label in self.optimizers}
+            for index, label in enumerate(labels):
+                if label is not None:
+                    indices_of_labels[label].append(index)
+            whole = _Leaves(params)
             parts: dict[str, _PartOptimizer] = {}
-            for label, optimizer in self.optimizers.items():
-                parts[label] = _PartOptimizer(params, [other == label for other in labels], optimizer)
+            for label, indices in indices_of_labels.items():
+                parts[label] = _PartOptimizer(whole, indices, self.optimizers[label])
             yield labels, parts
 
     def _labels_of(self, params: Params) -> Labels:

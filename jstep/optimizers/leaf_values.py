@@ -25,7 +25,10 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
     warned: set[str] = set()
 
     def selected(whole: Params) -> list[Any]:
-        chosen = flags(whole, var_list, argument)
+        if var_list is None:
+            chosen = call_on_whole(whole, _trainable_leaves)
+        else:
+            chosen = flags(whole, var_list, argument)
         if not warns:
             return chosen
         masks = _MASKS.get()
@@ -106,27 +109,68 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 def leaf_numbers(params: Params) -> list[int]:
     """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
-    return call_on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
+    return call_on_whole(params, _numbers_of_leaves)
+
+
+def _numbers_of_leaves(params: Params) -> list[int]:
+    return list(range(len(jax.tree.leaves(params))))
+
+
+def _trainable_leaves(params: Params) -> list[bool]:
+    return list(map(trees.is_trainable, jax.tree.leaves(params)))
+
+
+class _Whole:
+    """All parameters, of which an optimizer may see some.
+
+    There may be as many optimizers as leaves, and each asks for the same values of all leaves: these are kept.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.params = params
+        self._structure = trees.structure(params)
+        self._values: dict[Callable[[Params], list[Any]], list[Any]] = {}
+
+    def values(self, fn: Callable[[Params], list[Any]]) -> list[Any]:
+        if fn not in _SHARED:
+            return fn(self.params)
+        if fn not in self._values:
+            self._values[fn] = fn(self.params)
+        return self._values[fn]
+
+    def own_indices(self, params: Params) -> list[int] | None:
+        """Return the indices of the leaves of `params` among all; None if they are not some of these."""
+        try:
+            leaves = self._structure.flatten_up_to(params)
+        except (ValueError, TypeError):
+            return None
+        indices = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        # A leaf, and not a node with leaves of its own.
+        if not jax.tree_util.all_leaves([leaves[index] for index in indices]):
+            return None
+        return indices
+
+
+_SHARED = frozenset({trees.leaves_with_paths, _numbers_of_leaves, _trainable_leaves})
+"""Functions of all parameters that the optimizers of all labels call."""
 
 
 def call_on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
     """Apply `fn` to all parameters, even inside `partition`; return its values for these."""
     whole = _WHOLE.get()
-    all_leaves, whole_structure = trees.flatten(whole, is_leaf=trees.is_none)
-    leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
-    if whole is None or structure != whole_structure:  # params are not some of the leaves of `whole`
+    indices = None if whole is None else whole.own_indices(params)
+    if whole is None or indices is None:
         return fn(params)
-    values = iter(fn(whole))
-    all_values = [None if leaf is None else next(values) for leaf in all_leaves]
-    return [value for value, leaf in zip(all_values, leaves, strict=True) if leaf is not None]
+    values = whole.values(fn)
+    return [values[index] for index in indices]
 
 
-_WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
+_WHOLE: contextvars.ContextVar[_Whole | None] = contextvars.ContextVar("jstep_whole_params", default=None)
 
 
-def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
+def partial_params(params: Params) -> contextlib.AbstractContextManager[_Whole | None]:
     """Let masks see `params` in this context, even if inner optimizers get None or another dtype."""
-    return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
+    return setting(_WHOLE, _WHOLE.get() or _Whole(params))
 
 
 Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]

@@ -58,6 +58,11 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    slots_of_leaves: list[dict[str, Any]] = [{} for _ in leaves]
+    for name, tree in ordered.items():
+        for i, slot in enumerate(tree):
+            if slot is not None:
+                slots_of_leaves[i][name] = slot
     if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
         return apply_updates(params, updates), slots
     new = list(leaves)
@@ -69,7 +74,7 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
         alike: dict[str, Any] = {}
         if not is_update(update):
-            alike = {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
+            alike = {name: ordered[name] for name, slot in slots_of_leaves[i].items() if _is_alike(slot, leaf)}
         if any(name in names for name in alike):
             places.append([(new, i), *((tree, i) for tree in alike.values())])
             chains.append([tree[i] for tree, i in places[-1]])

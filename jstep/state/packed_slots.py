@@ -93,12 +93,15 @@ def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
     treedef = jax.tree.structure(params)
     found: dict[str, _OwnLeaves] = {}
     stored = dict(slots)
+    keys_of_leaves: list[Any] = []  # made once for all slots, and only if one is packed
     for name, tree in slots.items():
         values = _values(treedef, tree)
         if values is None:
             continue
         indices = tuple(index for index, value in enumerate(values) if value is not None)
-        nested = _nested(params, indices)
+        if not keys_of_leaves:
+            keys_of_leaves = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+        nested = _nested(keys_of_leaves, indices)
         if nested is None:
             continue
         slot = _OwnLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
@@ -126,14 +129,13 @@ def _values(params: Any, tree: Any) -> list[Any] | None:
     return values
 
 
-def _nested(params: Params, indices: tuple[int, ...]) -> Any:
+def _nested(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
     """Return nested dicts of the indices at the paths of their leaves, in this order; None if that is impossible."""
-    paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     # JAX sorts the keys of a dict, which may not be the order of the fields of a class.
     for kind in (dict, collections.OrderedDict):
         root: Any = kind()
         for index in indices:
-            *parents, last = map(_key, paths[index])
+            *parents, last = map(_key, keys_of_leaves[index])
             node = root
             for key in parents:
                 node = node.setdefault(key, kind())
