@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from jstep.core.logs import logger
 from jstep.record.config import encoded
-from jstep.record.schema import ProcessRecord, checked, valid_fields
+from jstep.record.schema import ProcessRecord
 from jstep.record.starts import FOLDER, OpenDirectory
+from jstep.stores.checked_json import checked, valid_fields
 from jstep.stores.files import check_is_no_link, read_small, replace_file
 from jstep.stores.untrusted import MAX_CLAIM_BYTES, decode_json
 from jstep.stores.urls import is_url, join_path

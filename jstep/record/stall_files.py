@@ -12,8 +12,9 @@ from typing import Any
 
 from jstep.core.logs import logger
 from jstep.record.config import encoded
-from jstep.record.schema import StallFile, checked
+from jstep.record.schema import StallFile
 from jstep.record.starts import OpenDirectory
+from jstep.stores.checked_json import checked
 from jstep.stores.files import (
     ForeignFileError,
     check_is_no_link,

@@ -20,7 +20,8 @@ from typing import Any, cast
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
 from jstep.record.config import encoded
-from jstep.record.schema import LARGE_CONFIG, SetupFile, Start, checked, valid_fields
+from jstep.record.schema import LARGE_CONFIG, SetupFile, Start
+from jstep.stores.checked_json import checked, valid_fields
 from jstep.stores.files import check_is_no_link, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary

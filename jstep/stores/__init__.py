@@ -1,5 +1,6 @@
 """How are files and objects read and written? tensorstore is imported when the first URL is used.
 
+- `checked_json`: JSON that is checked against types.
 - `compile_cache`: JAX's compilation cache during a run.
 - `event_files`: reading of event files.
 - `files`: atomic and durable files and objects.
