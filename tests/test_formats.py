@@ -19,7 +19,7 @@ from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
 from jstep.hooks import hook_states
 from jstep.logs import fingerprint_log
-from jstep.loop import contents, origin
+from jstep.loop import run_extra
 from jstep.record import process_files, schema, stall_files, starts
 from jstep.stores import objects, tagged_arrays, tagged_json
 
@@ -46,8 +46,8 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     yield "manifest, a leaf", manifest.FORMAT, sorted(manifest._LEAF_KEYS)
     yield "manifest, a leaf that was left out", manifest.FORMAT, sorted(manifest._LEFT_OUT_KEYS)
     yield "manifest, the retention", manifest.FORMAT, sorted(manifest._RETENTION_KEYS)
-    extra = [positions.POSITION, positions.POSITIONS, contents.HOOK_STATES, contents.SKIPPED_IN_A_ROW]
-    extra += [origin.ENDED, origin.STOPPED, origin.HELD_VALUES, origin.RUN_KEY, origin.PARENT]
+    extra = [positions.POSITION, positions.POSITIONS, run_extra.HOOK_STATES, run_extra.SKIPPED_IN_A_ROW]
+    extra += [run_extra.ENDED, run_extra.STOPPED, run_extra.HELD_VALUES, run_extra.RUN_KEY, run_extra.PARENT]
     yield "manifest, the extra of a run", manifest.FORMAT, sorted(extra)
     yield "database of arrays", manifest.DATABASE, ["OCDBT", "zarr3", "bytes", "crc32c"]
     yield "tagged values", manifest.TAGS_FORMAT, sorted([*tagged_json._DECODERS, tagged_json._FILE])

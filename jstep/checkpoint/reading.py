@@ -83,6 +83,10 @@ class OpenCheckpoint:
         """Whether it was deleted or replaced since it was opened."""
         return self._store.is_gone(self.path, self.manifest)
 
+    def corrupted(self, problem: str) -> CheckpointError:
+        """Return the error for something in it that jstep does not write: it also says which checkpoint is intact."""
+        return unusable(self._store, self._prefix, self.path, [problem], is_corrupted=True)
+
     def file(self, name: str) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""
         try:

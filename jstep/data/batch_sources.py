@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jstep.data.positions import batches_since
+from jstep.data.positions import batches_since, fetch_again
 from jstep.data.sequence import BatchSequence, next_change
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
@@ -170,11 +170,12 @@ class Loader(BatchSource):
         if not hasattr(self.given, "__next__"):
             return  # the next run begins another pass over it
         position = self.position_after(trained) if is_idle else None
-        if position is not None:
+        count = batches_since(position)
+        # If none was fetched, a signal has ended the wait for these, and must not lead to the same wait.
+        if position is not None and not (count and not fetched):
             with contextlib.suppress(Exception):  # what cannot be set is warned about
                 self._set_position(position)
-                for _ in range(batches_since(position)):
-                    next(self.given)
+                fetch_again(self.given, count)
                 return
         note_untrained(self.given, fetched - trained)
 

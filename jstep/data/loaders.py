@@ -26,6 +26,7 @@ from jstep.data.positions import (
     ThrottledPosition,
     batches_since,
     decode_position,
+    fetch_again,
     has_methods,
     position_methods,
 )
@@ -140,7 +141,7 @@ def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
     _restore_position(owner, opening)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    batches_to_drop = batches_since(None if opening.saved is None else opening.saved.value)
+    count = batches_since(None if opening.saved is None else opening.saved.value)
 
     ask = functools.partial(loader_position, owner)
     read_position: Callable[[], Any] | None = None
@@ -153,12 +154,18 @@ def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
             start = _position_at_start(ask, opening)
     return Loader(
         batches,
-        itertools.islice(items, batches_to_drop, batches_to_drop + opening.steps_left),
+        itertools.chain(_fetched_again(items, count), itertools.islice(items, opening.steps_left)),
         start=start,
         read_position=read_position,
         set_position=functools.partial(set_position, batches),
         is_fresh=isinstance(owner, BatchIterator),
     )
+
+
+def _fetched_again(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """Fetch batches again when the first one is asked for; yield none of them."""
+    fetch_again(items, count)
+    yield from ()
 
 
 def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
@@ -277,7 +284,7 @@ def _restore_position(owner: object, opening: _Opening) -> None:
         logger.warning("%s (the %s of process %d)", saved.warning, name, jax.process_index())
     if saved.value is None:
         return
-    value = decode_position(saved.value, name)
+    value = decode_position(saved.value, name, saved.source)
     try:
         _methods(owner).restore(value)
     except Exception as error:

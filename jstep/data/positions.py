@@ -4,17 +4,18 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jstep.core import processes
-from jstep.core.checks import describe_type, format_list
+from jstep.core.checks import format_list, format_value
+from jstep.core.logs import logger
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnknownPartError
 from jstep.stores.tagged_json import AttachedFiles, ExternalBytes
-from jstep.stores.untrusted import decode_json
+from jstep.stores.untrusted import decode_json, is_step
 
 POSITION = "batches"
 """Key of a checkpoint's `extra`: the position, if it is the same on all processes."""
@@ -51,19 +52,37 @@ def position_methods(owner: object) -> PositionMethods | None:
     return None
 
 
+def is_position(value: object) -> bool:
+    """Whether JSON may be a position; what it tells the loader is known only once it is decoded."""
+    return isinstance(value, dict) and "value" in value and is_step(value.get(_BATCHES_SINCE, 0))
+
+
+def are_positions(value: object) -> bool:
+    """Whether JSON is what `POSITIONS` describes: one position, or the names of the files of all processes."""
+    if not isinstance(value, dict) or not is_step(value.get(_PROCESSES)) or not isinstance(value.get(_LIST), list):
+        return False
+    count = value[_PROCESSES]
+    positions = value[_LIST]
+    if len(positions) == 1:
+        return is_position(positions[0])
+    return len(positions) == count and positions == _file_names(count)
+
+
 class SavedPosition(NamedTuple):
     """The position of this process's loader in a checkpoint, or the reason why there is none."""
 
     value: Any
     error: str = ""
     warning: str = ""
+    source: str = "the checkpoint"
 
 
-def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
+def saved_position(extra: Mapping[str, Any], source: str = "the checkpoint") -> SavedPosition | None:
     """Return the position of this process in a checkpoint's `extra`, or why it is not known; None without one.
 
     Args:
         extra: As `load_own_position` returns it.
+        source: What messages call the checkpoint.
     """
     count = jax.process_count()
     entry = extra.get(POSITIONS)
@@ -72,9 +91,10 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
         if position is None:
             return None
         if count == 1:
-            return SavedPosition(position)
+            return SavedPosition(position, source=source)
         return SavedPosition(
             position,
+            source=source,
             warning=f"The checkpoint has one position of a loader for {count} processes. Every process resumes from "
             "it, which is wrong if their loaders do not advance together.",
         )
@@ -89,9 +109,10 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
                 None,
                 f"the checkpoint was saved by {saved_count} processes, whose loaders had different positions, and this "
                 f"run has {count}. Start the run with {saved_count} processes",
+                source=source,
             )
         position = positions[jax.process_index()]
-    return None if position is None else SavedPosition(position)
+    return None if position is None else SavedPosition(position, source=source)
 
 
 Files = dict[str, ExternalBytes]
@@ -210,7 +231,8 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
 
     positions = entry[_LIST]
     if len(positions) == 1:
-        copied[POSITIONS] = {**entry, _LIST: [copied[POSITION]]}
+        if POSITION in copied:
+            copied[POSITIONS] = {**entry, _LIST: [copied[POSITION]]}
         return copied, files
     for process, position in enumerate(positions):
         if isinstance(position, str):  # the file of another process, which writes it
@@ -222,15 +244,20 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
     return copied, files
 
 
-def decode_position(encoded: object, owner: str) -> Any:
+def decode_position(encoded: Any, owner: str, source: str = "the checkpoint") -> Any:
     """Decode a position without running code from the checkpoint.
+
+    Args:
+        encoded: The position.
+        owner: What messages call the loader.
+        source: What messages call the checkpoint.
 
     Raises:
         ValueError: It is not a position.
     """
-    what = f"batches: the checkpoint's position for the {owner}"
-    if not isinstance(encoded, Mapping):
-        raise ValueError(f"{what} must be a position, got {describe_type(encoded)}")
+    what = f"batches: in {source}, the position for the {owner}"
+    if not is_position(encoded):  # it may be from a file of its own
+        raise ValueError(f"{what} must be a position, got {format_value(encoded)}")
     try:
         return tagged_json.decode(encoded["value"])
     except UnknownPartError as error:
@@ -261,6 +288,9 @@ _SHARE = 0.02
 """The maximum share of the time that reading the position of a loader may take."""
 _QUICK = 5e-5
 """A position that is read faster than this, in seconds, is read after each batch, however short batches are."""
+_END = object()
+_SILENT_SECS = 1.0
+"""The seconds after which fetching batches again logs a line."""
 _BATCHES_SINCE = "after"
 """The key of the number of batches since a position was read; absent for none."""
 
@@ -316,5 +346,17 @@ class ThrottledPosition:
 
 
 def batches_since(position: Any) -> int:
-    """Return how many batches were fetched after a position was read."""
-    return position.get(_BATCHES_SINCE, 0) if isinstance(position, Mapping) else 0
+    """Return how many batches were fetched after a position was read; 0 if it is not a position."""
+    return position.get(_BATCHES_SINCE, 0) if is_position(position) else 0
+
+
+def fetch_again(batches: Iterator[Any], count: int) -> None:
+    """Fetch the batches that were fetched after a position was read; say so if that takes long."""
+    began = time.monotonic()
+    has_told = False
+    for _ in range(count):
+        if next(batches, _END) is _END:
+            return
+        if not has_told and time.monotonic() - began > _SILENT_SECS:
+            has_told = True
+            logger.info("batches: fetches %d batches again, which came after the saved position of the loader", count)

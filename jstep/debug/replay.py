@@ -322,7 +322,7 @@ def _restore_newest(
                 with internal_transfers():
                     checkpoint = engine_of(saver).open(start)
                     restored = checkpoint.restore(state)
-                    position = saved_position(load_extra(checkpoint))
+                    position = saved_position(load_extra(checkpoint), name)
             except (CheckpointError, FileNotFoundError) as error:
                 # It is corrupted, or was replaced by a run that is alive.
                 logger.warning("replay: %s is skipped: %s", name, error)

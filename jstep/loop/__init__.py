@@ -19,6 +19,7 @@
 - `parent`: the checkpoint of another run that a branch begins from.
 - `programs`: the programs of stages, by the shapes of their batches.
 - `run_context`: what the loop, its hooks and its observers share.
+- `run_extra`: the keys of a checkpoint's `extra`, and their types.
 - `saving`: when the checkpoint of a run is saved, and what prevents it.
 - `signals`: signals, a time limit, and stops of several processes.
 - `stages`: the train steps of a run, and where each begins.

@@ -14,6 +14,8 @@
 | `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_origin` |
 | others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
+
+`run_extra.py` has their types, which are checked when they are read.
 """
 
 from typing import Any, NamedTuple
@@ -22,17 +24,24 @@ import jax
 
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
+from jstep.core.exceptions import note
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.hook_states import get_states, set_states
 from jstep.loop.observer import that_define
-from jstep.loop.origin import ENDED, HELD_VALUES, LAST_BODY, LAST_ITERATION, PARENT, RUN_KEY, STOPPED
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import (
+    BEFORE_END,
+    ENDED,
+    HELD_VALUES,
+    HOOK_STATES,
+    LAST_BODY,
+    LAST_ITERATION,
+    PARENT,
+    RUN_KEY,
+    SKIPPED_IN_A_ROW,
+    STOPPED,
+)
 from jstep.stores.tagged_json import AttachedFiles, as_json
-
-HOOK_STATES = "hooks"
-SKIPPED_IN_A_ROW = "skipped"
-BEFORE_END = "before_end"
-"""Keys of a checkpoint's `extra`, by the table above."""
 
 
 class Contents(NamedTuple):
@@ -140,7 +149,11 @@ class RunContents:
 def restore_hooks(run: RunContext) -> bool:
     """Set the states of the hooks; return whether one of them keeps the run stopped."""
     extra = run.origin.extra
-    is_stopped = set_states(run.components.hooks, extra.get(HOOK_STATES))
+    try:
+        is_stopped = set_states(run.components.hooks, extra.get(HOOK_STATES))
+    except Exception as error:
+        note(error, f"jstep: the states of the hooks are those in {run.origin.source}")
+        raise
     if SKIPPED_IN_A_ROW in extra:
         run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
     return is_stopped and not run.origin.is_at_branch_point

@@ -3,10 +3,9 @@
 import dataclasses
 import enum
 import functools
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,12 +22,21 @@ from jstep.data.positions import load_own_position
 from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
 from jstep.loop.parent import (
-    Parent,
     ParentCheckpoint,
     describe_missing,
     find_parent,
     read_checkpoint,
     warn_of_other_parent,
+)
+from jstep.loop.run_extra import (
+    ENDED,
+    HELD_VALUES,
+    LAST_ITERATION,
+    PARENT,
+    RUN_KEY,
+    STOPPED,
+    Parent,
+    run_extra,
 )
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
@@ -37,32 +45,6 @@ from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import check_alive, state_step
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
-
-# Keys of what a checkpoint holds beside the state; `contents.py` has the table of all, and those that only it needs.
-
-ENDED: Final = "ended"
-"""The step at which the hooks of the run have ended."""
-LAST_ITERATION: Final = "last_iteration"
-"""The step at which the iterations were over, so that only the end follows."""
-LAST_BODY: Final = "last_body"
-"""The step at which the body of the end has run."""
-STOPPED: Final = "stopped"
-"""The name of the hook that stopped the run."""
-HELD_VALUES: Final = "held"
-"""The initial values of held hyperparameters."""
-PAST: Final = "past"
-"""What an observer saves, so that a restart can compare."""
-START: Final = "start"
-"""Within `PAST`: the number of the start, and when it began."""
-
-# Keys of the record of a start; a checkpoint has the first two of them as well.
-
-RUN_KEY: Final = "run"
-"""The name of the run."""
-PARENT: Final = "parent"
-"""The checkpoint of another run that it began from."""
-PARENT_RUN: Final = "parent_run"
-"""The name of that run."""
 
 
 class Lineage(NamedTuple):
@@ -151,8 +133,7 @@ class Origin:
     @property
     def held_values(self) -> Mapping[str, float]:
         """Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run began."""
-        saved = self.extra.get(HELD_VALUES)
-        initial: Mapping[str, float] = saved if isinstance(saved, dict) else {}
+        initial: Mapping[str, float] = self.extra.get(HELD_VALUES, {})
         if self.kind is not Kind.FRESH and self.given.step != 0:
             return initial  # shapes, or a trained state, hold no initial values
         return {**self.given.values, **initial}
@@ -193,7 +174,7 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, readin
             extra = {} if checkpoint is None else load_extra(checkpoint)
         except Exception as error:
             problem = error
-    lineage = Lineage(_name_in(extra), _parent_in(extra))
+    lineage = Lineage(extra.get(RUN_KEY), extra.get(PARENT))
     if extra and jax.process_index() == 0:
         warn_of_other_parent(options, lineage.parent)
     return Origin(
@@ -215,7 +196,7 @@ def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
 
     One that has passed `stop_step` without its iterations being over is in mid-run.
     """
-    extra = checkpoint.extra if isinstance(checkpoint.extra, dict) else {}
+    extra = run_extra(checkpoint)
     step = checkpoint.step
     if extra.get(ENDED) == step:
         return True
@@ -242,7 +223,7 @@ def _begin_branch(
         step=parent.step,
         # The branch is not stopped by the parent's hook, owes none of its `end`s, and has its own name.
         extra={key: value for key, value in extra.items() if key not in (STOPPED, LAST_ITERATION, RUN_KEY)},
-        lineage=Lineage(None, parent.reference, _run_in(extra)),
+        lineage=Lineage(None, parent.reference, extra.get(RUN_KEY)),
         given=given,
         source=parent.reference["path"],
         state=state,
@@ -252,9 +233,7 @@ def _begin_branch(
 
 def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """Return what a checkpoint holds beside the state, with this process's position; files are read when used."""
-    extra = checkpoint.extra
-    if not isinstance(extra, dict):
-        return {}
+    extra = run_extra(checkpoint)
 
     def load() -> dict[str, Any]:
         found: dict[str, Any] = tagged_json.resolve_files(
@@ -274,23 +253,6 @@ def _hyperparameters_in(state: TrainState) -> dict[str, float]:
             values[slot] = state.slots[slot]
     scalars = {name: value for name, value in values.items() if np.ndim(value) == 0}
     return {name: float(value) for name, value in read_values(scalars).items()}
-
-
-def _name_in(extra: Mapping[str, Any]) -> str | None:
-    name = extra.get(RUN_KEY)
-    return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
-
-
-def _run_in(extra: Mapping[str, Any]) -> str | None:
-    """Return the name of the run that saved a checkpoint, if it says so."""
-    name = extra.get(RUN_KEY)
-    return name if isinstance(name, str) else None
-
-
-def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
-    parent = extra.get(PARENT)
-    is_valid = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
-    return parent if is_valid else None
 
 
 def step_of_values(state: TrainState) -> int | None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from jstep.checkpoint.listing import FOUND_NAME
 from jstep.checkpoint.manifest import CheckpointError
@@ -17,18 +17,12 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
 from jstep.loop.arguments import Options
+from jstep.loop.run_extra import Parent, run_extra
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path
 
 _PROBLEM = "start_from cannot be read"
-
-
-class Parent(TypedDict):
-    """The checkpoint of another run, as a checkpoint names it."""
-
-    path: str
-    step: int
 
 
 class ParentCheckpoint(NamedTuple):
@@ -243,10 +237,7 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
         # Read now: a later save may delete the checkpoint.
         return tagged_json.ExternalBytes(files(name).read())
 
-    saved = checkpoint.extra
-    extra: dict[str, Any] = {}
-    if isinstance(saved, dict):
-        extra = tagged_json.resolve_files(load_own_position(saved, read_file), load)
+    extra: dict[str, Any] = tagged_json.resolve_files(load_own_position(run_extra(checkpoint), read_file), load)
     if processes.any_process(checkpoint.is_gone()):
         return None
     return ReadCheckpoint(parent, checkpoint, extra, state)

@@ -24,9 +24,10 @@ from jstep.hooks.cadence import Cadence, make_cadence
 from jstep.hooks.nan_loss import describe_initial_nan
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.loop.arguments import MAX_SECS
-from jstep.loop.contents import BEFORE_END, NOTHING, Contents, RunContents
+from jstep.loop.contents import NOTHING, Contents, RunContents
 from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import BEFORE_END
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics

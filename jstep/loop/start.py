@@ -35,19 +35,10 @@ from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import that_define
-from jstep.loop.origin import (
-    ENDED,
-    LAST_BODY,
-    LAST_ITERATION,
-    STOPPED,
-    Kind,
-    find_origin,
-    open_saver,
-    read_state,
-    step_of_values,
-)
+from jstep.loop.origin import Kind, find_origin, open_saver, read_state, step_of_values
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
+from jstep.loop.run_extra import ENDED, LAST_BODY, LAST_ITERATION, STOPPED
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
 from jstep.stores.owners import remove_temporary
@@ -312,7 +303,7 @@ def _open_source(run: RunContext, batches: Tree) -> BatchSource:
         batches,
         first,
         options.stop_step,
-        saved_position(run.origin.extra),
+        saved_position(run.origin.extra, run.origin.source),
         is_saved=options.checkpoint_dir is not None,
         next_save=next_save,
         state=lambda: run.state,

@@ -47,8 +47,8 @@ from jstep.hooks.run_hook import HookCall
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.course import ENDING, Activity
 from jstep.loop.hook_errors import HookErrors
-from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import STOPPED
 from jstep.loop.saving import RunSaverHook, describe_restart, find_own_saver, why_not_saved
 from jstep.state.train_state import TrainState
 

@@ -21,8 +21,8 @@ from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
 from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
-from jstep.loop.origin import PAST, START
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import PAST, START
 from jstep.record.run_record import earlier_starts, file_of, process_file_of
 from jstep.watching.start_setup import describe_batches
 
@@ -99,7 +99,7 @@ class BatchWatch(Observer):
             known = process_file.fields["batches"]
         else:
             # Of the start that saved the checkpoint, and of later ones, which may have read the batch after it, too.
-            saved_by = (run.origin.extra.get(PAST) or {}).get(START, [math.inf])
+            saved_by = run.origin.extra.get(PAST, {}).get(START) or [math.inf]
             for start in earlier_starts(run):
                 if start["number"] >= saved_by[0]:
                     known |= start["batches"]

@@ -27,8 +27,9 @@ from jstep.core.trees import Tree
 from jstep.loop.arguments import Options
 from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
-from jstep.loop.origin import PARENT, PARENT_RUN, PAST, STOPPED, Kind, Lineage, Origin
+from jstep.loop.origin import Kind, Lineage, Origin
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import CODE, CONFIG, PARENT, PARENT_RUN, PAST, STOPPED
 from jstep.loop.stages import Stage
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import as_config, command_line
@@ -216,15 +217,15 @@ class Recorder(Observer):
         has_past = self.run.restored is not None or PAST in extra
         if step <= self.run.course.first and has_past:
             # No step was run: whoever resumes from here has to be compared with the start that trained this state.
-            return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
+            return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
         if not self._is_active():
             return {}
         # As a function, which is called while the checkpoint is written: to hash the rows of the batches takes long.
         kept: dict[str, Any] = {PAST: functools.partial(describe_past, self.run, step)}
         if self.run.options.config is not None:
-            kept["config"] = dict(self.run.options.config)
+            kept[CONFIG] = dict(self.run.options.config)
         if file is not None and file.fields["commit"] is not None:
-            kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
+            kept[CODE] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
 
     def on_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
@@ -256,7 +257,7 @@ class Recorder(Observer):
         if not self._is_active():
             return
         saved_past = run.origin.extra.get(PAST)
-        if run.restored is not None and isinstance(saved_past, dict):
+        if run.restored is not None:
             self._saved_past = saved_past
         first = run.course.first
         shapes = run.components.dispatch.table.state_shapes

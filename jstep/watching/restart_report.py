@@ -15,8 +15,8 @@ from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import printable
 from jstep.data.sequence import BatchSequence
-from jstep.loop.origin import START
 from jstep.loop.run_context import RunContext
+from jstep.loop.run_extra import START
 from jstep.loop.stages import lanes_of
 from jstep.record.differences import Changes, changes
 from jstep.record.run_record import earlier_starts, file_of
@@ -99,7 +99,7 @@ def _batch_change(checkpoint: str, step: int, saved_past: Mapping[str, Any], pas
     """Return a line if other rows would have been trained on before the checkpoint."""
     if "rows" not in saved_past or "rows" not in past or saved_past["rows"] == past["rows"]:
         return []
-    found = changes({"setup": {"batches": saved_past["batches"]}}, {"setup": {"batches": past["batches"]}})
+    found = changes({"setup": {"batches": saved_past.get("batches") or {}}}, {"setup": {"batches": past["batches"]}})
     lines = [line.removeprefix("batches: ") for line in found.lines]
     why = "; ".join(lines) or "their definition is the same, but the rows are not"
     return [

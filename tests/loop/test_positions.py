@@ -67,7 +67,7 @@ def test_a_value_that_users_saved_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
         assert next(open_source([0, 1, 2, 3, 4], 4, 9, saved_position({POSITION: 3})).items) == 4
-        with pytest.raises(ValueError, match="Stateful must be a position, got an int"):
+        with pytest.raises(ValueError, match="Stateful must be a position, got 3"):
             open_source(Stateful(), 4, 9, saved_position({POSITION: 3}))
 
 

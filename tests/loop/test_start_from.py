@@ -241,7 +241,7 @@ def test_a_file_that_a_checkpoint_of_others_names_twice(tmp_path):
     file = tagged_json.ExternalBytes(b"x" * 100)
     named = {"$bytes": {"$file": "hooks.0"}}
     with jstep.Saver(tmp_path / "trunk") as saver:
-        saver.save(make_state(), CheckpointExtra({"hooks": [named, named]}, {"hooks.0": file}))
+        saver.save(make_state(), CheckpointExtra({"run": "0123abcd", "hooks": [named, named]}, {"hooks.0": file}))
     with pytest.raises(ValueError, match=r"'hooks\.0' is named more than once"):
         train(5, tmp_path / "branch", start_from=tmp_path / "trunk")
 
