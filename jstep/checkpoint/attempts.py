@@ -46,9 +46,11 @@ class Storage(Protocol):
     def names(self, key: str) -> Collection[str]:
         """Return the names of the files below a key, which has a slash at its end."""
 
-    def progress(self, key: str) -> object:
-        """Return what changes while files below a key are written: their bytes, or the number of objects."""
-        return len(self.names(key))
+    def progress(self, keys: Sequence[str]) -> Sequence[int]:
+        """Return, for each key, what changes while files below it are written: their bytes, or the number of objects.
+
+        In a bucket, this is one list, however many keys there are.
+        """
 
     def write(self, key: str, data: bytes) -> object:
         """Write a new file, and flush its content."""
@@ -88,7 +90,10 @@ class LocalStorage(Storage):
     def names(self, key: str) -> Collection[str]:
         return list_names(self.path(key))
 
-    def progress(self, key: str) -> int:
+    def progress(self, keys: Sequence[str]) -> list[int]:
+        return [self._nbytes(key) for key in keys]
+
+    def _nbytes(self, key: str) -> int:
         nbytes = 0
         for directory, _, names in os.walk(self.path(key)):
             for name in names:

@@ -450,6 +450,17 @@ class ObjectStorage(attempts.Storage):
         keys = self._objects.list(self._key(key), _end_of(self._key(key)))
         return [found.removeprefix(self._key(key)) for found in keys]
 
+    def progress(self, keys: Sequence[str]) -> list[int]:
+        # From the first key to the last one: what sorts between them are the parts of other processes.
+        first = self._key(min(keys))
+        last = self._key(max(keys))
+        counts = dict.fromkeys(keys, 0)
+        for found in self._objects.list(first, _end_of(last)):
+            top = found.removeprefix(f"{self._attempt}/").partition("/")[0]
+            if f"{top}/" in counts:
+                counts[f"{top}/"] += 1
+        return list(counts.values())
+
     def write(self, key: str, data: bytes) -> object:
         return self._objects.write(self._key(key), data)
 

@@ -1,17 +1,17 @@
-"""Detection, from outside, of a process whose write of its part of a checkpoint hangs.
+"""Detection, from outside, of processes whose write of their part of a checkpoint hangs.
 
 A write that hangs and a slow flush look alike, because the number of bytes does not grow during a flush. This process
 has written and flushed a part of its own on the same storage, from which it estimates how long a flush may take.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from jstep.stores.objects import BYTES_PER_SEC
 
 PATIENCE_SECS = 120.0
 """Seconds without progress that are always granted."""
 _POLL_SECS = 10.0
-"""Seconds between two polls of a part, each of which lists its files."""
+"""Seconds before a poll of the parts, each of which lists their files."""
 _MIN_MEASURED_BYTES = 2**24
 """The minimum bytes of a part that says how fast the storage is."""
 _SLOWDOWN = 10
@@ -34,35 +34,59 @@ def patience_secs(part_bytes: float, own_bytes: int, own_secs: float) -> float:
 
 
 class PartWatch:
-    """Watches the part of another process.
+    """Watches the parts of other processes, by one request for all of them.
+
+    Most parts are complete within seconds, so the first poll waits, too.
 
     Args:
-        progress: Returns what changes while the part is written, such as its bytes.
-        patience: Seconds without a change after which it hangs.
+        progress: Returns, for each of some processes, what changes while its part is written, such as its bytes.
+        processes: The processes.
+        patience: Seconds without a change after which a process hangs.
         instant: The monotonic time at which watching begins.
     """
 
-    def __init__(self, progress: Callable[[], object], patience: float, instant: float) -> None:
+    def __init__(
+        self,
+        progress: Callable[[Sequence[int]], Sequence[object]],
+        processes: Iterable[int],
+        patience: float,
+        instant: float,
+    ) -> None:
         self._progress = progress
         self._patience = patience
-        self._latest: object = None
-        self._polled_at = float("-inf")
-        self._changed_at = instant
+        # What the latest poll found; None before the first one, so that it counts as a change.
+        self._latest: dict[int, object] = dict.fromkeys(processes)
+        self._changed_at = dict.fromkeys(self._latest, instant)
+        self._polled_at = instant
 
-    def quiet_secs(self, instant: float) -> float:
-        """Return the seconds since the part last changed, after polling it if the last poll was a few seconds ago."""
-        if instant - self._polled_at >= min(_POLL_SECS, self._patience / 4):
-            self._polled_at = instant
-            progress = self._progress()
-            if progress != self._latest:
-                self._latest = progress
-                self._changed_at = instant
-        return instant - self._changed_at
+    @property
+    def processes(self) -> list[int]:
+        return list(self._latest)
 
-    def is_stuck(self, instant: float) -> bool:
-        """Return whether the part has not changed for too long; polls it, as `quiet_secs` does."""
-        return self.quiet_secs(instant) > self._patience
+    def forget(self, process: int) -> None:
+        """Watch a process no more: it has written its part."""
+        del self._latest[process]
+        del self._changed_at[process]
 
-    def left_secs(self, instant: float) -> float:
-        """Return the seconds until `is_stuck`, if nothing changes; does not poll it."""
-        return self._patience - (instant - self._changed_at)
+    def poll(self, instant: float) -> None:
+        """Poll the parts if the last poll was a few seconds ago."""
+        if instant - self._polled_at < min(_POLL_SECS, self._patience / 4):
+            return
+        self._polled_at = instant
+        processes = self.processes
+        for process, progress in zip(processes, self._progress(processes), strict=True):
+            if progress != self._latest[process]:
+                self._latest[process] = progress
+                self._changed_at[process] = instant
+
+    def quiet_secs(self, process: int, instant: float) -> float:
+        """Return the seconds since a part last changed, as far as the polls know."""
+        return instant - self._changed_at[process]
+
+    def stuck(self, instant: float) -> list[int]:
+        """Return the processes whose part has not changed for too long."""
+        return [process for process in self._latest if self.quiet_secs(process, instant) > self._patience]
+
+    def left_secs(self, process: int, instant: float) -> float:
+        """Return the seconds until a process is stuck, if nothing changes."""
+        return self._patience - self.quiet_secs(process, instant)

@@ -12,7 +12,7 @@ With one process, nothing of this happens.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jstep.checkpoint.attempts import PARTS, Attempt
 from jstep.checkpoint.manifest import CheckpointError
@@ -120,57 +120,60 @@ class Peers:
         if failure is not None:
             raise CheckpointError(failure)
 
-    def _watch(self, process: int) -> PartWatch:
+    def _watch(self, processes: Sequence[int]) -> PartWatch:
+        def progress(processes: Sequence[int]) -> Sequence[int]:
+            return self._attempt.storage.progress([self.part_keys[process] for process in processes])
+
         patience = patience_secs(self._average_bytes, self._own_bytes, self.own_secs)
-        key = process_key(process)
-        return PartWatch(lambda: self._attempt.storage.progress(key), patience, time.monotonic())
+        return PartWatch(progress, processes, patience, time.monotonic())
 
     def wait_for_parts(self) -> None:
         """Wait, on the first process, until all others have written; a process that hangs is an error."""
-        watches = {process: self._watch(process) for process in range(1, self.count)}
+        watch = self._watch(range(1, self.count))
         warned_of: set[int] = set()
         self._write_heartbeat()
         heartbeat_at = time.monotonic()
         for pause in _pauses():
             self._check_none_failed()
-            self._drop_finished(watches)
-            if not watches:
+            self._drop_finished(watch)
+            if not watch.processes:
                 return
             instant = time.monotonic()
-            self._check_not_stuck(watches, instant)
-            self._warn_of_quiet(watches, instant, warned_of)
+            watch.poll(instant)
+            self._check_not_stuck(watch, instant)
+            self._warn_of_quiet(watch, instant, warned_of)
             if instant - heartbeat_at > _HEARTBEAT_SECS:
                 self._write_heartbeat()
                 heartbeat_at = instant
             time.sleep(pause)
 
-    def _drop_finished(self, watches: dict[int, PartWatch]) -> None:
+    def _drop_finished(self, watch: PartWatch) -> None:
         """Forget the processes that have written; raise the error of one that has failed."""
         names = set(self._attempt.storage.names(PARTS))
-        for process in list(watches):
+        for process in watch.processes:
             if f"{self._id}.{process}{_FAILED}" in names:
                 text = self._attempt.storage.read(f"{self._report_key(process)}{_FAILED}") or b""
                 raise CheckpointError(f"process {process}: {text.decode()}")
             if f"{self._id}.{process}" in names:
-                del watches[process]
+                watch.forget(process)
 
-    def _check_not_stuck(self, watches: Mapping[int, PartWatch], instant: float) -> None:
-        stuck = [process for process, watch in watches.items() if watch.is_stuck(instant)]
+    def _check_not_stuck(self, watch: PartWatch, instant: float) -> None:
+        stuck = watch.stuck(instant)
         if not stuck:
             return
-        stuck_secs = max(watches[process].quiet_secs(instant) for process in stuck)
-        is_first_alone = len(watches) == self.count - 1
+        stuck_secs = max(watch.quiet_secs(process, instant) for process in stuck)
+        is_first_alone = len(watch.processes) == self.count - 1
         finished = "process 0 has" if is_first_alone else "others have"
         raise CheckpointError(
             f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, while {finished} finished: its write "
             "hangs"
         )
 
-    def _warn_of_quiet(self, watches: Mapping[int, PartWatch], instant: float, warned_of: set[int]) -> None:
+    def _warn_of_quiet(self, watch: PartWatch, instant: float, warned_of: set[int]) -> None:
         """Warn of each process that may hang, unless it is in `warned_of`, and add it there."""
         quiet = []
-        for process, watch in watches.items():
-            if process not in warned_of and watch.quiet_secs(instant) > PATIENCE_SECS:
+        for process in watch.processes:
+            if process not in warned_of and watch.quiet_secs(process, instant) > PATIENCE_SECS:
                 quiet.append(process)
         if not quiet:
             return
@@ -181,7 +184,7 @@ class Peers:
                 self._attempt.storage.path(""),
                 _processes_text(quiet),
                 PATIENCE_SECS,
-                watches[quiet[0]].left_secs(instant),
+                watch.left_secs(quiet[0], instant),
             ),
         )
 
@@ -196,7 +199,7 @@ class Peers:
         What the first process has reported is None before it has begun. In a directory it is None again after the end:
         then the directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
         """
-        watch = self._watch(0)
+        watch = self._watch([0])
         latest: bytes | None = None
         latest_at = time.monotonic()
         for pause in _pauses():
@@ -218,9 +221,10 @@ class Peers:
                 latest_at = instant
             if not outcome:
                 # This process has written its part, and knows how long that takes.
-                if watch.is_stuck(instant):
+                watch.poll(instant)
+                if watch.stuck(instant):
                     raise CheckpointError(
-                        f"process 0: written nothing for {watch.quiet_secs(instant):.0f} s: its write hangs"
+                        f"process 0: written nothing for {watch.quiet_secs(0, instant):.0f} s: its write hangs"
                     )
             elif instant - latest_at > OUTCOME_SECS:
                 text = f"process 0 has neither published it nor sent a heartbeat in {OUTCOME_SECS:.0f} s"

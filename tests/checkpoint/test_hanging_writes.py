@@ -17,30 +17,44 @@ from jstep.checkpoint.retention import Decision
 from jstep.checkpoint.save import Save
 
 
+def stuck(watch, instant):
+    watch.poll(instant)
+    return watch.stuck(instant)
+
+
 def test_a_part_that_grows_is_never_stuck():
     sizes = iter(range(1000))
-    watch = PartWatch(lambda: next(sizes), 120, instant=0)
-    assert not any(watch.is_stuck(instant) for instant in range(0, 3600, 60))
+    watch = PartWatch(lambda _: [next(sizes)], [1], 120, instant=0)
+    assert not any(stuck(watch, instant) for instant in range(0, 3600, 60))
 
 
 def test_a_part_that_stops_is_stuck():
     size = 5
-    watch = PartWatch(lambda: size, 120, instant=0)
-    assert not watch.is_stuck(100)  # it has begun meanwhile
-    assert not watch.is_stuck(219)
-    assert watch.left_secs(219) == 1
-    assert watch.is_stuck(221)
+    watch = PartWatch(lambda _: [size], [1], 120, instant=0)
+    assert not stuck(watch, 100)  # it has begun meanwhile
+    assert not stuck(watch, 219)
+    assert watch.left_secs(1, 219) == 1
+    assert stuck(watch, 221) == [1]
     size = 6  # a flush that took longer
-    assert not watch.is_stuck(232)
-    assert watch.is_stuck(353)
+    assert not stuck(watch, 232)
+    assert stuck(watch, 353) == [1]
 
 
-def test_parts_are_looked_at_every_ten_seconds():
+def test_all_parts_are_looked_at_together_every_ten_seconds():
     looks = []
-    watch = PartWatch(lambda: looks.append(None), 120, instant=0)
-    for instant in range(100):
-        watch.is_stuck(instant)
-    assert len(looks) == 10
+
+    def progress(processes):
+        looks.append(processes)
+        return processes
+
+    watch = PartWatch(progress, range(1, 257), 120, instant=0)
+    for instant in range(10):
+        watch.poll(instant)
+    assert not looks  # most parts are complete by then
+    watch.forget(3)
+    for instant in range(10, 100):
+        watch.poll(instant)
+    assert looks == [[1, 2, *range(4, 257)]] * 9
 
 
 @pytest.mark.parametrize(
@@ -117,12 +131,12 @@ def test_a_slow_process_is_waited_for(tmp_path, little_patience, monkeypatch):
     looks = []
     second = threading.Thread(target=lambda: make_save(tmp_path, 1).run(), daemon=True)
 
-    def progress(self, key):
-        if key == peers.process_key(1):
-            looks.append(key)
+    def progress(self, keys):
+        if keys == [peers.process_key(1)]:
+            looks.append(keys)
             if len(looks) == 10:
                 second.start()
-        return len(looks)
+        return [len(looks)]
 
     monkeypatch.setattr(LocalStorage, "progress", progress)
     make_save(tmp_path, 0).run()

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.checkpoint.object_store import ObjectStorage
+from jstep.checkpoint.peers import process_key
 from jstep.checkpoint.shared_directory import check_shared
-from jstep.stores.objects import Objects
+from jstep.stores.objects import Bucket, Objects
 
 SAVE = """
 from jstep.checkpoint import array_writer
@@ -104,3 +106,16 @@ def test_processes_with_the_urls_of_two_runs(each_store, monkeypatch):
         assert f"checkpoint_dir='{urls[1]}': must be the directory of process 0" in str(error)
         assert f"'{urls[0]}/~directory/" in str(error)
     assert not Objects(each_store.run).list()  # what was written is removed
+
+
+def test_the_progress_of_many_processes_is_one_list(gcs):
+    """One request for each of 256 processes, one after the other, delayed the end of each save by seconds."""
+    objects = Bucket("gs://bkt/run")
+    storage = ObjectStorage(objects, "model-1/data.1-2")
+    for key in ("ocdbt.process_1/d/a", "ocdbt.process_1/d/b", "ocdbt.process_10/d/c", "ocdbt.process_2/d/d", "parts/1"):
+        storage.write(key, b"1")
+    gcs.page = 1000
+    gcs.seen.clear()
+    keys = [process_key(process) for process in (2, 1, 3)]
+    assert storage.progress(keys) == [1, 2, 0]
+    assert len(gcs.seen) == 1
