@@ -89,8 +89,8 @@ class ObjectStore(Store):
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
         they once were. A run that believed such an index would start from scratch, and overwrite what is there.
 
-        It also sets `_attempts`, and perhaps `_lost`: `all_steps` reads both after the first item, and `lock` reads
-        `_lost` at the end.
+        It also sets `_attempts`, and perhaps `_lost`: `_complete_paths` reads both after the first item, and `lock`
+        reads `_lost` at the end.
         """
         for _ in range(_MAX_LISTINGS):
             listed = self._listed(prefix)
@@ -120,21 +120,25 @@ class ObjectStore(Store):
         return bool(self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names))
 
     def all_steps(self, prefix: str) -> list[int]:
-        """See `Store.all_steps`: no request for each checkpoint, unless the list of all objects would take longer.
+        return sorted(self._complete_paths(prefix))
+
+    def _complete_paths(self, prefix: str) -> dict[int, str]:
+        """Return step → path: no request for each checkpoint, unless the list of all objects would take longer.
 
         The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
         """
         checkpoints = self.newest_first(prefix)
         newest = next(checkpoints, None)
         if newest is None:
-            return []
+            return {}
         # What the index had, and lacked, when it was read for the newest one.
         others = len(self._attempts.keys() | self._lost.keys()) - 1
         if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
-            return sorted([newest[0], *[step for step, _ in checkpoints]])
+            return dict([newest, *checkpoints])
         with _known_marks():
             manifests = [key for key in self.objects.listing() if _MANIFEST_KEY.fullmatch(key)]
-        return sorted(listing.ListedCheckpoints(manifests, prefix).steps.values())
+        steps = listing.ListedCheckpoints(manifests, prefix).steps
+        return {step: self.path(name) for name, step in steps.items()}
 
     def _is_list_short(self, newest: str, others: int) -> bool:
         """Return whether a list of all objects has fewer pages than there would be rounds of requests for manifests."""
@@ -215,7 +219,7 @@ class ObjectStore(Store):
                 if self.objects.index() is None:
                     self._index(listing.ListedCheckpoints(self.objects.listing(), None).attempts)
                     self.objects.mark()
-                self._own_paths = dict(self.newest_first(self._prefix))
+                self._own_paths = self._complete_paths(self._prefix)
                 self._index(self._lost)
                 self._lost = {}
             except BaseException:

@@ -1,5 +1,6 @@
 """`all_steps` and `best_step` in a bucket: what exists, without a request for each checkpoint."""
 
+import functools
 import threading
 
 import pytest
@@ -44,6 +45,19 @@ def test_requests_do_not_grow_with_checkpoints(store):
     assert max(counts) <= 5
     assert len(set(counts)) == 1
     assert requests_of(store, reader.latest_step) == (3, 19)
+
+
+def test_requests_of_a_claim_and_a_save_do_not_grow_with_checkpoints(store):
+    """A claim with a request for each checkpoint would exceed its time limit one day: the run could not start again."""
+    store.page = 1000
+    claims, saves = [], []
+    for steps in (range(5), range(5, 12), range(12, 30)):
+        save(store.run, steps)
+        with jstep.Saver(store.run, max_to_keep=None, async_save=False) as saver:
+            claims.append(requests_of(store, saver.claim)[0])
+            saves.append(requests_of(store, functools.partial(saver.save, state_at(steps.stop)))[0])
+    assert len(set(claims)) == 1
+    assert len(set(saves)) == 1
 
 
 @pytest.mark.parametrize("has_long_lists", [False, True])
