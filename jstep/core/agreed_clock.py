@@ -13,8 +13,8 @@ class _Exchange(NamedTuple):
     time: float
 
 
-_LONGEST_GAP = 2.0
-"""Seconds between two exchanges early in a period."""
+_LONGEST_GAP = 30.0
+"""Seconds between two exchanges early in a long period: each one waits for the device."""
 _SHORTEST_GAP = 1.0
 """Seconds between two exchanges at the end of a period; at most a tenth of the period."""
 _SLOWER = 10
@@ -24,9 +24,9 @@ _SLOWER = 10
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    At an exchange, process 0 says whether the period is over, and after how many steps the next exchange follows. It
-    plans by the time that the newest steps took. A mean of the whole run would plan the last exchange of a long period
-    hours too late if steps have become slower.
+    At an exchange, process 0 says whether the period is over, and after how many steps the next exchange follows: after
+    a tenth of the time that is left. It plans by the time that the newest steps took. A mean of the whole run would
+    plan the last exchange of a long period hours too late if steps have become slower.
 
     Args:
         secs: The seconds of a period, or a function that returns those of the current one; it is asked at each

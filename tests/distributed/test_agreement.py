@@ -232,6 +232,16 @@ def test_both_are_due_at_the_same_steps_by_the_clock_of_process_0():
     assert len(two.asked[0]) <= 16 * len(due)  # of 40 steps: about ten times a period
 
 
+def test_a_long_period_takes_few_exchanges():
+    """Each one drains the device: by the time that is left, and at least every 30 s."""
+    two = Two(4 * 3600.0, speed=1.0)
+    began = two.now
+    while not two.due(2.0):
+        pass
+    assert two.now - began == pytest.approx(4 * 3600, abs=10)
+    assert len(two.asked[0]) < 530
+
+
 @pytest.mark.parametrize("slower", [2, 8])
 @pytest.mark.parametrize("changes_after", [0.2, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("secs", [60.0, 600.0])
