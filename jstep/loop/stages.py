@@ -85,3 +85,6 @@ class Stage:
         with watch_updates() as found:
             yield
         remember_updates(self.step, found)
+        if isinstance(self.step, TrainStep):
+            # The loop over steps of another run traces the function again, but not what it calls and the user compiles.
+            remember_updates(self.step.__wrapped__, found)

@@ -17,11 +17,19 @@ from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import Array, Optimizer, Slots, Tree
+from jstep.core.trees import Array, Slots, Tree
 from jstep.slots.roles import Role, Roles, roles_in
 from jstep.state.global_step import step_array
 from jstep.training.metrics import SKIPPED, Constants, StepMetrics, flat_metrics, slot_metrics, split_metrics
-from jstep.training.watched_updates import StepUpdates, known_updates, watch_updates
+from jstep.training.watched_updates import (
+    MadeUpdate,
+    StepUpdates,
+    has_unknown,
+    join_updates,
+    known_compiled,
+    remember_varied,
+    watch_updates,
+)
 
 
 class OptimizerMetrics(NamedTuple):
@@ -36,26 +44,15 @@ class OptimizerMetrics(NamedTuple):
     slot_values: Mapping[str, Any]
 
 
-def report(optimizers: Sequence[Optimizer], step: Array, roles: Roles, slots: Slots) -> OptimizerMetrics:
-    """Return what these optimizers report at `step`; of two hyperparameters of one name, the later optimizer's."""
-    if not optimizers:
+def report(updates: Sequence[MadeUpdate], step: Array, roles: Roles, slots: Slots) -> OptimizerMetrics:
+    """Return what the optimizers report at `step`; of two hyperparameters of one name, the later update's."""
+    if not updates:
         return OptimizerMetrics({}, {})
     hyperparameters: dict[str, Any] = {}
-    for optimizer in optimizers:
-        if callable(optimizer.hyperparameters):
-            hyperparameters |= optimizer.hyperparameters(step)
+    for update in updates:
+        if callable(update.hyperparameters):
+            hyperparameters |= update.hyperparameters(step)
     return OptimizerMetrics(hyperparameters, slot_metrics(roles, slots))
-
-
-def optimizers_of(found: StepUpdates | None, structure: Any) -> list[Optimizer]:
-    """Return the optimizers that updated the state of a step, which has this structure.
-
-    A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports is
-    for the user to return.
-    """
-    if found is None:
-        return []
-    return [optimizer for optimizer, updated in found.optimizers if updated == structure]
 
 
 class _Inputs(NamedTuple):
@@ -86,7 +83,10 @@ class CustomStepMetrics:
     """Calls a step that jstep did not make, and returns what its optimizers report beside its result.
 
     A compiled step names its optimizers when it is traced: they are known after its first call, and stay. One that is
-    not compiled may call another optimizer each time, and is watched at each call.
+    not compiled may call another optimizer each time, and is watched at each call. What it calls may be compiled: then
+    an update is seen only when it is traced, which may have been in an earlier run. So we take it that each call makes
+    the compiled updates of the first one, until a call makes another one. From then on only those that are seen are
+    reported.
     """
 
     def __init__(self, step: Any) -> None:
@@ -94,8 +94,8 @@ class CustomStepMetrics:
         self._is_compiled = hasattr(step, "lower")
         self._is_first = True
         self._slot_names: list[str] = []
-        self._optimizers: list[Optimizer] = []  # those that the first call has shown
-        # By the identities of optimizers, which the programs keep alive.
+        self._known: list[MadeUpdate] = []  # those of the first call
+        # By the identities of the optimizers' hyperparameters, which the programs keep alive.
         self._programs: dict[tuple[int, ...], _Compute] = {}
         self._program: _Compute | None = None  # of a compiled step, once it has been called
         self._constants: dict[str, Any] | None = None  # metrics that are constants of a compiled step
@@ -138,33 +138,32 @@ class CustomStepMetrics:
         structure = trees.structure(state)
         with watch_updates(state) as found:
             result = call(state, *args)
-            optimizers = optimizers_of(found, structure)
-            if not optimizers and self._is_compiled:  # it was traced before
-                optimizers = optimizers_of(known_updates(self._step), structure)
-            if not optimizers and self._is_compiled:
-                optimizers = self._trace_again(found, state, args)
+            if self._is_first:
+                self._known = known_compiled(self._step, structure)
+            if self._is_compiled and not self._known and not found.made_to(structure):
+                self._trace_again(found, state, args)  # it was traced before
+            seen = found.made_to(structure)
+        updates = join_updates(self._known, seen)
         if self._is_first:
-            self._optimizers = optimizers
+            self._known = updates
             self._is_first = False
-        # Functions that the first call compiled are not traced, and so not seen, at later ones.
-        unseen: list[Optimizer] = []
-        for optimizer in self._optimizers:
-            if all(optimizer is not other for other in optimizers):
-                unseen.append(optimizer)
-        program = self._program_for([*unseen, *optimizers], roles)
+        elif has_unknown(self._known, seen):
+            self._known = []
+            remember_varied(self._step, found)
+        program = self._program_for(updates, roles)
         metrics = _call_if_possible(program, inputs)
         if self._is_compiled:
             self._program = program
             self._fixed = None if metrics.computed else metrics
         return result, metrics
 
-    def _program_for(self, optimizers: Sequence[Optimizer], roles: Roles) -> _Compute:
-        key = tuple(map(id, optimizers))
+    def _program_for(self, updates: Sequence[MadeUpdate], roles: Roles) -> _Compute:
+        key = tuple(id(update.hyperparameters) for update in updates)
         if key in self._programs:
             return self._programs[key]
 
         def compute(inputs: _Inputs) -> StepMetrics:
-            reported = report(optimizers, inputs.step, roles, inputs.slots)
+            reported = report(updates, inputs.step, roles, inputs.slots)
             # JAX would return the very array that it was given, which the step may donate.
             slot_values = jax.tree.map(jnp.copy, reported.slot_values)
             return split_metrics({**slot_values, **reported.hyperparameters}, SKIPPED, reported.hyperparameters)
@@ -173,17 +172,19 @@ class CustomStepMetrics:
             return compute
         return self._programs.setdefault(key, jax.jit(compute))
 
-    def _trace_again(self, found: StepUpdates, state: Tree, args: tuple[Any, ...]) -> list[Optimizer]:
+    def _trace_again(self, found: StepUpdates, state: Tree, args: tuple[Any, ...]) -> None:
         """Trace a step that was compiled before the run, so that its first call has shown nothing."""
         try:
             step = self._step.__wrapped__
-            # Not `step` itself, whose traces JAX keeps.
-            jax.eval_shape(lambda *both: step(*both), *jax.tree.map(_shape, (state, *args)))
+            # Not `step` itself, whose traces JAX keeps. Those of the compiled functions that it calls are kept for each
+            # precision of products; nothing is computed, so any other one will do.
+            current = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # created at run time
+            with jax.default_matmul_precision("float32" if current == "highest" else "highest"):
+                jax.eval_shape(lambda *both: step(*both), *jax.tree.map(_shape, (state, *args)))
         except Exception as error:
             # The step has static arguments, for example, which are not known here.
             logger.debug("the optimizers of the step are not known: %s", error)
             forget_frames(error)
-        return optimizers_of(found, trees.structure(state))
 
 
 def _call_if_possible(program: _Compute, inputs: _Inputs) -> StepMetrics:

@@ -28,9 +28,9 @@ from jstep.state.global_step import check_alive, step_array
 from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, check_will_not_crash, explain
 from jstep.training.metrics import SKIPPED, StepMetrics, flat_metrics, split_metrics
-from jstep.training.optimizer_metrics import constants_of, optimizers_of, report
+from jstep.training.optimizer_metrics import constants_of, report
 from jstep.training.skipped_updates import mark_guards, restore_guards
-from jstep.training.watched_updates import note_step, watch_updates
+from jstep.training.watched_updates import join_updates, known_compiled, note_step, watch_updates
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -111,13 +111,15 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             return result
 
         marked, guard_slots = mark_guards(state)
+        structure = trees.structure(state)
         with watch_updates(marked) as found:
             new, metrics = fallback(call_user_step, marked, args, specs_of=meshes.shard_like((state,)))
+        # A function that the user compiles, and the step calls, may have been traced for another program.
+        updates = join_updates(known_compiled(step, structure), found.made_to(structure))
         new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
         hyperparameters: Mapping[str, Any] = {}
         if isinstance(metrics, dict):
-            optimizers = optimizers_of(found, trees.structure(state))
-            reported = report(optimizers, step_array(state), roles_in(state), state.slots)
+            reported = report(updates, step_array(state), roles_in(state), state.slots)
             hyperparameters = reported.hyperparameters
             constants = constants_of(step, metrics.keys() & hyperparameters.keys(), marked, args)
             metrics = {**reported.slot_values, **hyperparameters, **metrics, **constants}

@@ -7,8 +7,9 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,6 +24,42 @@ from jstep.slots.roles import AGES, Labels, Roles, init_labels
 from jstep.state.copies import IS_STEPPING
 
 
+class MadeUpdate(NamedTuple):
+    """An update that a step has made.
+
+    Attributes:
+        hyperparameters: Of its optimizer: what a step reports.
+        structure: That of the state.
+        is_traced: Whether it was traced. A function that the user compiles is traced once, and makes the update
+            unseen from then on; an update that is not traced is seen at each call.
+    """
+
+    hyperparameters: Callable[[Any], dict[str, Any]]
+    structure: Any
+    is_traced: bool
+
+    def is_in(self, others: Sequence["MadeUpdate"]) -> bool:
+        return any(self.hyperparameters is other.hyperparameters for other in others)
+
+
+def has_unknown(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> bool:
+    """Whether an update was traced that is not one of the known ones."""
+    return any(update.is_traced and not update.is_in(known) for update in seen)
+
+
+def join_updates(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> list[MadeUpdate]:
+    """Return the updates of a call that made those that were seen, and perhaps known ones that are compiled.
+
+    They keep the order in which the known ones were seen, because of two hyperparameters of one name the later one is
+    reported.
+    """
+    if has_unknown(known, seen):
+        # Whether this call also makes the known ones is not known.
+        return [*seen]
+    joined = [update for update in known if update.is_traced or update.is_in(seen)]
+    return joined + [update for update in seen if not update.is_in(known)]
+
+
 @dataclasses.dataclass
 class StepUpdates:
     """What the updates of a step train, by the paths of leaves.
@@ -34,7 +71,8 @@ class StepUpdates:
         per_step: Averages that move once a step.
         increments: Whether an update increments the step, or `increment_global_step` has moved these averages.
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
-        optimizers: Those that made an update, with the structure of the state.
+        made: The updates, one for each optimizer and structure of the state.
+        has_varied: Whether calls of the step have made different compiled updates: those of another call are unknown.
         repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
         step: The global step of the state that the train step was given.
         counts: What is due at some steps only, and the global step of an update → the number of such updates. The
@@ -47,15 +85,40 @@ class StepUpdates:
     per_step: set[str] = dataclasses.field(default_factory=set)
     increments: bool = False
     age_of: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    optimizers: list[tuple[Optimizer, Any]] = dataclasses.field(default_factory=list)
+    made: list[MadeUpdate] = dataclasses.field(default_factory=list)
+    has_varied: bool = False
     repeated: set[str] = dataclasses.field(default_factory=set)
     step: Any = None
     counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
     def add_optimizer(self, optimizer: Optimizer, state: Any) -> None:
-        structure = trees.structure(state)
-        if not any(optimizer is other and structure == updated for other, updated in self.optimizers):
-            self.optimizers.append((optimizer, structure))
+        update = MadeUpdate(optimizer.hyperparameters, trees.structure(state), trees.has_tracers(state))
+        if not update.is_in(self.made_to(update.structure)):
+            self.made.append(update)
+
+    def made_to(self, structure: Any) -> list[MadeUpdate]:
+        """Return the updates of states of this structure.
+
+        A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports
+        is for the user to return.
+        """
+        return [update for update in self.made if update.structure == structure]
+
+    def add_known(self, known: "StepUpdates") -> None:
+        """Add what was known of the same step before."""
+        self.has_varied |= known.has_varied
+        structures: list[Any] = []
+        for update in [*known.made, *self.made]:
+            if update.structure not in structures:
+                structures.append(update.structure)
+        made: list[MadeUpdate] = []
+        for structure in structures:
+            before = known.made_to(structure)
+            seen = self.made_to(structure)
+            has_compiled = any(update.is_traced for update in before)
+            self.has_varied |= has_compiled and has_unknown(before, seen)
+            made += join_updates(before, seen)
+        self.made = made
 
     def note_due(self, name: str, step: object, *, increments: bool) -> None:
         _, count = self.counts.get((name, id(step)), (step, 0))
@@ -185,23 +248,82 @@ def _labels_with_age(ages: Collection[str], labels: Labels) -> set[str | None]:
 _KNOWN_UPDATES = "_jstep_updates"
 
 
+class _WeaklyKnown(NamedTuple):
+    """What is known of a step that has no attributes of its own, such as a bound method.
+
+    A schedule may use the object to which the method belongs. So functions are not kept alive, as they would in turn
+    keep this object alive, for the life of the process.
+    """
+
+    owner: weakref.ref[Any]
+    found: StepUpdates  # without `made`
+    made: list[tuple[weakref.ref[Any], Any, bool]]  # the fields of each `MadeUpdate`
+
+
+_WEAKLY_KNOWN: dict[tuple[int, Any], _WeaklyKnown] = {}
+"""By the id of the step's object, while it is alive, and the method."""
+
+
+def _object_and_method(step: Any) -> tuple[Any, Any]:
+    return getattr(step, "__self__", step), getattr(step, "__func__", None)
+
+
 def remember_updates(step: Any, found: StepUpdates) -> None:
     """Keep what a step trains with the step: another run may call the same compiled program without tracing it."""
     if not found.updated:
         return
     known = known_updates(step)
     if known is not None and known is not found:
-        # A compiled step that is not traced again may have been traced for states of several structures.
-        structures = [structure for _, structure in found.optimizers]
-        found.optimizers += [entry for entry in known.optimizers if entry[1] not in structures]
-    with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
+        found.add_known(known)
+    try:
         setattr(step, _KNOWN_UPDATES, (step, found))
+    except (AttributeError, TypeError):  # a bound method, a frozen or slotted object
+        with contextlib.suppress(TypeError):  # there are no weak references to it
+            _remember_weakly(step, found)
+
+
+def remember_varied(step: Any, found: StepUpdates) -> None:
+    """Keep that a later call of a step has made other compiled updates than its first call."""
+    known = known_updates(step) or found
+    known.has_varied = True
+    remember_updates(step, known)
+
+
+def _remember_weakly(step: Any, found: StepUpdates) -> None:
+    owner, method = _object_and_method(step)
+    key = id(owner), method
+    reference = weakref.ref(owner, lambda _: _WEAKLY_KNOWN.pop(key, None))
+    made = [(weakref.ref(update.hyperparameters), update.structure, update.is_traced) for update in found.made]
+    _WEAKLY_KNOWN[key] = _WeaklyKnown(reference, dataclasses.replace(found, made=[]), made)
 
 
 def known_updates(step: Any) -> StepUpdates | None:
     # A decorator copies the step's attributes, hence the check.
     owner, found = getattr(step, _KNOWN_UPDATES, (None, None))
-    return found if owner is step else None
+    return found if owner is step else _weakly_known(step)
+
+
+def _weakly_known(step: Any) -> StepUpdates | None:
+    owner, method = _object_and_method(step)
+    known = _WEAKLY_KNOWN.get((id(owner), method))
+    if known is None or known.owner() is not owner:
+        return None
+    made: list[MadeUpdate] = []
+    for reference, structure, is_traced in known.made:
+        hyperparameters = reference()
+        if hyperparameters is None:
+            # The optimizer was made within a call and is gone: it is not known which updates another call makes.
+            return dataclasses.replace(known.found, has_varied=True)
+        made.append(MadeUpdate(hyperparameters, structure, is_traced))
+    return dataclasses.replace(known.found, made=made)
+
+
+def known_compiled(step: Any, structure: Any) -> list[MadeUpdate]:
+    """Return the updates of a state that each call of a step is known to make; none if its calls differ."""
+    known = known_updates(step)
+    if known is None or known.has_varied:
+        return []
+    return known.made_to(structure)
 
 
 def warn_of_unfrozen(name: str, first: int, earlier: Collection[StepUpdates], stage: StepUpdates) -> None:

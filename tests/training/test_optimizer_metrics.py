@@ -1,5 +1,10 @@
 """What the optimizers of a custom step report: as of a `minimize`, whoever compiles the step."""
 
+import dataclasses
+import functools
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,3 +162,137 @@ def test_hyperparameters_that_need_a_concrete_step_end_no_run():
     odd = optimizer._replace(hyperparameters=lambda step: {"learning_rate": 0.5 if int(step) < 3 else 0.1})
     seen, _, _ = rows_of(jax.jit(custom(odd)), odd)
     assert set(seen[6]) == {"loss"}
+
+
+# A step that is not compiled and calls functions that the user compiles: JAX traces these once in a process, and only
+# then are their updates seen.
+
+
+def compiled_update(optimizer):
+    @jax.jit
+    def update(state, x):
+        loss, gradients = jstep.compute_gradients(loss_fn)(state.params, x)
+        return jstep.apply_gradients(state, gradients, optimizer), loss
+
+    return update
+
+
+def around(update):
+    def step(state, x):
+        state, loss = update(state, x)
+        return state, {"loss": loss}
+
+    return step
+
+
+class Trainer:
+    def __init__(self, optimizer):
+        self.update = compiled_update(optimizer)
+
+    def step(self, state, x):
+        return around(self.update)(state, x)
+
+    __call__ = step
+
+
+class Frozen(Trainer):
+    def __setattr__(self, name, value):
+        if name != "update":
+            raise dataclasses.FrozenInstanceError(name)
+        super().__setattr__(name, value)
+
+
+AROUND = {
+    "function": lambda optimizer: around(compiled_update(optimizer)),
+    "lambda": lambda optimizer: (lambda step: lambda state, x: step(state, x))(around(compiled_update(optimizer))),
+    "partial": lambda optimizer: functools.partial(lambda f, state, x: around(f)(state, x), compiled_update(optimizer)),
+    "bound method": lambda optimizer: Trainer(optimizer).step,
+    "object": Trainer,
+    "frozen object": Frozen,
+    "TrainStep": lambda optimizer: jstep.TrainStep(around(compiled_update(optimizer))),
+    "jax.jit": lambda optimizer: jax.jit(around(compiled_update(optimizer))),
+}  # fmt: skip
+
+
+@pytest.mark.thorough(except_for={"steps_per_call": [1]})
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("make", AROUND)
+def test_each_run_of_a_process_shows_what_the_first_one_did(make, steps_per_call, tmp_path):
+    optimizer = OPTIMIZERS["held"]
+    step = AROUND[make](optimizer)
+    first = rows_of(step, optimizer, steps_per_call=steps_per_call)
+    assert [set(row) for _, row in first[1]] == [{"loss", "learning_rate"}] * 3
+    assert first[2]
+    assert_alike(rows_of(step, optimizer, steps_per_call=steps_per_call), first)
+    assert_alike(rows_of(step, optimizer, steps_per_call=1), first)
+
+
+def test_batches_of_another_shape_show_what_the_first_ones_did():
+    """The gradients are traced for each shape of the batch, and the update is not."""
+    optimizer = OPTIMIZERS["schedule"]
+    update = jax.jit(lambda state, gradients: jstep.apply_gradients(state, gradients, optimizer))
+
+    def step(state, x):
+        loss, gradients = jstep.compute_gradients(loss_fn)(state.params, x)
+        return update(state, gradients), {"loss": loss}
+
+    rates = rates_of(step, optimizer, batches=lambda n: np.ones(1 if n % 2 else 4, np.float32))
+    assert rates == pytest.approx([float(jstep.exponential_decay(0.1, 10, 0.5)(n)) for n in range(6)])
+
+
+def rates_of(step, optimizer, batches=lambda n: np.ones(4, np.float32)):
+    rates = []
+    hook = jstep.MetricsHook(lambda step, row: rates.append(row.get("learning_rate")), every_n_steps=1)
+    jstep.train(step, fresh_state(optimizer), batches, 6, log_steps=None, hooks=[hook])
+    return rates
+
+
+def test_a_step_that_changes_to_another_compiled_update_shows_no_rate_of_the_first_one():
+    schedule, constant = jstep.linear(0.5, 0.25, 1), jstep.linear(0.125, 0.125, 1)
+    updates = [compiled_update(jstep.sgd(schedule)), compiled_update(jstep.sgd(constant))]
+
+    def step(state, x):
+        return around(updates[int(state.global_step) >= 2])(state, x)
+
+    # A call that does not trace its update does not say which one it makes.
+    assert rates_of(step, jstep.sgd(0.1)) == [0.5, 0.25, 0.125, None, None, None]
+    assert rates_of(step, jstep.sgd(0.1)) == [None] * 6
+
+
+def test_a_call_that_compiles_nothing_shows_its_own_optimizer_only():
+    optimizers = [jstep.adamw(0.5), jstep.adam(0.25)]
+    seen, _, _ = rows_of(lambda state, x: custom(optimizers[int(state.global_step) % 2])(state, x), optimizers[0])
+    assert ["weight_decay" in seen[step] for step in range(1, 7)] == [True, False] * 3
+
+
+def test_of_two_updates_in_a_step_the_later_one_is_shown_at_each_step():
+    first, second = jstep.sgd(jstep.linear(0.5, 0.5, 1)), jstep.sgd(jstep.linear(0.25, 0.25, 1))
+    update = compiled_update(second)
+
+    def step(state, x):
+        gradients = jstep.compute_gradients(loss_fn)(state.params, x)[1]
+        state = jstep.apply_gradients(state, gradients, first, increment_global_step=False)
+        return around(update)(state, x)
+
+    assert rates_of(step, first) == [0.25] * 6
+
+
+def test_a_trainer_whose_schedule_uses_it_is_not_kept_alive():
+    class Scheduled(Trainer):
+        def __init__(self):
+            self.rate = 0.5
+            super().__init__(jstep.sgd(lambda step: self.rate))
+
+    trainer = Scheduled()
+    assert rates_of(trainer.step, jstep.sgd(0.1)) == rates_of(trainer.step, jstep.sgd(0.1)) == [0.5] * 6
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_compiled_step_that_was_called_before_the_run_shows_what_its_compiled_functions_update():
+    optimizer = OPTIMIZERS["schedule"]
+    step = jax.jit(around(compiled_update(optimizer)))
+    step(fresh_state(optimizer), np.ones(4, np.float32))
+    assert rates_of(step, optimizer)[0] == pytest.approx(0.1)
