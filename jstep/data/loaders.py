@@ -234,10 +234,14 @@ def _warn_without_position(name: str, opening: _Opening) -> None:
 
 def check_batches(batches: Tree) -> None:
     if _is_array(batches) or _is_tuple_of_arrays(batches):
-        raise TypeError("batches: must be a source of batches, got arrays; use jstep.batches(arrays, batch_size)")
+        raise TypeError(
+            "batches: must be a source of batches, got arrays; use jstep.batches(x, batch_size), or lambda step: x to "
+            "train on all of x at each step"
+        )
     if isinstance(batches, Mapping | str | bytes):
         what = f"batches: must be a source of batches, got a {type(batches).__name__}"
-        raise TypeError(f"{what}; to repeat one batch, give itertools.repeat(batch)")
+        # Not itertools.repeat(batch): an iterator has no position to resume from.
+        raise TypeError(f"{what}; use jstep.batches(x, batch_size), or lambda step: x to train on x at each step")
     if are_made_one_by_one(batches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
