@@ -30,6 +30,7 @@ _A_LIST = (
 _OTHER_ARGUMENTS = re.compile(
     r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)|takes \d+ positional arguments? but \d+ "
 )
+_CALLED = re.compile(r"'(\w+)' object is not callable")
 _NOT_ACCEPTED = re.compile(r"unexpected keyword argument '(rng|averages|model_state)'")
 _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
 """Arguments of a loss → the argument of `minimize` that passes them."""
@@ -40,9 +41,26 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
     if not isinstance(error, TypeError | AttributeError):
         return
     lacks_model_state = not has_model_state and MODEL_STATE in getattr(state, "slots", ())
-    hint = _hint_at_arguments(str(error), args, lacks_model_state=lacks_model_state)
+    hint = _hint_at_model(str(error), getattr(state, "params", None))
+    hint = hint or _hint_at_arguments(str(error), args, lacks_model_state=lacks_model_state)
     if hint:
         note(error, f"jstep: {hint}")
+
+
+def _hint_at_model(message: str, params: Params) -> str:
+    """Say how a loss calls the model, if it called its parameters; empty if it called something else."""
+    match = _CALLED.search(message)
+    if match is None or match[1] != type(params).__name__:
+        return ""
+    if type(params).__module__.startswith("flax.nnx"):
+        return (
+            "a loss gets the parameters, an nnx.State, not the model: with graphdef, params = nnx.split(model), write "
+            "model = nnx.merge(graphdef, params) in loss_fn(params, *batch) (see docs/from/flax.md)"
+        )
+    return (
+        f"a loss gets the parameters, a {match[1]}, not the model: call the model with them, such as "
+        'model.apply({"params": params}, x) of Flax Linen'
+    )
 
 
 def _hint_at_arguments(message: str, args: Sequence[Any], *, lacks_model_state: bool) -> str:

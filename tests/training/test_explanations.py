@@ -100,6 +100,34 @@ def test_so_is_that_of_an_evaluator_and_of_a_step_of_the_user(fn: Any, batch: An
     assert told in notes(caught)
 
 
+def test_a_loss_of_an_nnx_model_is_told_how_to_get_it() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    graphdef, params = nnx.split(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(model(x) ** 2)
+
+    state = jstep.TrainState.create(params, OPTIMIZER)
+    with pytest.raises(TypeError, match="not callable") as caught:
+        jstep.minimize(loss, OPTIMIZER)(state, X)
+    assert "write model = nnx.merge(graphdef, params) in loss_fn(params, *batch)" in notes(caught)
+
+    step = jstep.minimize(lambda params, x: loss(nnx.merge(graphdef, params), x), OPTIMIZER)
+    assert jstep.global_step(step(state, X)[0]) == 1, "what the note says works"
+
+
+def test_a_loss_that_calls_a_dict_of_parameters_is_told_of_apply() -> None:
+    with pytest.raises(TypeError, match="'dict' object is not callable") as caught:
+        jstep.minimize(lambda model, x: jnp.mean(model(x)), OPTIMIZER)(state_of(), X)
+    assert 'model.apply({"params": params}, x)' in notes(caught)
+
+
+def test_a_call_of_something_else_is_not_explained() -> None:
+    with pytest.raises(TypeError, match="'list' object is not callable") as caught:
+        jstep.minimize(lambda params, x: list(params)(x), OPTIMIZER)(state_of(), X)
+    assert "not the model" not in notes(caught)
+
+
 def test_a_loss_that_does_not_accept_its_key_by_name_is_told_the_name() -> None:
     with pytest.raises(TypeError) as caught:
         jstep.minimize(one, OPTIMIZER, rng=jax.random.key(0))(state_of(), X)
