@@ -98,7 +98,7 @@ def find_hint(typed: str) -> str:
 
     Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`, `apply_gradients()`.
     """
-    return _hints().get(typed, "")
+    return _hints().get(typed) or _folded_hints().get(typed.casefold(), "")
 
 
 def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> AttributeError:
@@ -209,6 +209,18 @@ def _hints() -> Mapping[str, str]:
                 if typed.startswith("train("):  # the arguments of `Run` are those of `train`
                     add(f"Run{typed.removeprefix('train')}", ours, page)
     return {typed: _hint_of(pages_of) for typed, pages_of in equivalents.items()}
+
+
+@functools.cache
+def _folded_hints() -> Mapping[str, str]:
+    """Return the hints by what is typed in lower case, and those for names of jstep in another case."""
+    folded: dict[str, str] = {}
+    for typed, hint in _hints().items():
+        # The first of several: `Adam` is the name in PyTorch and in Keras, `adam` is ours.
+        folded.setdefault(typed.casefold(), hint)
+    for name in sys.modules["jstep"].__all__:
+        folded.setdefault(name.casefold(), f"; use jstep.{name}")
+    return folded
 
 
 def _hint_of(pages_of: Mapping[str, list[str]]) -> str:

@@ -17,7 +17,7 @@ import pytest
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.public_names import pages
+from jstep.core.public_names import find_hint, pages
 
 ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
 
@@ -52,6 +52,16 @@ def test_for_a_name_that_nobody_has_python_suggests_one():
     with pytest.raises(AttributeError, match=r"no attribute 'adamm'$") as error:
         _ = jstep.adamm
     assert (error.value.name, error.value.obj) == ("adamm", jstep)
+
+
+def test_case_is_folded_but_a_row_of_its_own_comes_first():
+    """`Adam` is also `ADAM`, and `Saver` also `saver`; `Adam` and `adamw` mean what their own rows say."""
+    assert find_hint("ADAM") == find_hint("Adam") != ""
+    assert find_hint("saver") == "; use jstep.Saver"
+    assert find_hint("trainstate.STEP") == find_hint("TrainState.step") != ""
+    for _, ours, typed in ALL:
+        assert ours in find_hint(typed)
+    assert not find_hint("adamm")
 
 
 def test_what_the_table_names_exists():

@@ -37,8 +37,10 @@ def train(directory, last_step=16, *, mesh=None, **options):
 
 def test_a_healthy_run_reads_no_table_of_hints(tmp_path):
     public_names._hints.cache_clear()
+    public_names._folded_hints.cache_clear()
     train(tmp_path, hooks=[Tell()])
     assert public_names._hints.cache_info().currsize == 0
+    assert public_names._folded_hints.cache_info().currsize == 0
     with pytest.raises(AttributeError, match=r"use jstep\.adam"):
         _ = jstep.AdamOptimizer
     assert public_names._hints.cache_info().currsize == 1
