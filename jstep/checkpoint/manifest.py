@@ -177,7 +177,7 @@ class LeafRecord:
             "path": path,
             "keys": keys,
             "shape": _as_shape(data["shape"]),
-            "dtype": _as_kind(data["dtype"], "a word"),
+            "dtype": _as_kind(data["dtype"], "a dtype"),
         }
 
 
@@ -481,6 +481,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and is_utf8(value)
 
 
+def _is_dtype(value: Any) -> bool:
+    # NumPy evaluates parts of some other texts as Python, such as "(2,)f4".
+    return is_word(value) and re.fullmatch(r"[a-z][a-z0-9_]*|key<[\w.-]+>", value) is not None
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -493,6 +498,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a string": _is_string,
     "text": _is_text,
     "a word": is_word,
+    "a dtype": _is_dtype,
     "true or false": _is_bool,
     "a count": is_step,
     "a time": _is_time,

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from numpy.lib import format as npy
 
 from jstep.core.meshes import internal_transfers
 
+_MAX_AXES = 64
+"""The maximum axes of an array of NumPy."""
 LARGE = 2**16
 """The number of bytes above which an array is a file of the checkpoint, and a position is not copied at each batch."""
 
@@ -77,6 +80,38 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 
+# NumPy evaluates parts of some other descriptions as Python, such as "(2,)f4".
+_DTYPE = re.compile(
+    r"[<>|](?:[biufcSUV][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)"  # such as <f4 and <M8[25s]
+    r"|[a-z]{3,20}[0-9]{1,3}[a-z0-9_]{0,30}"  # such as bfloat16 and float8_e4m3fn
+)
+
+
+def _dtype(description: Any) -> np.dtype[Any]:
+    """Return the dtype that `dtype_parts` describes so; NumPy is not asked about anything else."""
+    if _is_dtype(description):
+        dtype = npy.descr_to_dtype(description)
+        if dtype_parts(dtype) == description:
+            return dtype
+    raise ValueError(f"{description!r:.50} is not a dtype as jstep writes it")
+
+
+def _is_dtype(description: Any) -> bool:
+    if isinstance(description, str):
+        return _DTYPE.fullmatch(description) is not None
+    return isinstance(description, list) and all(map(_is_field, description))
+
+
+def _is_field(field: Any) -> bool:
+    """Whether this is a field of a dtype: its name, or title and name, its dtype, and perhaps its shape."""
+    if not isinstance(field, tuple) or len(field) not in (2, 3):
+        return False
+    name, description, *shapes = field
+    names = name if isinstance(name, tuple) else (name,)
+    are_names = len(names) <= 2 and all(isinstance(text, str) for text in names)
+    return are_names and _is_dtype(description) and all(isinstance(_shape(shape), tuple) for shape in shapes)
+
+
 class UnknownPartError(ValueError):
     """A value has something that this version of jstep does not know; another one may have written it.
 
@@ -101,7 +136,7 @@ def check_known(parts: Mapping[str, Any], known: Collection[str]) -> None:
 
 def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     check_known(parts, _ARRAY_PARTS)
-    dtype = npy.descr_to_dtype(parts["dtype"])
+    dtype = _dtype(parts["dtype"])
     shape = _shape(parts["shape"])
     data = parts["data"]
     # Elements without bytes need no data, but NumPy would allocate memory for some of them.
@@ -114,7 +149,8 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in value):
+    # The product of very many sizes is a number whose computation takes quadratic time.
+    if len(value) > _MAX_AXES or not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError(f"{value!r:.50} is not a shape")
     return tuple(value)
 
@@ -141,7 +177,11 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
 def decode_tensor(parts: Any) -> Any:
     check_known(parts, _ARRAY_PARTS)
     torch = importlib.import_module("torch")
-    dtype = getattr(torch, parts["dtype"])
+    name = parts["dtype"]
+    # Some attributes of torch are modules that are imported when they are asked for.
+    dtype = getattr(torch, name, None) if name == "bool" or _DTYPE.fullmatch(name) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.50} is not a torch.dtype")
     shape = _shape(parts["shape"])
     data = parts["data"]
     if len(data) != math.prod(shape) * torch.empty(0, dtype=dtype).element_size():

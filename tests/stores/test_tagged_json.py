@@ -70,6 +70,8 @@ def test_long_integers_survive():
         np.array([b"x", b""]), np.array(["2026"], "M8[D]"), np.array([True]), np.array(-0.0),
         np.ones(3, ml_dtypes.int4), np.ones(3, ml_dtypes.bfloat16), np.zeros((2, 0), ml_dtypes.float8_e4m3fn),
         np.zeros(2, "V3"),
+        np.zeros(2, "m8[25s]"), np.zeros(2, "M8"), np.zeros(0, "U0"), np.ones(2, np.longdouble), np.ones(2, "c16"),
+        np.zeros(2, [(("title", "a"), "u2"), ("b", [("c", ">i8")], (2, 1))]), np.ones(2, ml_dtypes.float8_e4m3b11fnuz),
         np.zeros(2, [("a", "i4"), ("b", "f8", (2,))]), np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     ],
     ids=lambda array: f"{array.dtype} {array.shape}",
