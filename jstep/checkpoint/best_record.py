@@ -26,18 +26,18 @@ class BestRecord(NamedTuple):
         return -self.value if self.mode == "min" else self.value
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entries of a manifest; the name of the run, which readers may ignore, is among its notes."""
-        entries: dict[str, Any] = {"best": {"metric": self.metric, "value": self.value, "mode": self.mode}}
-        if self.run is not None:
-            entries["notes"] = {"run": self.run}
-        return entries
+        return {"metric": self.metric, "value": self.value, "mode": self.mode}
+
+    def notes(self) -> dict[str, Any]:
+        """Return what belongs into the notes of the manifest, which readers may ignore: the name of the run."""
+        return {} if self.run is None else {"run": self.run}
 
     @classmethod
     def from_json(cls, loaded: Mapping[str, Any]) -> "BestRecord | None":
         """Return the record in the entries of a manifest; None if the checkpoint is not of a `KeepBest`.
 
         Raises:
-            ValueError: It is not what `to_json` writes.
+            ValueError: It is not what `to_json` returns.
         """
         if "best" not in loaded:
             return None

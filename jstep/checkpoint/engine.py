@@ -31,6 +31,7 @@ from jstep.core.checks import as_int, describe_type
 from jstep.core.secret_text import describe_error
 from jstep.core.selection import VarList
 from jstep.core.trees import Tree
+from jstep.slots.roles import roles_in
 from jstep.state.leaves import GLOBAL_STEP, StateLeaves, field_of
 from jstep.state.nonfinite import StateContents
 from jstep.stores.untrusted import is_step
@@ -204,6 +205,7 @@ class SaverEngine:
                 finite=finite,
                 processes=jax.process_count(),
                 best=extra.best,
+                averages=_averages_of(state),
             )
             self.saves_begun += 1
             process = jax.process_index()
@@ -340,6 +342,12 @@ class SaverEngine:
                     self._is_closed = True
                     self._block = None
                     self._store.close(wait)
+
+
+def _averages_of(state: Tree) -> tuple[str, ...] | None:
+    """Return the slots that are declared as averages of the parameters; None if nobody declared what the slots are."""
+    roles = roles_in(state)
+    return tuple(sorted(roles.averages & state.slots.keys())) if roles else None
 
 
 def _step_of(state: Tree) -> int:

@@ -292,6 +292,8 @@ class Manifest:
         temporary: Whether the next save replaces it, and no limit counts it.
         processes: The number of processes that wrote it, each of them a database if there are several.
         best: As in `CheckpointExtra`.
+        averages: The slots that the optimizer declares as averages of the parameters; None if the state was made by
+            hand, or by a version that did not note them.
     """
 
     step: int
@@ -308,6 +310,7 @@ class Manifest:
     temporary: bool = False
     processes: int = 1
     best: BestRecord | None = None
+    averages: tuple[str, ...] | None = None
 
     @property
     def leaves_by_array(self) -> dict[str, Leaf]:
@@ -341,8 +344,14 @@ def encode(manifest: Manifest) -> bytes:
         fields["data"] = manifest.data
     if manifest.parts:
         fields["parts"] = manifest.parts
+    notes: dict[str, Any] = {}
     if manifest.best is not None:
-        fields |= manifest.best.to_json()
+        fields["best"] = manifest.best.to_json()
+        notes |= manifest.best.notes()
+    if manifest.averages is not None:
+        notes["averages"] = list(manifest.averages)
+    if notes:
+        fields["notes"] = notes
     lines = [f' "{name}": {json.dumps(value)}' for name, value in fields.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
@@ -470,7 +479,16 @@ def _as_manifest(loaded: Mapping[str, Any]) -> Manifest:
         temporary=_as_kind(loaded.get("temporary", False), "true or false"),
         processes=_as_kind(loaded["processes"], "a count"),
         best=BestRecord.from_json(loaded),
+        averages=_averages_in(loaded.get("notes")),
     )
+
+
+def _averages_in(notes: Any) -> tuple[str, ...] | None:
+    # Notes are of any form, as readers may ignore them.
+    averages = notes.get("averages") if isinstance(notes, dict) else None
+    if not isinstance(averages, list) or not all(map(_is_string, averages)):
+        return None
+    return tuple(averages)
 
 
 def _is_string(value: Any) -> bool:

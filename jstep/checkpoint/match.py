@@ -19,7 +19,7 @@ from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves
 from jstep.state.sharding import MODEL_STATE
-from jstep.state.slots import owners
+from jstep.state.slots import choose_average, owners
 
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
@@ -488,15 +488,24 @@ def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) 
     return next((saved[path] for path in found), None)
 
 
-def check_averages(averages: Sequence[str], saved: Sequence[Leaf], checkpoint: str) -> None:
-    for slot in averages:
-        if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in saved):
-            slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
+def full_names(averages: Sequence[str], manifest: Manifest, checkpoint: str) -> list[str]:
+    """Return the full names of the slots that `use_averages` names.
+
+    Raises:
+        ValueError: A name is not that of one average; or of a slot, if the checkpoint does not note what is an average.
+    """
+    full = list(averages)
+    if manifest.averages is not None:
+        full = [choose_average(name, manifest.averages, "use_averages", checkpoint) for name in averages]
+    for slot in full:
+        if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in manifest.leaves):
+            slots = sorted({leaf.keys[1] for leaf in manifest.leaves if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
                 f"use_averages: {checkpoint} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. "
                 "If one of these has the averages, name it, as in use_averages='ema'; "
                 "jstep.with_moving_average(optimizer, ema) keeps averages."
             )
+    return full
 
 
 # The values of leaves that have no source, and of all leaves without a target.

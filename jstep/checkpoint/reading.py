@@ -118,7 +118,8 @@ class OpenCheckpoint:
             GoneError: It was deleted or replaced meanwhile.
         """
         manifest = self.manifest
-        match.check_averages(averages or (), manifest.leaves, self.path)
+        if averages is not None:
+            averages = match.full_names(averages, manifest, self.path)
         if target is None:
             arrays = self._read(dict.fromkeys(manifest.leaves_by_array))
             return match.nest_values(manifest.leaves, arrays, averages)

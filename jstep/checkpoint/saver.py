@@ -204,7 +204,7 @@ class Saver:
                 with restored ones.
             use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
                 evaluation, and those of the model state if it has any. A string names their slot; a list names slots
-                with averages of different leaves.
+                with averages of different leaves. Other slots than averages are rejected.
             names: Leaves that have a different path in the checkpoint: a mapping from paths in target
                 (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function that does
                 this. Leaves that are not mentioned, or for which it returns None, have the same path in both.

@@ -143,7 +143,8 @@ class Optimizer(NamedTuple):
         init: `init(params, global_step=0) -> slots`. A scalar slot that holds the global_step at which the slots were
             created is declared by `init.ages = ("start_step",)`: their age, step + 1 − slot, then counts applied
             updates only. A copy of the parameters, which a partial restore copies anew, is detected, or declared by
-            `init.copies = ("slow",)`.
+            `init.copies = ("slow",)`. An average of the parameters, for `averaged_params` and `use_averages`, is
+            declared by `init.averages = ("target",)`.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a `Context` is its
             fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.

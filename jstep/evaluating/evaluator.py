@@ -34,7 +34,7 @@ from jstep.metering.numbers import start_copies
 from jstep.optimizers.averages import averaged_model_state, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import check_alive
-from jstep.state.slots import AVERAGE_SLOT, as_average_names
+from jstep.state.slots import AVERAGE_SLOT, as_average_names, averages_in
 from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 from jstep.training.explain import explain_arguments
 
@@ -286,7 +286,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
     if names is None:
         return state.params
     with internal_transfers():
-        if isinstance(use_averages, bool | np.bool_) and AVERAGE_SLOT not in state.slots:
+        if isinstance(use_averages, bool | np.bool_):
             free = _schedule_free(state)
             if free is not None:
                 return free
@@ -297,14 +297,18 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
 
 
 def _schedule_free(state: TrainState) -> Any:
-    """Return the parameters that `use_averages=True` means if no slot of averages has the usual name; None without."""
+    """Return the parameters that `use_averages=True` means if no average has the usual name; None without."""
+    averages = averages_in(state, AVERAGE_SLOT)
+    if AVERAGE_SLOT in averages:
+        return None
     try:
         free = schedule_free_params(state)
     except ValueError:
         return None
-    slots = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
-    if slots:
-        raise ValueError(f"use_averages=True: must name one of {slots}, as the state also has schedule-free parameters")
+    if averages:
+        raise ValueError(
+            f"use_averages=True: must name one of {averages}, as the state also has schedule-free parameters"
+        )
     return free
 
 

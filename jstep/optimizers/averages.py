@@ -33,7 +33,7 @@ from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import Role, Roles
-from jstep.state.slots import AVERAGE_SLOT, find_slots, params_from_slot
+from jstep.state.slots import AVERAGE_SLOT, find_averages, find_slot, params_from_slots
 from jstep.state.train_state import MODEL_STATE, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -326,7 +326,8 @@ def with_moving_average(
         {ema.name: init_averages, **dict.fromkeys(weight_slots, _zero_weight)},
         {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
-        hyper,
+        averages=[ema.name],
+        hyper=hyper,
         aged=ema.zero_debias,
         counted=counted,
         age_scope=age_scope,
@@ -416,10 +417,13 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
     Args:
         state: A state whose optimizer is `with_moving_average`.
         name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if there
-            is one such slot. Or several names, whose slots have different leaves, such as one for each label.
+            is one such average. Or several names, whose slots have different leaves, such as one for each label. If
+            no average has the default name, it stands for the only one.
 
     Raises:
-        ValueError: The state has no such slot, or several, or several slots have averages of the same leaf.
+        ValueError: The state has no such average, or several, or several have the same leaf. Only what an optimizer
+            declares is one: `with_moving_average` does, and a custom optimizer by `init.averages`. For schedule-free
+            optimizers there is `schedule_free_params`, for `lookahead` `slow_params`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -431,10 +435,7 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
         >>> print(state.params["w"], jstep.averaged_params(state)["w"])
         1.0 0.5
     """
-    return params_from_slot(state, name, _HINT)
-
-
-_HINT = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
+    return params_from_slots(state, find_averages(state, name))
 
 
 def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
@@ -445,7 +446,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
         name: The slot of the averages of the parameters, or several names, as for `averaged_params`.
 
     Raises:
-        ValueError: The state has no such slot, or several, or its model state has no averages.
+        ValueError: The state has no such average, or several, or its model state has no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -459,7 +460,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
 
     Source: `torch.optim.swa_utils.AveragedModel(use_buffers=True)`.
     """
-    names = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _HINT)]
+    names = [f"{slot}/{MODEL_STATE}" for slot in find_averages(state, name)]
     averages = next((state.slots[slot] for slot in names if slot in state.slots), None)
     if averages is None:
         raise ValueError(
@@ -547,7 +548,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         return fresh_slot(SLOW, Slot("copy"), trained_params(optimizer, params), step)
 
     hyper = {"slow_step_size": as_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
-    outer = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
+    outer = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper=hyper, aged=True)
     return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.with_order)
 
 
@@ -582,4 +583,5 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
         >>> print(state.params["w"], jstep.slow_params(state)["w"])
         1.0 0.0
     """
-    return params_from_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")
+    slot = find_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")
+    return params_from_slots(state, [slot])

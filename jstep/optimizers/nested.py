@@ -69,6 +69,7 @@ class WrapperSlots:
 
     Attributes:
         slots: Slot name → `make(params, global_step)`.
+        averages: The slots that are averages of the parameters.
         hyper: Name → value from `as_hyperparameter`; held ones are slots, too.
         aged: Whether the update needs `inputs.starts`: the inner `start_step`, or else a separate slot; around a
             `partition`, one for each label.
@@ -82,6 +83,8 @@ class WrapperSlots:
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
     holds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    _: dataclasses.KW_ONLY
+    averages: Collection[str] = ()
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aged: bool = False
     counted: Callable[[Step], Array] | None = None
@@ -96,7 +99,8 @@ class WrapperSlots:
         return fresh | hyperparameters.held_slots(self.hyper) | drawn
 
     def all_roles(self) -> Roles:
-        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).merge(held_roles(self.hyper))
+        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, averages=frozenset(self.averages))
+        roles = roles.merge(held_roles(self.hyper))
         if self.draws:
             roles = roles.merge(draws.ROLES)
         return self.declared(roles)

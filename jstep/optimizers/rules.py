@@ -98,6 +98,7 @@ class Slot:
         in_order: Whether anything besides the slot's new value, such as Lion's update, is computed from its old value.
         computes_params: Whether the rule computes the parameters from the slot, as FTRL does: `with_params` is an
             error.
+        averages_params: Whether the slot is an average of the parameters, which `averaged_params` returns.
 
     Example:
         >>> import jstep
@@ -113,12 +114,15 @@ class Slot:
     holds: Literal["mean", "slow", "square", "weight"] | None = None
     in_order: bool = dataclasses.field(default=False, repr=False)
     computes_params: bool = dataclasses.field(default=False, repr=False)
+    averages_params: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.keeps not in _KEPT:
             raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
         if self.holds is not None and self.holds not in KINDS:
             raise ValueError(f"holds={self.holds!r}: must be 'mean', 'slow', 'square', 'weight' or None")
+        if self.averages_params and self.keeps is not None:
+            raise ValueError(f"keeps={self.keeps!r}: must be None for an average, which has the parameter's shape")
 
 
 class Scalar(NamedTuple):
@@ -474,8 +478,16 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
     roles: dict[str, Role | None] = {}
     holds: dict[str, str] = {}
     formats: set[str] = set()
+    averages: set[str] = set()
     for name, spec in specs.items():
-        roles[name] = Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps]
+        if spec.averages_params:
+            averages.add(name)
+        if isinstance(spec.initial, str):
+            roles[name] = Role.COPY
+        elif spec.averages_params:
+            roles[name] = Role.AVERAGE
+        else:
+            roles[name] = _KEPT[spec.keeps]
         if spec.holds is not None:
             holds[name] = str(spec.holds)
             if spec.dtype is not None:
@@ -484,6 +496,7 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
         roles,
         holds=holds,
         formats=formats,
+        averages=averages,
         computing={name for name, spec in specs.items() if spec.computes_params},
         in_order={name for name, spec in specs.items() if spec.in_order},
     )

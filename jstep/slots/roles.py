@@ -91,6 +91,7 @@ class Roles(Mapping[str, Role | None]):
         formats: The wrappers and arguments that decide how numbers are stored.
         misplaced: Slots of wrappers that must be outermost, but are not.
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
+        averages: Slots that an optimizer declares as averages of the parameters, whatever they begin as.
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
         by_step: The wrappers that act at some global steps only.
@@ -106,6 +107,7 @@ class Roles(Mapping[str, Role | None]):
     formats: Set[str] = frozenset()
     misplaced: Set[str] = frozenset()
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    averages: Set[str] = frozenset()
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
     per_step: Set[str] = frozenset()
@@ -150,6 +152,7 @@ class Roles(Mapping[str, Role | None]):
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             misplaced=prefix_all(self.misplaced),
             arguments=prefix_keys(self.arguments),
+            averages=prefix_all(self.averages),
             computing=prefix_all(self.computing),
             in_order=prefix_all(self.in_order),
             per_step=prefix_all(self.per_step),
@@ -184,6 +187,7 @@ class Roles(Mapping[str, Role | None]):
             roles,
             halves=self.halves,
             arguments=self.arguments,
+            averages=self.averages,
             computing=self.computing,
             counted=self.counted,
             injected=self.injected,
@@ -253,13 +257,15 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     if isinstance(init, Init):
         return init.roles(params)
     # A custom `init`.
+    averages = frozenset(getattr(optimizer.init, "averages", ()))
     declared: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "copies", ()), Role.COPY)
     declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values: its slots are unknown until it has run
-        return Roles(declared, complete=False)
-    known = copies_in(lambda tree: init(tree, 0), params) | declared | dict(inherited.roles)
+        return Roles(dict.fromkeys(averages, Role.AVERAGE) | declared, complete=False, averages=averages)
+    known: dict[str, Role | None] = dict.fromkeys(averages, Role.AVERAGE)
+    known |= copies_in(lambda tree: init(tree, 0), params) | declared | dict(inherited.roles)
     inferred = infer_roles(slots, params, known, lambda both: _traced(init, both)[0])
     # Which slots a declared age counts for is not declared: it counts for all.
     ages = [name for name, role in declared.items() if role is Role.AGE]
@@ -267,7 +273,13 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     counted: set[CountedSlot] = set()
     for age in ages:
         counted.update(CountedSlot(age, name) for name in values)
-    return inferred.merge(Roles(counted=counted | inherited.counted, injected=inherited.injected))
+    return inferred.merge(
+        Roles(
+            averages=averages | inherited.averages,
+            counted=counted | inherited.counted,
+            injected=inherited.injected,
+        )
+    )
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
@@ -376,8 +388,9 @@ def _renamed(roles: Roles, names: Mapping[str, str | None]) -> Roles:
         new_slot = names.get(slot)
         if new_age is not None and new_slot is not None:
             counted.add(CountedSlot(new_age, new_slot, keys))
+    averages = {new for old, new in names.items() if new is not None and old in roles.averages}
     injected = {new for old, new in names.items() if new is not None and old in roles.injected}
-    return Roles(renamed, counted=counted, injected=injected)
+    return Roles(renamed, averages=averages, counted=counted, injected=injected)
 
 
 def _shape(leaf: object) -> Any:

@@ -161,43 +161,90 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     return names
 
 
-def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
+def params_from_slots(state: TrainState, slots: Sequence[str]) -> trees.Params:
     """Return the leaves of slots in the dtypes of the parameters; parameters where these have None."""
     values_of: dict[str, list[Any]] = {}
-    for slot in find_slots(state, name, hint):
+    for slot in slots:
         values_of[slot] = trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
     for i, p in enumerate(leaves):
-        slots = [slot for slot, values in values_of.items() if values[i] is not None]
-        if len(slots) > 1:
+        with_leaf = [slot for slot, values in values_of.items() if values[i] is not None]
+        if len(with_leaf) > 1:
             path = trees.quote_path(trees.leaf_paths(state.params)[i])
-            raise ValueError(f"name={name!r}: the slots {slots} all have the leaf {path}; give one of them")
-        if slots:
-            value = placement.move_to_devices(values_of[slots[0]][i])
+            raise ValueError(f"name={list(slots)}: the slots {with_leaf} all have the leaf {path}; give one of them")
+        if with_leaf:
+            value = placement.move_to_devices(values_of[with_leaf[0]][i])
             leaves[i] = value.astype(jnp.result_type(p))
     return treedef.unflatten(leaves)
 
 
-def _named_averages(state: TrainState) -> str:
-    """Say which slots hold averages, if the optimizer that made them says so."""
-    averages = sorted(slot for slot in roles_in(state).names_with(Role.AVERAGE, Role.COPY) if slot in state.slots)
-    if not averages:
-        return ""
-    named = repr(averages[0]) if len(averages) == 1 else f"one of {averages}"
-    return f"Its averages have another name: give {named}, such as use_averages={averages[0]!r}"
+def find_averages(state: TrainState, name: str | Sequence[str]) -> list[str]:
+    """Return the full names of the averages of the parameters that one name, or several, mean.
 
-
-def find_slots(state: TrainState, name: str | Sequence[str], hint: str) -> list[str]:
+    Raises:
+        ValueError: A name is not that of one average.
+    """
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
-    return list(dict.fromkeys(find_slot(state, entry, hint) for entry in names))
+    slots: dict[str, None] = {}
+    for entry in names:
+        slots[choose_average(entry, averages_in(state, entry), "name", "the state")] = None
+    return list(slots)
+
+
+def averages_in(state: TrainState, name: str) -> list[str]:
+    """Return the slots that are averages of the parameters; those of this name if nobody declared what slots are.
+
+    What only begins as a copy of the parameters, such as the initial parameters that Prodigy keeps, is not an average.
+    """
+    roles = roles_in(as_state(state))
+    slots = state.slots if isinstance(state.slots, dict) else {}
+    # Nobody declares what the slots of a state are that was made by hand.
+    averages = roles.averages if roles else [slot for slot in slots if _has_name(slot, name)]
+    return sorted(slot for slot in averages if slot in slots and trees.is_like(state.params, slots[slot]))
+
+
+def _has_name(slot: str, name: str) -> bool:
+    """Whether a slot has a name, in full or without scopes and labels."""
+    return slot == name or slot.endswith(f"/{name}")
+
+
+_KEEP_AVERAGES = (
+    "jstep.with_moving_average(optimizer, ema) keeps averages, and a custom optimizer declares its own by "
+    "init.averages. The weights of schedule-free optimizers are jstep.schedule_free_params(state), those of lookahead "
+    "jstep.slow_params(state)"
+)
+
+
+def choose_average(name: str, averages: Sequence[str], argument: str, owner: str) -> str:
+    """Return the full name of the average that a name means, under any scopes and labels.
+
+    The name that averages have by default means the only one, whatever its name.
+
+    Args:
+        averages: The averages of the owner, such as "the state".
+        argument: The name of the argument that the name was given for.
+    """
+    if name in averages:
+        return name
+    matches = [slot for slot in averages if _has_name(slot, name)]
+    if not matches and name == AVERAGE_SLOT and len(averages) == 1:
+        return averages[0]
+    if not averages:
+        raise ValueError(f"{argument}={name!r}: {owner} has no averages of the parameters. {_KEEP_AVERAGES}")
+    if not matches:
+        raise ValueError(
+            f"{argument}={name!r}: must be the name of an average; {owner} has {sorted(averages)}. {_KEEP_AVERAGES}"
+        )
+    if len(matches) > 1:
+        raise ValueError(f"{argument}={name!r}: {owner} has several such slots, {sorted(matches)}; give a full name")
+    return matches[0]
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
     """Return the full name of the only matching slot, under any scopes and labels."""
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {describe_type(state)}")
+    as_state(state)
     slots = state.slots if isinstance(state.slots, dict) else {}
-    matches = [slot for slot in slots if slot == name or slot.endswith(f"/{name}")]
+    matches = [slot for slot in slots if _has_name(slot, name)]
     matches = [slot for slot in matches if trees.is_like(state.params, slots[slot]) and belongs(slot)]
     if name in matches:
         return name
@@ -206,6 +253,6 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if not matches:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "
-            f"{sorted(slots)}. {_named_averages(state) or hint}"
+            f"{sorted(slots)}. {hint}"
         )
     return matches[0]

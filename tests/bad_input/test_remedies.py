@@ -89,16 +89,6 @@ def test_parameters_at_a_second_place_of_a_returned_state_are_copied(place):
     np.testing.assert_array_equal(state.model_state["target"], state.params["w"])
 
 
-def test_averages_of_another_name_are_named():
-    optimizer = jstep.with_moving_average(OPTIMIZER, jstep.ExponentialMovingAverage(0.9, name="key"))
-    state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-    evaluate = jstep.evaluator(lambda params, x: {"w": jnp.sum(params["w"])}, [jnp.ones(3)], use_averages=True)
-    with pytest.raises(ValueError, match="use_averages='key'"):
-        evaluate(state)
-    with pytest.raises(ValueError, match="use_averages='key'"):
-        jstep.averaged_params(state)
-
-
 def test_checkpoints_that_are_elsewhere_are_found(tmp_path):
     with jstep.Saver(tmp_path / "run", prefix="best") as saver:
         path = saver.save(new_state())

@@ -1,5 +1,7 @@
 """Manifests of other formats: refused as what they are, intact; only `notes` may hold what a reader does not know."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,51 @@ def test_notes_are_ignored_wherever_they_stand(saver):
     expected = saver.restore()
     edit_manifest(path_of(saver), add_notes)
     np.testing.assert_array_equal(saver.restore()["params"]["w"], expected["params"]["w"])
+
+
+@pytest.mark.parametrize("notes", [None, {}, [1], {"averages": "m"}, {"averages": [3]}])
+def test_without_a_note_of_averages_any_slot_may_be_one(notes, tmp_path):
+    """Checkpoints of the first versions do not say which slots are averages."""
+    ema = jstep.ExponentialMovingAverage(0.5)
+    optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.ones(3)}, optimizer)
+
+    def replace_notes(data):
+        assert data["notes"] == {"averages": ["ExponentialMovingAverage"]}
+        del data["notes"]
+        if notes is not None:
+            data["notes"] = notes
+
+    with Saver(tmp_path) as saver:
+        path = saver.save(state)
+        saver.wait()
+        with pytest.raises(ValueError, match="use_averages='momentum': must be the name of an average"):
+            saver.restore(state, use_averages="momentum")
+        edit_manifest(path, replace_notes)
+        for name, slot in ((True, ema.name), ("momentum", "momentum")):
+            for params in (
+                saver.restore(state, use_averages=name).params,
+                saver.restore_params(state.params, use_averages=name),
+            ):
+                np.testing.assert_array_equal(params["w"], state.slots[slot]["w"])
+        with pytest.raises(ValueError, match="has no slot 'other'"):
+            saver.restore(state, use_averages="other")
+
+
+def test_a_best_checkpoint_notes_its_run_and_its_averages(tmp_path):
+    optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.5))
+    step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
+    evaluate = jstep.evaluator(lambda params, x: {"loss": jnp.sum(params["w"])}, [np.ones(2, np.float32)])
+    best = jstep.KeepBest(tmp_path / "best", "loss")
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[best])
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    batches = [np.zeros(2, np.float32)] * 2
+    jstep.train(step, state, batches, 1, hooks=[hook], checkpoint_dir=tmp_path / "run", log_steps=None)
+    (manifest,) = (tmp_path / "best").glob("best-*/manifest.json")
+    notes = json.loads(manifest.read_text())["notes"]
+    assert notes.keys() == {"run", "averages"}
+    assert notes["averages"] == ["ExponentialMovingAverage"]
 
 
 def test_a_corrupted_one_says_so(saver):

@@ -183,7 +183,7 @@ def test_both_is_checked_and_named_before_the_first_step(tmp_path):
         hook.results[10]["averaged/loss"]
         == jstep.evaluator(metric_fn, list(BATCHES), use_averages=True, has_model_state=True)(state)["loss"]
     )
-    with pytest.raises(ValueError, match="no such slot"):
+    with pytest.raises(ValueError, match="has no averages of the parameters"):
         jstep.evaluator(metric_fn, [BATCHES[0]], use_averages="both", has_model_state=True)(make_state(SGD))
 
 

@@ -17,6 +17,7 @@ FULL = Roles(
     formats={"compact"},
     misplaced={"last"},
     arguments={"v": "rate"},
+    averages={"m"},
     computing={"v"},
     in_order={"m"},
     per_step={"v"},
@@ -36,6 +37,7 @@ def test_roles_under_a_prefix_and_joined():
         "formats": {"compact"},
         "misplaced": {"a/last"},
         "arguments": {"a/v": "rate"},
+        "averages": {"a/m"},
         "computing": {"a/v"},
         "in_order": {"a/m"},
         "per_step": {"a/v"},
@@ -57,7 +59,7 @@ def test_roles_that_are_changed():
     assert Roles({"n": Role.AGE}).with_private_age()["n"] is Role.PRIVATE_AGE
     carried = FULL.static_part()
     assert carried["age"] is Role.AGE
-    for name in ("halves", "arguments", "computing", "counted", "injected"):
+    for name in ("halves", "arguments", "averages", "computing", "counted", "injected"):
         assert getattr(carried, name) == getattr(FULL, name)
     for name in ("holds", "formats", "misplaced", "in_order", "per_step", "by_step", "frozen"):
         assert not getattr(carried, name)
