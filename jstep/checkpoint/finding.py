@@ -21,6 +21,7 @@ from jstep.checkpoint.store import MAX_MANIFESTS, Store
 from jstep.checkpoint.verdicts import IS_UNREADABLE, unusable
 from jstep.core import processes
 from jstep.core.secret_text import describe_error
+from jstep.core.tables import printable
 from jstep.stores.urls import is_url
 
 _T = TypeVar("_T")
@@ -145,7 +146,7 @@ class CheckpointFinder:
             raise self._unusable(broken_path, lacks, is_corrupted=True)
         if step < 0:
             other = next((found for _, found in self._store.newest_first(None)), None)
-            hint = f"; it has {other}: give its prefix, Saver(directory, prefix=…)" if other else ""
+            hint = f"; it has {printable(other)}: give its prefix, Saver(directory, prefix=…)" if other else ""
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}{hint}")
         return step, path
 

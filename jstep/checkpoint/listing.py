@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
 from jstep.core.logs import log_once
+from jstep.core.tables import printable
 from jstep.stores.files import is_absent, may_be_file, read_small
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES, step_in
 
@@ -32,11 +33,11 @@ def read_manifest(checkpoint: str) -> Manifest:
 def decode_manifest(data: bytes, path: str) -> Manifest:
     """Decode the manifest at a path, which callers must not modify."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: has more than {MAX_MANIFEST_BYTES} bytes")
+        raise CheckpointError(f"{printable(path)}: has more than {MAX_MANIFEST_BYTES} bytes")
     try:
         return decode(data)
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{printable(path)}: {error}") from None
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
+from jstep.core.tables import printable
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES, decode_json, is_seconds, is_step, is_utf8, is_word
 
 MANIFEST_FILE = "manifest.json"
@@ -388,7 +389,7 @@ def decode(data: bytes) -> Manifest:
         _check_format(loaded)
         return _as_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
+        reason = printable(f"{type(error).__name__}: {error}")[:200]
         problem = f"its checksum is correct, but its content is not what jstep writes ({reason})"
         raise CorruptedCheckpointError(problem) from None
 
@@ -456,6 +457,8 @@ def _as_manifest(loaded: Mapping[str, Any]) -> Manifest:
     data = _as_kind_or_none(loaded.get("data"), "text")
     if data is not None and (data in ("", ".", "..") or "/" in data):
         raise ValueError(f"the directory {data!r} is not below the checkpoint")
+    if data is not None and not data.isprintable():
+        raise ValueError(f"the directory {data!r} has a name that jstep does not give")
     retention = loaded["retention"]
     parts = loaded.get("parts", {})
     leaves = tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"])

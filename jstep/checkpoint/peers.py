@@ -20,6 +20,7 @@ from jstep.checkpoint.part_watch import PATIENCE_SECS, PartWatch, patience_secs
 from jstep.core import processes
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
+from jstep.core.tables import printable
 
 OUTCOME_SECS = 1800.0
 """Seconds without a heartbeat after which the others give up, once the first process has written its part."""
@@ -153,7 +154,7 @@ class Peers:
         for process in watch.processes:
             if f"{self._id}.{process}{_FAILED}" in names:
                 text = self._attempt.storage.read(f"{self._report_key(process)}{_FAILED}") or b""
-                raise CheckpointError(f"process {process}: {text.decode()}")
+                raise CheckpointError(f"process {process}: {printable(text.decode(errors='replace'))}")
             if f"{self._id}.{process}" in names:
                 watch.forget(process)
 
@@ -213,7 +214,7 @@ class Peers:
                 if latest is not None:
                     raise CheckpointError(f"{self._attempt.storage.path('')}: process 0 has removed it; see its error")
             elif outcome and not outcome.startswith(_HEARTBEAT):
-                raise CheckpointError(f"process 0: {outcome.decode()}")
+                raise CheckpointError(f"process 0: {printable(outcome.decode(errors='replace'))}")
             # It has not begun, it writes, or it waits for the parts of others.
             instant = time.monotonic()
             if outcome != latest:

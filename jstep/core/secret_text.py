@@ -4,6 +4,7 @@ import contextlib
 import re
 
 from jstep.core.checks import truncate
+from jstep.core.tables import printable
 
 NOT_RECORDED = "(not recorded)"
 _ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
@@ -40,5 +41,5 @@ def describe_error(error: BaseException) -> str:
     """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
     text = f"{type(error).__name__}: {error_text(error)}"
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror + (f": {error.filename}" if error.filename else "")
+        text = error.strerror + (f": {printable(error.filename)}" if error.filename else "")
     return truncate(text, 500)

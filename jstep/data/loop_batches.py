@@ -13,6 +13,7 @@ import numpy as np
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import log_once, logger
+from jstep.core.tables import printable
 from jstep.data.positions import position_methods
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
@@ -107,7 +108,7 @@ class LoopBatches:
 
     def set_state(self, state: object) -> None:
         if not isinstance(state, dict) or set(state) != set(self.kept):
-            saved = sorted(state) if isinstance(state, dict) else [describe_type(state)]
+            saved = sorted(map(printable, state)) if isinstance(state, dict) else [describe_type(state)]
             raise ValueError(
                 f"from_loop: the checkpoint has the states of {format_list(saved, 8) or 'no objects'}, and this "
                 f"loop keeps {format_list(sorted(self.kept), 8) or 'none'}; give the same names"

@@ -295,7 +295,7 @@ class EarlyStopping(MetricCallback):
         progress = self._progress
         if progress.wait < self._patience:
             return None
-        place = "" if progress.stopped_at is None else f" at step {progress.stopped_at}"
+        place = "" if progress.stopped_at is None else f" at step {progress.stopped_at!r}"
         return (
             f"{hook_key(self)} stopped the run{place}: {self._failure('had')}. To continue, give "
             "EarlyStopping(…, reset=True)"
@@ -303,7 +303,7 @@ class EarlyStopping(MetricCallback):
 
     def _failure(self, has: str) -> str:
         progress = self._progress
-        problem = "been NaN" if progress.best is None else f"not improved on {progress.best}"
+        problem = "been NaN" if progress.best is None else f"not improved on {progress.best!r}"
         return f"{self.metric} {has} {problem} in {progress.wait} evaluations"
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:

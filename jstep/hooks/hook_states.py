@@ -13,6 +13,7 @@ from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.public_names import public_name
+from jstep.core.tables import printable
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnknownPartError, UnsupportedError
 
@@ -120,7 +121,7 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
         if len(same_key) != len(records):
             what = "they start fresh" if same_key else "their state is dropped"
             text = f"%s: the checkpoint has %d state(s) of %s, and the run has %d of them: {what}"
-            logger.warning(text, argument, len(records), identity.key, len(same_key))
+            logger.warning(text, argument, len(records), printable(identity.key), len(same_key))
             continue
         for hook, record in _matched(same_key, records, argument):
             state = reader.state(hook, record)
@@ -170,7 +171,7 @@ def _is_record(record: object) -> bool:
 
 
 def _state_of(record: Mapping[str, Any]) -> str:
-    return f"the checkpoint's state of {record['key']:.100}"
+    return f"the checkpoint's state of {printable(record['key']):.100}"
 
 
 class _Reader(NamedTuple):
@@ -210,8 +211,8 @@ class _Reader(NamedTuple):
     def _refuse(self, what: str, has: str) -> NoReturn:
         raise UnsupportedFormatError(
             f"{self.argument}: {what} {has}, which this version of jstep ({jstep_version()}) does not know. The "
-            f"checkpoint is intact, and was written by jstep {self.written_by:.50}: install that or a later one, or "
-            "leave the hook out, or give it another key, with which it starts fresh"
+            f"checkpoint is intact, and was written by jstep {printable(self.written_by):.50}: install that or a later "
+            "one, or leave the hook out, or give it another key, with which it starts fresh"
         )
 
 

@@ -19,6 +19,7 @@ from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_choice, format_list, format_value
 from jstep.core.exceptions import WrongStateError
 from jstep.core.logs import logger
+from jstep.core.tables import printable
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.numbers import TransferQueue, start_transfer
@@ -168,7 +169,7 @@ class Difference(NamedTuple):
         other = len(self.first_only) + len(self.second_only)
         model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
         differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
-        return f"{len(self.leaves)} {differ}: {format_list(self.leaves, 8)}{model}"
+        return f"{len(self.leaves)} {differ}: {format_list(list(map(printable, self.leaves)), 8)}{model}"
 
 
 def compare_logs(first: Entry, second: Entry) -> Difference | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jstep.checkpoint.names import open_store
 from jstep.core.checks import format_list
+from jstep.core.tables import printable
 from jstep.look.goodput import SAVED_EXAMPLES, goodput_of_starts, total_at
 from jstep.look.run_folder import HANGS, RUNNING, UNREADABLE, RunFolder, run_folder
 from jstep.record.differences import changes
@@ -136,7 +137,7 @@ def as_json_fields(run: RunSummary) -> dict[str, Any]:
 
 def unreadable_run(where: str, prefix: str, error: Exception) -> RunSummary:
     why = str(error) if isinstance(error, OSError | ValueError) else f"its record is damaged: {error!r}"
-    return RunSummary(path=where, prefix=prefix, status=UNREADABLE, error=why)
+    return RunSummary(path=where, prefix=prefix, status=UNREADABLE, error=printable(why))
 
 
 def summarize(folder: RunFolder) -> RunSummary:

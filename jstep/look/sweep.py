@@ -13,6 +13,7 @@ import numpy as np
 
 from jstep.checkpoint.listing import possible_checkpoints
 from jstep.core.checks import format_list, truncate
+from jstep.core.tables import printable
 from jstep.look.cli import utc_text
 from jstep.look.goodput import part_changes
 from jstep.look.run_folder import (
@@ -245,7 +246,7 @@ class Ranking(NamedTuple):
         if name is None:
             name = _default_metric(rows, names)
         elif name not in names:
-            known = format_list(list(names), 30) or "none"
+            known = format_list(list(map(printable, names)), 30) or "none"
             raise ValueError(f"metric={name!r}: must be a metric of the runs; there are {known}")
         is_max = _is_max(rows, name)
         # The mode of a `KeepBest` comes before the argument, which is for metrics without one.

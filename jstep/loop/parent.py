@@ -14,6 +14,7 @@ from jstep.checkpoint.store import Store
 from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
+from jstep.core.tables import printable
 from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
 from jstep.loop.arguments import Options
@@ -138,7 +139,7 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
             return ParentCheckpoint(Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step)
     other_prefix = prefix if named is None else named.prefix
     other = latest_checkpoint(path) or latest_checkpoint(split_path(path)[0], other_prefix)
-    hint = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
+    hint = f"the newest checkpoint there is {printable(other)}" if other else "there are no checkpoints"
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
 
 

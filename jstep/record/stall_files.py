@@ -11,6 +11,7 @@ from concurrent import futures
 from typing import Any
 
 from jstep.core.logs import logger
+from jstep.core.tables import printable
 from jstep.record.config import encoded
 from jstep.record.schema import StallFile
 from jstep.record.starts import OpenDirectory
@@ -114,7 +115,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
-            problems.append(f"{path} is skipped: {error}")
+            problems.append(f"{printable(path)} is skipped: {error}")
             continue
         if prefix is None or stall.get("prefix", prefix) == prefix:
             stalls.append((path, stall))

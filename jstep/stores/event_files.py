@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in, open_for_reading, walk
 from jstep.stores.untrusted import is_below_or_beside
 from jstep.stores.urls import is_url, join_path, location
@@ -97,7 +98,7 @@ class DataLossError(Exception):
         self._reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}: corrupted record at offset {self.offset}: {self._reason}"
+        return f"{printable(self.path)}: corrupted record at offset {self.offset}: {self._reason}"
 
 
 def masked_crc(data: bytes) -> int:

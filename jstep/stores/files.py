@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from jstep.core.tables import printable
 from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.untrusted import check_regular, link_below
@@ -26,7 +27,7 @@ def open_for_reading(path: str, *, follow_link: bool = True) -> BinaryIO:
     parent, name = split_path(path)
     data = Objects(parent).read(name).data if name else None
     if data is None:
-        raise FileNotFoundError(f"{path}: there is no such object")
+        raise FileNotFoundError(f"{printable(path)}: there is no such object")
     return io.BytesIO(data)
 
 
@@ -52,7 +53,7 @@ def read_small(path: str, limit: int, *, follow_link: bool = True) -> bytes:
         file.seek(0)
         data = file.read(limit + 1) if size <= limit else b""
     if max(size, len(data)) > limit:
-        raise ValueError(f"{path}: has more than {limit} bytes")
+        raise ValueError(f"{printable(path)}: has more than {limit} bytes")
     return data
 
 

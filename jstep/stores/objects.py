@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from jstep.core.secret_text import hide
+from jstep.core.tables import printable
 from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"
@@ -100,7 +101,7 @@ class PendingOperation:
             if reason is None:
                 store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
                 reason = f"{store}. Check the network and the address: {self._endpoint()}"
-            problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
+            problem: OSError = ConnectionError(f"{printable(self.url)}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translate_error(error, self._verb, self.url)
         else:
@@ -406,7 +407,7 @@ class Bucket(Objects):
             raise UnknownMarkError(
                 f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which this version of "
                 f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
-                f"written by jstep {version:.50}: install that or a later one"
+                f"written by jstep {printable(version):.50}: install that or a later one"
             )
 
     def _truncated(self) -> PermissionError:
@@ -520,13 +521,15 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     """Return the error to raise `from None` instead of tensorstore's error."""
     text = str(error)
     scheme, bucket, _ = parts_of_url(url)
-    what = f"{url}: cannot {verb}"
+    # The key may be a name of somebody else.
+    shown = printable(url)
+    what = f"{shown}: cannot {verb}"
     codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
     status = int(codes[-1]) if codes else 0
     code = next((code for code in (*_KEYS, *_REGION, "NoSuchBucket") if code in text), "")
     details = f"HTTP {status} {code}".strip()
     if status == 416 or text.startswith("OUT_OF_RANGE"):
-        return LostError(f"{url}: OUT_OF_RANGE: it is shorter than it was")
+        return LostError(f"{shown}: OUT_OF_RANGE: it is shorter than it was")
     if verb == "read" and text.startswith(("DATA_LOSS", "NOT_FOUND")) and not code:
         return LostError(f"{what}: {redact(text)}")
     if code in _REGION or status in (301, 307):
@@ -551,8 +554,8 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
 def no_bucket(url: str, verb: str) -> FileNotFoundError:
     scheme, bucket, _ = parts_of_url(url)
     tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
-    return FileNotFoundError(f"{url}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`)")
+    return FileNotFoundError(f"{printable(url)}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`)")
 
 
 def redact(text: str) -> str:
-    return hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0])[:200]
+    return printable(hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0]))[:200]

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core.tables import printable
 from jstep.core.trees import Tree
 from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnknownPartError, UnsupportedError
@@ -227,7 +228,7 @@ def decode(value: object) -> Any:
     except UnknownPartError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, ImportError) as error:
-        raise ValueError(f"{tag}: {type(error).__name__}: {error!s:.200}") from None
+        raise ValueError(f"{tag}: {type(error).__name__}: {printable(error):.200}") from None
 
 
 def _is_tagged(value: dict[Any, Any]) -> bool:

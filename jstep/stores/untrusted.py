@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jstep.core.tables import printable
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
@@ -235,7 +236,7 @@ def regular_files(directory: str, is_counted: Callable[[str], bool] = lambda pat
                         sizes[path] = found.st_size
                         inodes[found.st_dev, found.st_ino] = found.st_size
                 else:
-                    raise UntrustedError(f"{path} is not a regular file")
+                    raise UntrustedError(f"{printable(path)} is not a regular file")
     return RegularFiles(sizes, sum(inodes.values()))
 
 

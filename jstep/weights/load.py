@@ -20,6 +20,7 @@ from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
 from jstep.core.logs import logger
+from jstep.core.tables import printable
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T
 from jstep.state.leaves import PARAMS
@@ -105,7 +106,8 @@ def load_weights(
     if differences:
         if not partial:
             raise ValueError(
-                f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
+                f"target does not fit {printable(source.path)}{differences}; map them in names, see docs: "
+                "help/errors#load-weights"
             )
         nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
         logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
@@ -225,7 +227,7 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
     except PermissionError:
         raise
     except Exception as error:
-        raise _unreadable(directory, error, ocp.__version__) from error
+        raise _unreadable(directory, error, ocp.__version__) from None
     structure: Any
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = leaf_records.unique(trees.path_str(keys) for keys, _ in flat)
@@ -254,7 +256,7 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
                 pairs = zip(names, restored, strict=True)
                 return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
         except Exception as error:
-            raise _unreadable(directory, error, ocp.__version__) from error
+            raise _unreadable(directory, error, ocp.__version__) from None
 
     return arrays, read
 
@@ -307,7 +309,12 @@ def _owned(value: Any) -> Any:
 
 
 def _unreadable(directory: str, error: BaseException, version: str) -> ValueError:
+    """Return the error to raise `from None`: the texts of Orbax's error and of its causes have names of the checkpoint.
+
+    They are not printable if the names are not.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     why = str(error).partition(" [tensorstore_spec=")[0]
-    return ValueError(f"{directory}: is corrupted, incomplete, or not readable by Orbax {version}: {why:.300}")
+    what = f"{printable(directory)}: is corrupted, incomplete, or not readable by Orbax {version}"
+    return ValueError(f"{what}: {printable(why):.300}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jstep.checkpoint.listing import TEMPORARY, list_names
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
+from jstep.core.tables import printable
 from jstep.stores.files import read_small
 from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, read_header
@@ -55,7 +56,7 @@ def _files_in(directory: str) -> list[str]:
 def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
     such_as = os.path.join(directory, names[0])
     return ValueError(
-        f"path={directory!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}"
+        f"path={directory!r}: {what} ({', '.join(map(printable, names[:10]))}); pass the path of one, such as {such_as!r}"
     )
 
 
@@ -67,37 +68,39 @@ def read_tensors(path: str) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         file = os.path.join(os.path.dirname(path), name)
         if not os.path.isfile(file):
-            raise FileNotFoundError(f"{path}: the index names {name!r}, but there is no such file")
+            raise FileNotFoundError(f"{printable(path)}: the index names {name!r}, but there is no such file")
         files[name] = read_header(file)
     tensors: dict[str, Tensor] = {}
     for header in files.values():
         for name, tensor in header.items():
             if name in tensors:
-                raise ValueError(f"{path}: the tensor {name!r} is in two files, {tensors[name].file} and {tensor.file}")
+                several = f"{printable(tensors[name].file)} and {printable(tensor.file)}"
+                raise ValueError(f"{printable(path)}: the tensor {name!r} is in two files, {several}")
             tensors[name] = tensor
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise ValueError(f"{path}: the tensor {name!r} should be in {file!r}, which does not have it")
+            raise ValueError(f"{printable(path)}: the tensor {name!r} should be in {file!r}, which does not have it")
     return tensors
 
 
 def _files_of(path: str) -> dict[str, str]:
     data = read_small(path, LARGEST)
+    shown = printable(path)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: corrupted: is not JSON ({error!s:.300})") from None
+        raise ValueError(f"{shown}: corrupted: is not JSON ({error!s:.300})") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(
-            f"{path}: not an index: must have a weight_map from tensors to files, got {format_value(content)}"
+            f"{shown}: not an index: must have a weight_map from tensors to files, got {format_value(content)}"
         )
     for file in set(weight_map.values()):
         # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
         parts = file.replace("\\", "/").split("/")
         if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
             raise ValueError(
-                f"{path}: the index names the file {format_value(file)}: must be a name inside the index's directory"
+                f"{shown}: the index names the file {format_value(file)}: must be a name inside the index's directory"
             )
     return weight_map
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jstep.core.placement import ShardBounds, lengths, slices
+from jstep.core.tables import printable
 from jstep.stores.files import open_regular
 
 _DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -98,8 +99,8 @@ def check_file(path: str) -> None:
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{path}: is corrupted, or not readable by safetensors {safetensors.__version__}, and newer versions know "
-            f"more dtypes: {error!s:.300}"
+            f"{printable(path)}: is corrupted, or not readable by safetensors {safetensors.__version__}, and newer "
+            f"versions know more dtypes: {printable(error):.300}"
         ) from None
 
 
@@ -118,10 +119,14 @@ def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds
     try:
         whole = np.memmap(tensor.file, tensor.dtype, "r", tensor.start, tensor.shape)
     except ValueError as error:
-        raise ValueError(f"{tensor.file}: was truncated after its header was read: {error}; load it again") from None
+        raise ValueError(
+            f"{printable(tensor.file)}: was truncated after its header was read: {error}; load it again"
+        ) from None
     arrays = {part: np.array(whole[slices(part)], tensor.dtype, order="C") for part in parts}
     if tensor.code == "BOOL" and any((array.view(np.uint8) > 1).any() for array in arrays.values()):
-        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+        raise ValueError(
+            f"{printable(tensor.file)}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1"
+        )
     return arrays
 
 

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 
 import pytest
+from foreign_texts import CONTROL, assert_printable, printed
 from written_runs import make_setup, start, write_run, write_start
 
 import jstep
@@ -102,6 +103,25 @@ def test_a_start_of_a_newer_version(tmp_path):
     assert "this jstep reads 2: update jstep" in new.error
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path, "new")
+
+
+def test_the_prefix_of_a_start_in_errors(tmp_path):
+    write_run(tmp_path, prefix=CONTROL)
+    (file,) = (file for file in (tmp_path / "starts").iterdir() if "card" not in file.name)
+    file.write_bytes(b" " * 2**21)
+    (run,) = jstep.runs(tmp_path)
+    assert "has more than 1048576 bytes" in run.error
+    assert_printable(run.error)
+    with pytest.raises(ValueError, match="must be the prefix of a run") as raised:
+        jstep.goodput(tmp_path)
+    assert_printable(printed(raised.value))
+
+
+def test_metrics_in_errors(tmp_path):
+    write_run(tmp_path, values={CONTROL: 1.0})
+    with pytest.raises(ValueError, match="must be a metric of the runs") as raised:
+        jstep.report(tmp_path, tmp_path / "page.html", metric="other")
+    assert_printable(printed(raised.value))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
