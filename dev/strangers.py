@@ -5,23 +5,30 @@
 
 A run is made once, with checkpoints, positions, records, logs and weights. For each mutant one of its files is changed
 where its structure means something: a number, a name, a key, a place, a node of the database of arrays, the bytes of an
-event; or it becomes a link, a FIFO, a directory. Then readers of that file are called. It is a defect if one opens
-or lists anything outside of the run, makes a socket, starts a program, prints a control character, takes more than ten
-seconds of CPU or 400 MB, or raises what it does not document. Audit hooks of Python see the first three.
+event; or it becomes a link, a FIFO, a directory, or has another name. Then readers of that file are called. It is a
+defect if one opens or lists anything outside of the run, makes a socket, starts a program, takes more than ten seconds
+of CPU or 400 MB, raises what it does not document, or if control characters are in what it prints, logs or warns of, or
+in the traceback of what it raises. Audit hooks of Python see the first three.
+
+Whose run it is decides what may be opened (`PLACES`): the reader's own one; a copy of one; that of another host; a copy
+beside the run that it is of. In some, the mutation is a link that appears while the run takes steps.
 """
 
 import argparse
 import contextlib
 import faulthandler
+import functools
 import io
 import json
 import logging
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -60,10 +67,30 @@ ODD = [
         "/net/stranger/x",
         "\x1b[2J",
     ),
+    socket.gethostname(),
     *("\ud800", "a" * 5000, "9" * 5000, "$files/a", "float64", "uint8", "no dtype", "\u202e", "key<fry>"),
     *([], {}, None, True, [[]] * 50, {"$dict": [[n * PRIME, 0] for n in range(3)]}, {"$int": "f" * 500}),
     *({"$bytes": {"$file": "a"}}, {"$array": {"dtype": "<f8", "shape": [2**40], "data": ""}}, {"$tuple": 7}),
 ]
+CONTROL = "\x1b[31m\nforged\x9b"
+"""What is put into names: it colors a terminal, and begins a line that looks like one of jstep."""
+MAX_DEFECTS = 20
+"""The number of defects after which the search ends."""
+PLACES = ["own", "own", "own", "copy", "of another host", "beside"]
+"""Whose run is changed, by how often. Only of what is not the reader's own, paths elsewhere must not be opened."""
+
+
+class Draw(random.Random):
+    """A generator of mutants.
+
+    Attributes:
+        elsewhere: Paths that exist, and that records of the mutant must not lead to.
+    """
+
+    elsewhere: tuple[str, ...] = ()
+
+    def odd(self):
+        return self.choice([*ODD, *self.elsewhere, *self.elsewhere])
 
 
 class Audit:
@@ -74,8 +101,9 @@ class Audit:
         problems: What was outside.
     """
 
-    def __init__(self, inside):
-        self.inside = os.path.realpath(inside)
+    def __init__(self, outside):
+        self.inside = []  # the directories that may be opened
+        self.outside = str(outside)
         # Modules and their data, and what says which process is alive.
         allowed = {
             sys.prefix,
@@ -100,17 +128,21 @@ class Audit:
             is_git = (
                 arguments and os.path.basename(str(arguments[0])) == "git" and "core.fsmonitor=false" in arguments[1]
             )
-            if event != "socket.gethostname" and not is_git:
+            # A pair of sockets within the process, which the event loops of Orbax have.
+            is_pair = event == "socket.__new__" and arguments[1] == socket.AF_UNIX
+            if event != "socket.gethostname" and not is_git and not is_pair:
                 self.problems.append(f"{event}{arguments!r:.200}")
         elif event == "open" or (kind in ("os", "shutil") and arguments and isinstance(arguments[0], str | bytes)):
             self.seen[event] = self.seen.get(event, 0) + 1
-            if isinstance(arguments[0], str | bytes) and event not in ("os.putenv", "os.unsetenv"):
+            if event == "os.symlink":
+                self.check(event, os.fsdecode(arguments[1]))  # not what the link leads to
+            elif isinstance(arguments[0], str | bytes) and event not in ("os.putenv", "os.unsetenv"):
                 self.check(event, os.fsdecode(arguments[0]))
 
     def check(self, event, path):
         self.is_on = False
         try:
-            if event in ("os.remove", "os.rename"):  # of a link itself, not of what it leads to
+            if event in ("os.remove", "os.rename", "os.symlink"):  # of a link itself, not of what it leads to
                 real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             else:
                 real = os.path.realpath(path)
@@ -120,8 +152,14 @@ class Audit:
         # To list what is no directory opens nothing: it is an error.
         if event in ("os.listdir", "os.scandir") and not os.path.isdir(real):
             return
+        # A name in a directory that is held open; the hook is not told in which. `search` looks for new files.
+        if not os.path.dirname(path) and not os.path.lexists(path):
+            return
+        # To flush the names in a directory, which may have become a link, reads and writes nothing.
+        if event == "open" and real == self.outside and os.path.isdir(real):
+            return
         if not is_unnamed and not any(
-            f"{real}/".startswith(f"{place.rstrip('/')}/") for place in (self.inside, *self.allowed)
+            f"{real}/".startswith(f"{place.rstrip('/')}/") for place in (*self.inside, *self.allowed)
         ):
             self.problems.append(f"{event}: {path}")
 
@@ -150,7 +188,7 @@ optimizer = jstep.adam(0.1)
 train_step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
 
 
-def train(run, last):
+def train(run, last, *, swapping=None):
     evaluate = jstep.EvaluationHook(
         lambda state: {"loss": float(jnp.sum(state.params["w"]))},
         every_n_steps=2,
@@ -161,7 +199,9 @@ def train(run, last):
         jstep.FingerprintHook(every_n_steps=2),
         jstep.History(every_n_steps=1, path=f"{run}/history.jsonl"),
     ]
-    state = jstep.TrainState.create({"w": jnp.zeros(3), "v": jnp.zeros(2000)}, optimizer)
+    if swapping is not None:
+        hooks.append(swapping)
+    state = state_at_zero()
     options = {"checkpoint_dir": run, "logdir": f"{run}/logs", "config": {"lr": 0.1, "deep": {"a": [1, 2]}}}
     return jstep.train(
         train_step, state, Loader(), last, hooks=hooks, progress=False, save_checkpoint_steps=2, **options
@@ -187,6 +227,31 @@ def make(run):
     other |= {"written": 1.7e9, "step": [0, 4], "seconds": {"stepping": 1.0}, "batches": {}, "signal": None}
     pathlib.Path(run, "starts/model.1.json").write_text(json.dumps(other))
     jstep.save_weights(f"{run}/weights.safetensors", {"w": jnp.ones(3), "b": jnp.zeros((2, 2))})
+    pathlib.Path(run, "shards").mkdir()
+    jstep.save_weights(f"{run}/shards/one.safetensors", {"w": jnp.ones(3)})
+    jstep.save_weights(f"{run}/shards/two.safetensors", {"b": jnp.zeros((2, 2))})
+    weight_map = {"w": "one.safetensors", "b": "two.safetensors"}
+    pathlib.Path(run, "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+class Swap(jstep.Hook):
+    """Somebody else who may write to the directory, and replaces something by a link while the run takes steps."""
+
+    def __init__(self, run, outside, chosen):
+        self.run, self.outside, self.chosen = pathlib.Path(run), outside, chosen
+
+    def after_step(self, step, state, metrics):
+        if step != 5:
+            return
+        # Not during a write, as links are looked for just before it: these files are written beside the first steps.
+        until = time.monotonic() + 10
+        while len(list(self.run.glob("starts/*.programs"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        victims = sorted(path for path in self.run.rglob("*") if not path.is_symlink())
+        victim = victims[int(self.chosen * len(victims))]
+        is_directory = victim.is_dir()
+        victim.rename(f"{victim}.aside")
+        victim.symlink_to(self.outside if is_directory else self.outside / "secret")
 
 
 # Mutants.
@@ -204,11 +269,11 @@ def changed(value, draw):
     paths = list(nodes_of(value))
     path = draw.choice(paths)
     if not path:
-        return draw.choice(ODD)
+        return draw.odd()
     above = value
     for key in path[:-1]:
         above = above[key]
-    kind = draw.randrange(6)
+    kind = draw.randrange(9)
     if kind == 0:
         del above[path[-1]]
     elif kind == 1:
@@ -219,10 +284,28 @@ def changed(value, draw):
     elif kind == 2 and isinstance(above, list):
         above[path[-1] : path[-1] + 1] = [above[path[-1]]] * draw.choice([2, 300])
     elif kind == 2:
-        above[draw.choice([key for key in ODD if isinstance(key, str)])] = above[path[-1]]
+        above[draw.choice([*filter(lambda key: isinstance(key, str), ODD), CONTROL])] = above[path[-1]]
+    elif kind == 3 and isinstance(above[path[-1]], str):
+        above[path[-1]] = with_control(above[path[-1]])
+    elif kind == 4:
+        # Everywhere, so that what has names in two places still agrees.
+        old = above[path[-1]] if isinstance(above[path[-1]], str) else path[-1]
+        return renamed(value, old, with_control(old)) if isinstance(old, str) else value
     else:
-        above[path[-1]] = draw.choice(ODD)
+        above[path[-1]] = draw.odd()
     return value
+
+
+def with_control(name):
+    return name[: len(name) // 2] + CONTROL + name[len(name) // 2 :]
+
+
+def renamed(value, old, new):
+    if isinstance(value, dict):
+        return {new if key == old else key: renamed(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, old, new) for item in value]
+    return new if value == old else value
 
 
 def change_json(path, draw):
@@ -308,8 +391,18 @@ def change_weights(path, draw):
 def change_kind(path, draw, outside):
     """Something else of the same name."""
     is_directory = path.is_dir()
+    kind = draw.randrange(9)
+    other = path.with_name(with_control(path.name))
+    if kind == 6:
+        path.rename(other)
+        return
+    if kind == 7:
+        os.mkfifo(other)
+        return
+    if kind == 8:
+        shutil.copytree(path, other) if is_directory else shutil.copy(path, other)
+        return
     shutil.rmtree(path) if is_directory else path.unlink()
-    kind = draw.randrange(6)
     if kind == 0:
         os.mkfifo(path)
     elif kind == 1:
@@ -335,16 +428,47 @@ def command(*words):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             cli.main([word.replace("RUN", run) for word in words])
-        if odd := [c for c in out.getvalue() if c != "\n" and (ord(c) < 32 or 127 <= ord(c) < 160)]:
-            raise AssertionError(f"prints {odd[:3]!r}")
+        if odd := control_in(out.getvalue()):
+            raise AssertionError(f"prints {odd}")
 
     return call
+
+
+def check_shown(found):
+    if odd := control_in(str(found)):
+        raise AssertionError(f"shows {odd}")
+
+
+def control_in(text):
+    """Return the first control characters of a text and what is around them; "" if it has none but our line breaks."""
+    found = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\nforged", text)
+    return repr(text[max(0, found.start() - 100) : found.end() + 20]) if found else ""
 
 
 def restore(run):
     with jstep.Saver(run) as saver:
         saver.restore(None)
         saver.extra()
+
+
+def state_at_zero():
+    return jstep.TrainState.create({"w": jnp.zeros(3), "v": jnp.zeros(2000)}, optimizer)
+
+
+def restore_state(run):
+    with jstep.Saver(run) as saver:
+        saver.restore(state_at_zero(), partial=True)
+        saver.restore(state_at_zero())
+
+
+def restore_best(run):
+    with jstep.Saver(f"{run}/best") as saver:
+        saver.restore(state_at_zero(), step=saver.best_step())
+
+
+def restore_missing(run):
+    with jstep.Saver(run, "other") as saver:
+        saver.restore(None)
 
 
 def weights_of_checkpoint(run):
@@ -354,6 +478,10 @@ def weights_of_checkpoint(run):
 TARGET = {"w": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32)}
 CHECKPOINT = [
     restore,
+    restore_state,
+    restore_best,
+    restore_missing,
+    lambda run: jstep.load_weights(f"{run}/model-4", TARGET),
     weights_of_checkpoint,
     command("inspect", "RUN/model-4"),
     command("inspect", "RUN/model-4", "--verify"),
@@ -365,22 +493,32 @@ RECORD = [
     command("goodput", "RUN"),
     command("stalls", "RUN"),
 ]
+RECORD += [lambda run: jstep.goodput(run), lambda run: check_shown(jstep.runs(run))]
 RECORD += [command("diff", "RUN"), command("report", "RUN", "-o", "RUN/page.html"), command("runs", "RUN", "--json")]
-LOGS = [command("events", "RUN"), command("report", "RUN", "-o", "RUN/page.html")]
+LOGS = [lambda run: list(jstep.summary.summary_iterator(f"{run}/logs"))]
+LOGS += [command("events", "RUN"), command("report", "RUN", "-o", "RUN/page.html")]
 LINES = [lambda run: jstep.History.read(f"{run}/history.jsonl"), lambda run: read_log(f"{run}/logs/fingerprints.jsonl")]
 LINES += [command("diff", "RUN/logs/fingerprints.jsonl", "RUN/logs/fingerprints.jsonl")]
 WEIGHTS = [lambda run: jstep.load_weights(f"{run}/weights.safetensors", TARGET, partial=True)]
+WEIGHTS += [lambda run: jstep.load_weights(f"{run}/shards", TARGET), lambda run: jstep.load_weights(run, TARGET)]
 
 
 def start_again(run):
     train(run, 6)
 
 
+def start_and_swap(run, outside, chosen):
+    train(run, 8, swapping=Swap(run, outside, chosen))
+
+
 def mutate(run, draw, outside):
     """Change a file of a run; return what was changed, and its readers."""
     run = pathlib.Path(run)
     kind = draw.choice(
-        ["manifest", "manifest", "database", "database", "record", "record", "events", "lines", "weights", "kind"]
+        [
+            *("manifest", "manifest", "database", "database", "record", "record", "events", "lines", "weights", "kind"),
+            *(["link in mid-run"] if draw.random() < 0.2 else []),
+        ]
     )
     if kind == "manifest":
         change_manifest(run / "model-4/manifest.json", draw)
@@ -400,8 +538,13 @@ def mutate(run, draw, outside):
         change_lines(draw.choice([run / "history.jsonl", run / "logs/fingerprints.jsonl"]), draw)
         return kind, LINES
     if kind == "weights":
-        change_weights(run / "weights.safetensors", draw)
+        path = run / draw.choice(
+            ["weights.safetensors", "shards/one.safetensors", "shards/model.safetensors.index.json"]
+        )
+        change_json(path, draw) if path.suffix == ".json" else change_weights(path, draw)
         return kind, WEIGHTS
+    if kind == "link in mid-run":
+        return kind, [functools.partial(start_and_swap, outside=outside, chosen=draw.random())]
     # Files of weights may be links, as those of the Hugging Face Hub are.
     left_out = {"page.html", "weights.safetensors"}
     victims = sorted(path for path in run.rglob("*") if not path.is_symlink() and path.name not in left_out)
@@ -431,20 +574,35 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def called(reader, run, audit):
+class Ears(logging.Handler):
+    """Collects what jstep logs."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def called(reader, run, audit, ears):
     """Call a reader, and return what is wrong."""
     before, problems = peak(), len(audit.problems)
     began = time.process_time()
     signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
     audit.is_on = True
-    wrong = []
+    wrong, texts = [], []
+    ears.lines.clear()
     try:
-        reader(run)
-    except (*FEW, ImportError):
-        pass
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            reader(run)
+    except (*FEW, ImportError) as error:
+        texts += traceback.format_exception(error)  # with its notes and causes
     except TookTooLongError:
         wrong.append(f"more than {10 * SECONDS} seconds by the clock")
     except Exception as error:
+        texts += traceback.format_exception(error)
         wrong.append("".join(traceback.format_exception(error)[-3:]))
     finally:
         audit.is_on = False
@@ -454,50 +612,108 @@ def called(reader, run, audit):
     wrong += audit.problems[problems:]
     if peak() - before > MEGABYTES:
         wrong.append(f"{peak() - before} MB")
+    texts += [*ears.lines, *(str(warning.message) for warning in warned)]
+    wrong += [f"control characters in {odd}" for odd in map(control_in, texts) if odd]
     return wrong
+
+
+class Stage:
+    """The directories of a mutant, its neighbours, and what is elsewhere.
+
+    work/run    where the run was made: the reader's own, or one that somebody else has put there
+    work/copy   a copy beside it
+    own/run     another run of the reader's, of which work/run may be a copy
+    outside     what nobody may open or change
+    """
+
+    def __init__(self, above):
+        self.above = above
+        self.run, self.copy, self.own = f"{above}/work/run", f"{above}/work/copy", f"{above}/own/run"
+        self.outside = pathlib.Path(above, "outside")
+        self.outside.mkdir()
+        (self.outside / "secret").write_text('{"secret": 1}')
+        self.made = {self.run: f"{above}/made/run", self.own: f"{above}/made/own"}
+        for run, made in self.made.items():  # at the paths of all mutants, or they would all be copies
+            make(run)
+            shutil.copytree(run, made)
+        self.untouched = self.elsewhere()
+
+    def elsewhere(self):
+        """Return what is elsewhere, to see whether it was changed."""
+        found = {}
+        for path in sorted(pathlib.Path(self.above).rglob("*")):
+            name = str(path.relative_to(self.above))
+            if not name.startswith("work/"):
+                details = path.lstat()
+                found[name] = (details.st_size, details.st_mtime_ns) if path.is_file() else None
+        return found
+
+    def set(self, place, draw):
+        """Make the directories of a mutant; return the directory that is changed, and those that readers may open."""
+        shutil.rmtree(f"{self.above}/work")
+        original = self.run if place in ("own", "beside") else self.own
+        shutil.copytree(self.made[original], self.run)
+        draw.elsewhere = (str(self.outside), "outside", "../outside", self.own, "own/run", "work/run", "work/copy")
+        if place == "own":
+            draw.elsewhere = ()  # its record may lead anywhere
+        if place == "beside":
+            shutil.copytree(self.run, self.copy)
+            return self.copy, [f"{self.above}/work"]
+        if place == "of another host":
+            host = json.dumps(socket.gethostname()).encode()
+            for path in [*pathlib.Path(self.run).glob("starts/*.json"), *pathlib.Path(self.run).glob("stalls/*.json")]:
+                path.write_bytes(path.read_bytes().replace(b'"host": ' + host, b'"host": "stranger"'))
+        return self.run, [f"{self.above}/work", *([self.own] if place == "copy" else [])]
 
 
 def search(seconds, count, seed):
     signal.signal(signal.SIGALRM, time_is_over)
-    draw = random.Random(seed)
+    draw = Draw(seed)
+    ears = Ears()
+    logging.getLogger("jstep").addHandler(ears)
     with tempfile.TemporaryDirectory() as above:
         above = os.path.realpath(above)
-        outside = pathlib.Path(above, "outside")
-        outside.mkdir()
-        (outside / "secret").write_text('{"secret": 1}')
-        made, run = f"{above}/made", f"{above}/work/run"
-        make(run)  # at the path of all mutants, or they would all be copies
-        shutil.copytree(run, made)
-        audit = Audit(f"{above}/work")
+        os.chdir(above)  # so that relative paths of records lead to something
+        stage = Stage(above)
+        audit = Audit(stage.outside)
+        run, audit.inside = stage.set("own", draw)
         for reader in (*CHECKPOINT, *RECORD, *LOGS, *LINES, *WEIGHTS, start_again):
-            if wrong := called(reader, run, audit):  # it also imports what readers import
+            if wrong := called(reader, run, audit, ears):  # it also imports what readers import
                 raise SystemExit(f"without a mutation: {wrong}")
-        until, calls, number, kinds, defects = time.monotonic() + seconds, 0, 0, {}, []
-        while number < count and time.monotonic() < until and len(defects) < 20:
+        until, calls, number, kinds, places, defects = time.monotonic() + seconds, 0, 0, {}, {}, []
+        while number < count and time.monotonic() < until and len(defects) < MAX_DEFECTS:
             number += 1
-            shutil.rmtree(f"{above}/work")
-            shutil.copytree(made, run)
-            state = draw.getstate()
-            kind, readers = mutate(run, draw, outside)
+            place = draw.choice(PLACES)
+            run, audit.inside = stage.set(place, draw)
+            kind, readers = mutate(run, draw, stage.outside)
             kinds[kind] = kinds.get(kind, 0) + 1
+            places[place] = places.get(place, 0) + 1
             if kind in ("kind", "record", "lines") and number % 40 == 0:
                 readers = [start_again]
             elif len(readers) > 2:
                 readers = draw.sample(readers, 2)
+            # All runs of a folder are read where the mutant is one of them.
+            folder = f"{above}/work" if place == "beside" and kind == "record" and draw.random() < 0.7 else run
             for reader in readers:
                 calls += 1
-                if wrong := called(reader, run, audit):
-                    name = getattr(reader, "__name__", "") + str([c.cell_contents for c in reader.__closure__ or ()])
-                    defects.append(f"mutant {number} ({kind}), {name}: {'; '.join(wrong)}")
+                wrong = called(reader, folder, audit, ears)
+                found = stage.elsewhere()
+                if found != stage.untouched:
+                    wrong.append(f"changed {sorted(dict(found.items() ^ stage.untouched.items()))}")
+                    stage.untouched = found
+                if wrong:
+                    defects.append(f"mutant {number} ({kind}, {place}), {name_of(reader)}: {'; '.join(wrong)}")
                     print(defects[-1], file=sys.stderr, flush=True)
-            del state
-            if (outside / "secret").read_text() != '{"secret": 1}' or os.listdir(outside) != ["secret"]:
-                defects.append(f"mutant {number} ({kind}): what is outside was changed")
-                break
         heard = ", ".join(f"{event} {times}" for event, times in sorted(audit.seen.items()))
-        print(f"seed {seed}: {number} mutants ({kinds}), {calls} calls, peak {peak()} MB, {len(defects)} defects")
-        print(f"the audit hook heard {heard}; outside: {len(audit.problems)}")
+        print(f"seed {seed}: {number} mutants ({kinds}; {places}), {calls} calls, peak {peak()} MB")
+        print(f"{len(defects)} defects; the audit hook heard {heard}; outside: {len(audit.problems)}")
         return defects
+
+
+def name_of(reader):
+    closure = getattr(reader, "__closure__", None) or ()
+    words = [cell.cell_contents for cell in closure]
+    return f"{getattr(reader, '__name__', reader)} {words}"
 
 
 if __name__ == "__main__":
@@ -507,7 +723,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the generator of mutants")
     given = parser.parse_args()
     faulthandler.enable()
-    logging.getLogger("jstep").setLevel(logging.CRITICAL)
-    warnings.simplefilter("ignore")
+    logging.getLogger("jstep").setLevel(logging.INFO)
+    logging.getLogger("jstep").propagate = False
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     limit = given.seconds or (60 if given.count == 10**9 else float("inf"))
     raise SystemExit(1 if search(limit, given.count, given.seed) else 0)
