@@ -1,9 +1,12 @@
 """A stand-in for a run of `train`, for tests of one built-in hook alone."""
 
+import types
 from collections import Counter
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.hooks.run_hook import RunInfo, use_run
+from jstep.hooks.origin import Origin
+from jstep.hooks.run_hook import use_run
+from jstep.hooks.run_info import RunInfo
 from jstep.hooks.timetable import Timetable
 from jstep.logs.speed import StepCounterHook
 from jstep.metering.in_flight import InFlight
@@ -15,18 +18,20 @@ from jstep.state.nonfinite import StateContents
 class FakeRun:
     """Has what `RunInfo` has, and calls its hook when it is due after each `after_step`."""
 
-    is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
-    background = config = best_failure = None
+    saver = last_step = background = config = best_failure = None
+    origin = Origin()
+    course = types.SimpleNamespace(is_over=False)
     evaluations, examples = (), RunInfo.examples
 
     def __init__(self, hook, state, step=0):
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
-        self.counter = counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
+        counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
+        self.components = self
         self.sums, self.transfers = MetricSums(getattr(hook, "max_skipped_steps", None)), TransferQueue()
         self.steps_by_rows, self.timetable = Counter(), Timetable()
         self.watch, self.in_flight, self.initial_contents = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
-        self.shared = {}
+        self.shared = {StepCounterHook: counter}
         for each in {counter, hook}:
             use_run(each, self)
         hook.begin(state)

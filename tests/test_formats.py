@@ -17,9 +17,8 @@ import jstep
 from jstep.checkpoint import manifest
 from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
-from jstep.hooks import hook_states
+from jstep.hooks import hook_states, run_extra
 from jstep.logs import fingerprint_log
-from jstep.loop import run_extra
 from jstep.record import process_files, schema, stall_files, starts
 from jstep.stores import objects, tagged_arrays, tagged_json
 

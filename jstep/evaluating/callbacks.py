@@ -17,7 +17,7 @@ from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.hook_states import StateFormat, hook_key, register_format
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.run_info import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.train_state import TrainState
@@ -284,7 +284,7 @@ class EarlyStopping(MetricCallback):
         super().__init__({"metric": metric, "mode": mode}, key)
 
     def _use_run(self, run: RunInfo) -> None:
-        self._is_new_branch = run.is_new_branch
+        self._is_new_branch = run.origin.is_new_branch
 
     def _leave_run(self) -> None:
         self._is_new_branch = False

@@ -22,7 +22,8 @@ from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
 from jstep.hooks.cadence import Clock, make_cadence
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
 from jstep.hooks.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
-from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_info import RunInfo
 from jstep.metering.numbers import format_numbers, is_numeric, numbers_in, read_values
 from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
@@ -252,7 +253,7 @@ class EvaluationHook(RunHook):
         with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self._run.transfers.deliver_all()  # rows of earlier steps precede these results
-        with setting(STOP_REQUESTED, self._run.poll_stop_signal):
+        with setting(STOP_REQUESTED, self._run.components.poll_stop_signal):
             results = self._evaluate(state)
         if not isinstance(results, Mapping):
             raise TypeError(f"evaluate returned {type(results).__name__}; it must return a mapping of names to numbers")
@@ -290,7 +291,7 @@ class EvaluationHook(RunHook):
 
     def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], is_scheduled: bool) -> Any:
         if not is_scheduled:
-            self._run.freeze_batch_position()
+            self._run.components.freeze_batch_position()
         new_state = state
         stopped_by: str | None = None
         for function in self._callbacks:

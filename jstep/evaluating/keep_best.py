@@ -32,7 +32,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Task, run_in_background
 from jstep.evaluating.callbacks import MetricReader, is_better
 from jstep.hooks.hook_states import StateFormat, register_format
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.origin import Kind
+from jstep.hooks.run_info import RunInfo
 from jstep.record.differences import changes
 from jstep.record.run_record import had_name, was_best_checkpoint
 from jstep.state.global_step import state_step
@@ -214,7 +215,7 @@ class KeepBest(MetricReader):
     @property
     def _is_resumed(self) -> bool:
         """Whether the run resumes from a checkpoint of its own."""
-        return self._run is not None and self._run.restored is not None and not self._run.is_new_branch
+        return self._run is not None and self._run.origin.kind is Kind.RESUMED
 
     def _read(self, saver: Saver) -> None:
         self.values = {}
@@ -256,10 +257,10 @@ class KeepBest(MetricReader):
 
     def _is_own(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
-        return record.run is not None and self._run is not None and record.run == self._run.name
+        return record.run is not None and self._run is not None and record.run == self._run.origin.name
 
     def _is_lost(self, step: int) -> bool:
-        return self._run is not None and self._run.restored is not None and step > self._run.restored
+        return self._run is not None and self._run.origin.is_restored and step > self._run.origin.step
 
     def _warn_of_config(self, saver: Saver) -> None:
         best = self._best_step()
@@ -380,7 +381,7 @@ class KeepBest(MetricReader):
         if self._are_averages:
             extra["averages"] = True
         extra[self.metric] = value
-        record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.name)
+        record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.origin.name)
         self._saving_step = step
         self._foreign_steps.discard(step)
         with internal_transfers():

@@ -81,7 +81,7 @@ class CheckpointSaverHook(SaverHook):
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver = Saver(self._directory)
                 self._is_closed = False
-            is_finite = self._run.require_finite(step, self.saver)
+            is_finite = self._run.components.require_finite(step, self.saver)
             extra = as_checkpoint_extra(self._extra() if self._extra else None)
             extra = extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs)
             write(self._run, self.saver, state, extra)

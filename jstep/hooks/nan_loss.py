@@ -9,7 +9,8 @@ from jstep.core.checks import as_bool, as_int, describe_type, format_list, hook_
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import make_cadence
-from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_info import RunInfo
 from jstep.metering.intervals import Interval
 from jstep.metering.metric_sums import Needs
 from jstep.metering.numbers import read_value, real_parts
@@ -87,7 +88,7 @@ class NanLossHook(RunHook):
 
     def _check_first(self, *, wait: bool = False) -> None:
         _check_loss(self._run.metrics)
-        nan_leaves = self._run.initial_contents.paths_with_nan()
+        nan_leaves = self._run.components.initial_contents.paths_with_nan()
         if nan_leaves:
             logger.warning("NanLossHook: %s", describe_initial_nan(nan_leaves, self._began))
 
@@ -150,7 +151,7 @@ class NanLossHook(RunHook):
             return
         with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.initial_contents)
+        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.components.initial_contents)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             logger.warning(

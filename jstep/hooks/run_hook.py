@@ -1,223 +1,19 @@
-"""The base class of built-in hooks, and the part of a run that they see."""
+"""The base class of built-in hooks, and what a run calls of them."""
 
-import abc
 import contextlib
-import dataclasses
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
-from jstep.checkpoint.retention import Listener
-from jstep.checkpoint.saver import Saver
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import add_path
-from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, Stopwatch
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadenced
+from jstep.hooks.course import HookCall
 from jstep.hooks.hook import Hook
-from jstep.hooks.timetable import Timetable
-from jstep.metering.in_flight import InFlight
-from jstep.metering.metric_sums import MetricSums
-from jstep.metering.numbers import TransferQueue
-from jstep.state.global_step import check_step
-from jstep.state.nonfinite import StateContents
+from jstep.hooks.run_info import RunInfo
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
-
-Poll = Callable[..., bool | None]
-"""`poll()` is called after each call while it returns True, and `poll(wait=True)` after the last step."""
-
-# The run.
-
-
-class LoopState(NamedTuple):
-    """Where a loop over calls is; replaced as a whole, for other threads.
-
-    Attributes:
-        state: The latest state, including changes by hooks.
-        rows: The number of rows of the last batch; None if unknown.
-    """
-
-    step: int
-    state: Any
-    metrics: Any = None
-    rows: int | None = None
-
-
-class HookCall(NamedTuple):
-    hook: Any
-    method: str
-
-    @property
-    def name(self) -> str:
-        return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
-
-    @property
-    def is_user_hook(self) -> bool:
-        return not isinstance(self.hook, RunHook)
-
-    @property
-    def phase(self) -> str:
-        return HOOKS if self.is_user_hook else self.hook._phase
-
-    @property
-    def timing_key(self) -> Hashable:
-        """The key of its recorded duration: all saves have one, and each hook's evaluations."""
-        if self.phase == HOOKS or self.method == "begin":
-            return id(self.hook), self.method
-        if self.phase == EVALUATING:
-            return id(self.hook), EVALUATING
-        return SAVING
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class RunInfo(abc.ABC):
-    """The part of a run that built-in hooks see.
-
-    It exists because `hooks` is below `loop`, which has the run: `RunContext` is its only subclass, and answers what is
-    abstract here. The attributes are what hooks share with each other and with the loop.
-
-    Attributes:
-        last_step: None if the batches, a hook or a signal end the run.
-        config: The program's own options.
-        watch: Where the wall time of the run goes.
-        sums: The metrics, summed on the device from one reader's row to the next.
-        transfers: The numbers in transfer from the device.
-        background: Receives the checkpoints that are complete.
-        timetable: When something is due.
-        failures: Errors of logs, and of best checkpoints.
-        best_failure: The error of a best checkpoint, after which nothing is saved.
-        in_flight: The calls that the device has not finished, and the step that it has.
-        pending: What `poll` has been given and still wants to be called, each with its hook.
-        steps_by_rows: The number of steps by the size of their batches; None if it is not known.
-        saver: The Saver of the run.
-        evaluations: The `EvaluationHook`s.
-        counter: The `StepCounterHook`; None until the hooks are built.
-        shared: What attached rooms keep for each other, by its class. The kernel reads none of it.
-        initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
-        checked_step: The latest step that the state was found to be at, as the loop was; None before the first call.
-    """
-
-    last_step: int | None
-    config: dict[str, Any] | None
-    watch: Stopwatch
-    sums: MetricSums
-    transfers: TransferQueue
-    background: Listener
-    timetable: Timetable
-    in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
-    pending: deque[tuple[Any, Poll]] = dataclasses.field(default_factory=deque, init=False)
-    failures: deque[tuple[Exception, HookCall]] = dataclasses.field(default_factory=deque, init=False)
-    best_failure: Exception | None = dataclasses.field(default=None, init=False)
-    steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter, init=False)
-    saver: Saver | None = dataclasses.field(default=None, init=False)
-    evaluations: Sequence[Any] = dataclasses.field(default=(), init=False)
-    counter: Any = dataclasses.field(default=None, init=False)
-    shared: dict[type, Any] = dataclasses.field(default_factory=dict, init=False)
-    initial_contents: StateContents = dataclasses.field(init=False)
-    checked_step: int | None = dataclasses.field(default=None, init=False)
-
-    # What the run begins from.
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The name of the run, which all its starts have in common."""
-
-    @property
-    @abc.abstractmethod
-    def is_new_branch(self) -> bool:
-        """Whether this start continues from another run's checkpoint."""
-
-    @property
-    @abc.abstractmethod
-    def restored(self) -> int | None:
-        """The step that the run resumes from, or None."""
-
-    # Where the run is.
-
-    @property
-    @abc.abstractmethod
-    def position(self) -> LoopState: ...
-
-    @property
-    def step(self) -> int:
-        return self.position.step
-
-    @property
-    def state(self) -> Any:
-        return self.position.state
-
-    @property
-    def metrics(self) -> Any:
-        """The metrics of the last call; None before the first step."""
-        return self.position.metrics
-
-    @property
-    def examples(self) -> tuple[int, int]:
-        """The number of examples, and of the steps whose batch size is not known."""
-        examples = 0
-        for rows, steps in list(self.steps_by_rows.items()):  # a copy: the loop may add a size meanwhile
-            examples += steps * (rows or 0)
-        return examples, self.steps_by_rows[None]
-
-    @property
-    @abc.abstractmethod
-    def is_over(self) -> bool: ...
-
-    @abc.abstractmethod
-    def constant_metrics(self) -> Mapping[str, Any]:
-        """The metrics that never change; known after the first step."""
-
-    # What hooks ask of a run.
-
-    @abc.abstractmethod
-    def check_no_links(self, path: str) -> None:
-        """Reject a path, to which a hook writes, that leads through a link below a directory of the run."""
-
-    def check_step(self, first: int | None = None) -> None:
-        """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""
-        check_step(self.step, self.state, first, self.checked_step)
-        self.checked_step = self.step
-
-    def poll(self, hook: Any, check: Poll) -> None:
-        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
-        self.pending.append((hook, check))
-
-    @abc.abstractmethod
-    def stop(self, by: str) -> None:
-        """End the run after this step; `by` is the name of the hook that wants it."""
-
-    def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
-        """End the run with this error between two iterations, once the checkpoint that is due is saved."""
-        self.failures.append((error, HookCall(log, method)))
-
-    def best_failed(self, callback: Any, error: Exception) -> None:
-        """End the run with this error at the end of the iteration, with nothing saved; any thread may call it.
-
-        The next start resumes from before the evaluation whose checkpoint is missing, and makes it again.
-        """
-        self.best_failure = error
-        self.failures.append((error, HookCall(callback, "save")))
-
-    @abc.abstractmethod
-    def poll_stop_signal(self) -> bool:
-        """Whether a signal stops the run; to be called equally often on all processes."""
-
-    @abc.abstractmethod
-    def prevents_save(self, step: int) -> bool:
-        """Call `before_save` of each hook, before each save; if it returns True, nothing must be saved."""
-
-    @abc.abstractmethod
-    def require_finite(self, step: int, saver: Saver) -> bool:
-        """Return whether the parameters are finite; raise if not, unless the `Saver` allows it."""
-
-    @abc.abstractmethod
-    def freeze_batch_position(self) -> None:
-        """Called before work done only because the run ends here: its feedback to the data source is not saved."""
-
-
-# Built-in hooks.
 
 
 class RunHook(Hook, Cadenced):
@@ -259,7 +55,7 @@ class RunHook(Hook, Cadenced):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         run = self._run
-        if not run.is_over and not run.timetable.acts_at(self, step):
+        if not run.course.is_over and not run.timetable.acts_at(self, step):
             return None
         return self._when_due(step, state, metrics)
 
@@ -320,6 +116,25 @@ class RunHook(Hook, Cadenced):
 
 
 # What a run calls of a built-in hook beside the methods of `Hook`.
+
+
+def is_user_hook(hook: object) -> bool:
+    return not isinstance(hook, RunHook)
+
+
+def phase_of(hook: object) -> str:
+    """Return what the calls of a hook are timed as."""
+    return hook._phase if isinstance(hook, RunHook) else HOOKS
+
+
+def timing_key(call: HookCall) -> Hashable:
+    """Return the key of a call's recorded duration: all saves have one, and each hook's evaluations."""
+    phase = phase_of(call.hook)
+    if phase == HOOKS or call.method == "begin":
+        return id(call.hook), call.method
+    if phase == EVALUATING:
+        return id(call.hook), EVALUATING
+    return SAVING
 
 
 def use_run(hook: RunHook, run: RunInfo) -> None:

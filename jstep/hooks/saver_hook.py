@@ -8,7 +8,8 @@ from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import processes
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
-from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_info import RunInfo
 from jstep.state.global_step import check_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
@@ -61,7 +62,7 @@ def may_save(run: RunInfo, step: int, state: TrainState, checks: Sequence[Callab
         raise run.best_failure or RuntimeError("another process could not save a best checkpoint: see its error")
     check_alive(state)
     # A list, as each must be called: `any` of a generator would stop at the first one that prevents the save.
-    answers = [bool(check(step)) for check in (run.prevents_save, *checks)]
+    answers = [bool(check(step)) for check in (run.components.prevents_save, *checks)]
     if any(answers):
         return False
     run.check_step()

@@ -18,7 +18,8 @@ from jstep.core.logs import logger
 from jstep.core.tables import html_table
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook_states import StateFormat, register_format
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.origin import Kind
+from jstep.hooks.run_info import RunInfo
 from jstep.logs.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.logs.reporting import ReportingHook
 from jstep.metering.intervals import merge_sums
@@ -168,7 +169,9 @@ class History(ReportingHook):
             return
         self._run.check_no_links(self._path)
         self._file = HistoryFile(
-            self._path, self._run.step, resumes=self._run.restored is not None and not self._run.is_new_branch
+            self._path,
+            self._run.step,
+            resumes=self._run.origin.kind is Kind.RESUMED,
         )
         # Rows that are not in the file could not be written, as on a full disk, and are in the checkpoint.
         self._rows = dict(sorted((self._rows | self._file.rows).items()))
@@ -330,7 +333,7 @@ class History(ReportingHook):
 
     def _constants(self) -> Collection[str]:
         """Return the names of the metrics that never change; a start without a step has those of an earlier one."""
-        return self._run.constant_metrics().keys() or self._saved_constants
+        return self._run.components.constant_metrics().keys() or self._saved_constants
 
     def _means(self, leave_out: Collection[str]) -> PendingTransfer:
         interval = self._run.sums.take(self._number)

@@ -15,8 +15,9 @@ from jstep.core.checks import as_bool, as_function, describe_type, format_value,
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.cadence import UNSET, Clock, make_cadence
-from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.logs.speed import format_utilization, measure_finished
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_info import RunInfo
+from jstep.logs.speed import StepCounterHook, format_utilization, measure_finished
 from jstep.metering import numbers
 from jstep.metering.metric_sums import Needs
 from jstep.state.train_state import TrainState
@@ -157,7 +158,7 @@ class LoggingHook(ReportingHook):
             logger.log(self._level, "step %d  %s%s", step, numbers.format_numbers(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
-        counter = self._run.counter
+        counter = self._run.shared[StepCounterHook]
         measure_finished(counter)
         if counter.steps_per_sec is None:
             return ""
@@ -209,8 +210,8 @@ class MetricsHook(ReportingHook):
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()
-        if self._mean and self._run.restored is not None and jax.process_index() == 0:
-            self._report_first_row(self._run.restored)
+        if self._mean and self._run.origin.is_restored and jax.process_index() == 0:
+            self._report_first_row(self._run.origin.step)
         return super().begin(state)
 
     def _report_first_row(self, restored: int) -> None:
@@ -229,7 +230,8 @@ class MetricsHook(ReportingHook):
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
-        constants = {name: value for name, value in self._run.constant_metrics().items() if numbers.is_number(value)}
+        constant_metrics = self._run.components.constant_metrics()
+        constants = {name: value for name, value in constant_metrics.items() if numbers.is_number(value)}
         self.constants = {name: shortest_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
@@ -299,7 +301,7 @@ class SummarySaverHook(ReportingHook):
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         leave_out = {*self._leave_out()}
         if uses_writer_of_run(self):
-            leave_out.update(self._run.constant_metrics())
+            leave_out.update(self._run.components.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else numbers.sorted_numbers(metrics, leave_out), metrics)

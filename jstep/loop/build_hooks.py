@@ -3,8 +3,6 @@
 from typing import Any
 
 from jstep.core import processes
-from jstep.core.stopwatch import EVALUATING
-from jstep.hooks.run_hook import RunHook
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.run_context import RunContext
 from jstep.loop.saving import RunSaverHook
@@ -13,10 +11,7 @@ NO_LOGS = "the logs cannot be opened"
 
 
 def build_hooks(run: RunContext) -> list[Any]:
-    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state.
-
-    Sets `evaluations` of the run.
-    """
+    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state."""
     return processes.share_errors(lambda: _list_hooks(run), NO_LOGS)
 
 
@@ -28,5 +23,4 @@ def _list_hooks(run: RunContext) -> list[Any]:
     if run.saver is not None:
         # First, as the exit by a signal or an error names the outcome of the first saver. `ending.py` calls it last.
         savers.insert(0, RunSaverHook(run, run.saver))
-    run.evaluations = [hook for hook in hooks if isinstance(hook, RunHook) and hook._phase == EVALUATING]
     return hooks + savers

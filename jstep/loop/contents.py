@@ -11,7 +11,7 @@
 | `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
 | `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
 | `held` | the initial values of held hyperparameters | `as_extra` | `origin.read_state`, which warns of others |
-| `run` | the name of the run and of its event files | `as_extra` | `RunContext.name` |
+| `run` | the name of the run and of its event files | `as_extra` | `Origin.name` |
 | `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_origin` |
 | others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
 
@@ -27,9 +27,7 @@ from jstep.core import processes
 from jstep.core.exceptions import note
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.hooks.hook_states import get_states, set_states
-from jstep.loop.observer import that_define
-from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import (
+from jstep.hooks.run_extra import (
     BEFORE_END,
     ENDED,
     HELD_VALUES,
@@ -41,6 +39,8 @@ from jstep.loop.run_extra import (
     SKIPPED_IN_A_ROW,
     STOPPED,
 )
+from jstep.loop.observer import that_define
+from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 
 
@@ -97,7 +97,7 @@ class RunContents:
             values[HELD_VALUES] = dict(run.origin.held_values)
         if run.origin.lineage.parent is not None:
             values[PARENT] = run.origin.lineage.parent
-        values[RUN_KEY] = run.name
+        values[RUN_KEY] = run.origin.name
         if is_pre_end:
             values[BEFORE_END] = True
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})

@@ -13,8 +13,8 @@ replaces it. If that save never happens, it becomes a checkpoint like any other:
 save it once more, with the states that hooks had before the `end`s (`RunSaverHook.save_pre_end`), and after a kill a
 restart does this.
 
-Each save after the last iteration says that the iterations are over (`contents.LAST_ITERATION`): whatever triggers it,
-the `end`s are owed at this step. The mark is the step at which they were made (`contents.ENDED`). A restart that has no
+Each save after the last iteration says that the iterations are over (`LAST_ITERATION`): whatever triggers it,
+the `end`s are owed at this step. The mark is the step at which they were made (`ENDED`). A restart that has no
 step to run makes the end
 
 - if its checkpoint says that the iterations are over, and has no mark,
@@ -34,8 +34,9 @@ from typing import Any
 
 from jstep.core import processes
 from jstep.core.public_names import is_public
+from jstep.hooks.course import HookCall
 from jstep.hooks.hook import defines
-from jstep.hooks.run_hook import HookCall, RunHook, make_last_row, owes_end
+from jstep.hooks.run_hook import RunHook, make_last_row, owes_end
 from jstep.hooks.saver_hook import SaverHook
 from jstep.loop.hook_errors import HookErrors
 from jstep.loop.run_context import RunContext
@@ -98,7 +99,7 @@ def _call_ends(run: RunContext) -> bool:
             continue
         # All processes call the same `end`s, and so agree here equally often. An `end` that changes nothing is called
         # in any case: it only closes what its hook has opened.
-        if _acts_at_end(run, hook) and run.poll_stop_signal():
+        if _acts_at_end(run, hook) and run.components.poll_stop_signal():
             return False
         step, state, _, _ = course.position
         result = run.components.runner.call(hook, "end", step, state)

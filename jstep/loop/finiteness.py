@@ -12,9 +12,9 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import processes
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
+from jstep.hooks.course import Course
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.saver_hook import SaverHook
-from jstep.loop.course import Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.metering.device_sums import is_bad

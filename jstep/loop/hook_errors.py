@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core.exceptions import note_other
-from jstep.hooks.run_hook import HookCall
-from jstep.loop.course import Activity, Course
+from jstep.hooks.course import Activity, Course, HookCall
 
 
 class HookErrors(contextlib.AbstractContextManager["HookErrors"]):

@@ -20,12 +20,13 @@ from jstep.core.exceptions import note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.hooks.cadence import hook_cadence
+from jstep.hooks.course import WITHIN, Activity, Course, HookCall
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import HookCall, RunHook, RunInfo, may_return_state, name_of_stop, use_run
+from jstep.hooks.run_hook import RunHook, is_user_hook, may_return_state, name_of_stop, phase_of, timing_key, use_run
+from jstep.hooks.run_info import RunInfo
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.timetable import Entry
 from jstep.loop.chunks import Chunk
-from jstep.loop.course import Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.hook_errors import HookErrors
 
@@ -36,10 +37,10 @@ RunChunk = Callable[[Any, Chunk], Any]
 class HookRunner:
     """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
 
-    def __init__(self, run: RunInfo, course: Course, hooks: Sequence[Any]) -> None:
+    def __init__(self, run: RunInfo, hooks: Sequence[Any]) -> None:
         self._run = run
         self._timetable = run.timetable
-        self._course = course
+        self._course = run.course
         self._hooks = hooks
         self._has_called_at_last_step = False
 
@@ -148,9 +149,9 @@ class HookRunner:
             self._poll(errors)
         for entry in entries:
             call = HookCall(entry.hook, "after_step")
-            began = watch.switch(call.phase)
+            began = watch.switch(phase_of(entry.hook))
             entry.called = step
-            if call.is_user_hook:
+            if is_user_hook(entry.hook):
                 # It may pass the metrics to a function that donates them, before they are added.
                 run.sums.flush()
             with errors:
@@ -199,12 +200,18 @@ class HookRunner:
         # All processes save or none does, and a user's hook may decide by what only one of them knows.
         return processes.any_process(is_prevented)
 
-    def may_change_state_after(self, hook: Any) -> bool:
-        """Whether a hook behind this one may replace the state in this iteration.
+    def is_followed_in_iteration(self) -> bool:
+        """Whether the body, or a hook that may replace the state, follows the current call of a hook.
 
         Of jstep's own hooks, only callbacks of evaluations return a state.
         """
-        return any(map(may_return_state, self._timetable.may_be_due_behind(hook, self._course.position.step)))
+        course = self._course
+        if course.status != WITHIN:
+            return False
+        activity = course.activity
+        if course.has_body or not isinstance(activity, HookCall):
+            return True
+        return any(map(may_return_state, self._timetable.may_be_due_behind(activity.hook, course.position.step)))
 
     # After the last step.
 
@@ -269,14 +276,15 @@ class HookRunner:
     def _timed(self, call: HookCall, fn: Callable[..., Any], *args: Any) -> Any:
         watch = self._run.watch
         began = watch.clock()
-        with contextlib.nullcontext() if call.phase == STEPPING else watch.phase(call.phase):
+        phase = phase_of(call.hook)
+        with contextlib.nullcontext() if phase == STEPPING else watch.phase(phase):
             result = self._course.call_hook(call, fn, *args)
         self._record(call, began)
         return result
 
     def _record(self, call: HookCall, began: float) -> None:
-        if call.phase != STEPPING:
-            self._run.watch.record(call.timing_key, began)
+        if phase_of(call.hook) != STEPPING:
+            self._run.watch.record(timing_key(call), began)
 
 
 def close_hooks(

@@ -29,9 +29,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from jstep.core.trees import Tree
+from jstep.hooks.origin import Lineage, Origin
 from jstep.loop.arguments import Options
 from jstep.loop.chunks import Chunk
-from jstep.loop.origin import Lineage, Origin
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
@@ -61,7 +61,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Return where the run comes from, if more is known than what its checkpoint says."""
         return origin.lineage
 
-    def on_open(self) -> int | None:
+    def on_open(self, origin: Origin) -> int | None:
         """Called once the run may write to its directory, before the state is restored.
 
         Returns:
@@ -73,8 +73,12 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Return hooks that are called after `hooks`; what they write to closes with the run's `closing`."""
         return ()
 
-    def on_restored(self) -> None:
-        """Called once the run is open, and its state is restored."""
+    def on_restored(self, start_number: int) -> None:
+        """Called once the run is open, and its state is restored.
+
+        Args:
+            start_number: What `on_open` has returned on process 0; 0 if nothing records the start.
+        """
 
     def on_no_steps(self) -> None:
         """Called if the run takes no step."""

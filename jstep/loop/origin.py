@@ -1,10 +1,7 @@
-"""The origin of a run: the state or the checkpoint that it begins from, found first (`find_origin`) and then read."""
+"""How a run finds what it begins from (`find_origin`), and then reads it (`read_state`)."""
 
-import dataclasses
-import enum
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,25 +16,11 @@ from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.data.positions import load_own_position
+from jstep.hooks.origin import Given, Kind, Lineage, Origin
+from jstep.hooks.run_extra import ENDED, LAST_ITERATION, PARENT, RUN_KEY, STOPPED, run_extra
 from jstep.loop.agreement import check_latest
 from jstep.loop.arguments import Options
-from jstep.loop.parent import (
-    ParentCheckpoint,
-    describe_missing,
-    find_parent,
-    read_checkpoint,
-    warn_of_other_parent,
-)
-from jstep.loop.run_extra import (
-    ENDED,
-    HELD_VALUES,
-    LAST_ITERATION,
-    PARENT,
-    RUN_KEY,
-    STOPPED,
-    Parent,
-    run_extra,
-)
+from jstep.loop.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.slots.roles import roles_in
@@ -47,96 +30,23 @@ from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 
 
-class Lineage(NamedTuple):
-    """Where a run comes from.
+class StateSource(NamedTuple):
+    """Where the state comes from that a run begins with.
+
+    | kind | |
+    |---|---|
+    | `FRESH` | the state that was passed |
+    | `RESUMED` | `checkpoint`, which `read_state` reads beside other work |
+    | `RESUMED`, nothing left to do | `state`: read at once, as nothing is claimed, and another run may delete it |
+    | `BRANCHED` | `state`: read at once, for the same reason |
 
     Attributes:
-        name: The name of the run; None if nothing has named it yet (`RunContext.name`).
-        parent: The path and step of the checkpoint that it branched from.
-        parent_run: The name of the run that saved that checkpoint, if this is the first start.
-        is_copy: Whether this is the first start in a copy of another run's directory.
-    """
-
-    name: str | None = None
-    parent: Parent | None = None
-    parent_run: str | None = None
-    is_copy: bool = False
-
-
-class Given(NamedTuple):
-    """What a run needs to know of the state that was passed, once another one takes its place.
-
-    Attributes:
-        step: Its step; None if it is abstract, or was donated.
-        values: The hyperparameters that are in it, by name; none if the run has no checkpoints.
-    """
-
-    step: int | None = None
-    values: Mapping[str, float] = MappingProxyType({})
-
-
-_UNKNOWN = Lineage()
-_ABSTRACT = Given()
-
-
-class Kind(enum.Enum):
-    FRESH = "with the state passed"
-    RESUMED = "from its own newest checkpoint"
-    BRANCHED = "from a checkpoint of another run, or with an edited state and the rest of that checkpoint"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What a run begins from. All of it but the state is known before anything else is opened.
-
-    | kind | `step`, `extra` | `state` |
-    |---|---|---|
-    | `FRESH` | of the state passed, nothing | None: the one passed |
-    | `RESUMED` | of its newest checkpoint | None: `read_state` reads `checkpoint` later, beside other work |
-    | `RESUMED`, nothing left to do | the same | read at once: as nothing is claimed, another run may delete it |
-    | `BRANCHED` | of the parent's checkpoint, without its name, stop and end | read at once, for the same reason |
-
-    Attributes:
-        given: The state that was passed.
-        source: What messages call the checkpoint: its name, or the path of a parent's.
-        checkpoint: The checkpoint of this run, open; None, as `state`, once the run has its state.
         problem: Why the run cannot begin; raised once the start is recorded.
-        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if it will save nothing.
     """
 
-    kind: Kind = Kind.FRESH
-    step: int = 0
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lineage: Lineage = _UNKNOWN
-    given: Given = _ABSTRACT
-    source: str = ""
     checkpoint: OpenCheckpoint | None = None
     state: TrainState | None = None
     problem: Exception | None = None
-    is_claimed: bool = False
-
-    @property
-    def is_restored(self) -> bool:
-        return self.kind is not Kind.FRESH
-
-    @property
-    def is_at_branch_point(self) -> bool:
-        """Whether the run is still where it branched off, and no hook of its own has stopped it there.
-
-        Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not stop this run.
-        """
-        if self.kind is not Kind.RESUMED:
-            return self.kind is Kind.BRANCHED
-        parent = self.lineage.parent
-        return parent is not None and parent["step"] == self.step and STOPPED not in self.extra
-
-    @property
-    def held_values(self) -> Mapping[str, float]:
-        """Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run began."""
-        initial: Mapping[str, float] = self.extra.get(HELD_VALUES, {})
-        if self.kind is not Kind.FRESH and self.given.step != 0:
-            return initial  # shapes, or a trained state, hold no initial values
-        return {**self.given.values, **initial}
 
 
 # Find the origin: the newest checkpoint of the run, another run's, or the state that was passed.
@@ -153,7 +63,9 @@ def open_saver(options: Options) -> Saver | None:
     return processes.share_errors(make_saver, "the checkpoints cannot be read")
 
 
-def find_origin(options: Options, state: TrainState, saver: Saver | None, reading: Reading) -> Origin:
+def find_origin(
+    options: Options, state: TrainState, saver: Saver | None, reading: Reading
+) -> tuple[Origin, StateSource]:
     """Open the checkpoint that a run begins from, and read what may be gone later."""
     step = step_of_values(state)
     given = Given(step, _hyperparameters_in(state) if step is not None and saver is not None else {})
@@ -177,18 +89,16 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, readin
     lineage = Lineage(extra.get(RUN_KEY), extra.get(PARENT))
     if extra and jax.process_index() == 0:
         warn_of_other_parent(options, lineage.parent)
-    return Origin(
+    origin = Origin(
         kind=Kind.FRESH if checkpoint is None else Kind.RESUMED,
         step=first,
         extra=extra,
         lineage=lineage,
         given=given,
         source=checkpoint_name(options.prefix, first),
-        checkpoint=checkpoint,
-        state=opened.state,
-        problem=problem,
         is_claimed=opened.is_claimed,
     )
+    return origin, StateSource(checkpoint, opened.state, problem)
 
 
 def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
@@ -210,14 +120,14 @@ def _begin_branch(
     found: ParentCheckpoint,
     state: TrainState,
     reading: Reading,
-) -> Origin:
+) -> tuple[Origin, StateSource]:
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
     with reading(found.step):
         parent, checkpoint, extra, state = read_checkpoint(options, found, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if parent.edited_step else ""
         logger.info("this run begins from %s%s%s", parent.reference["path"], edited, describe_missing(checkpoint))
-    return Origin(
+    origin = Origin(
         kind=Kind.BRANCHED,
         # Perhaps not the one that was found: `read_checkpoint` reads an older one if that one was replaced.
         step=parent.step,
@@ -226,9 +136,9 @@ def _begin_branch(
         lineage=Lineage(None, parent.reference, extra.get(RUN_KEY)),
         given=given,
         source=parent.reference["path"],
-        state=state,
         is_claimed=opened.is_claimed,
     )
+    return origin, StateSource(state=state)
 
 
 def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -265,18 +175,18 @@ def step_of_values(state: TrainState) -> int | None:
 # Read the state.
 
 
-def read_state(saver: Saver | None, origin: Origin, state: TrainState) -> TrainState:
+def read_state(saver: Saver | None, origin: Origin, source: StateSource, state: TrainState) -> TrainState:
     """Return the state that a run begins with; `state` is the one that was passed, or the parent's."""
     if origin.kind is Kind.FRESH:
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step)
         return state
-    restored = origin.state
+    restored = source.state
     if restored is None:
-        assert origin.checkpoint is not None
+        assert source.checkpoint is not None
         with internal_transfers():
-            restored = origin.checkpoint.restore(state)
+            restored = source.checkpoint.restore(state)
     if origin.kind is Kind.RESUMED:
         logger.info("restored %s", origin.source)
         _warn_of_given(origin, state, restored)

@@ -17,8 +17,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tables import printable
 from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
+from jstep.hooks.run_extra import Parent, run_extra
 from jstep.loop.arguments import Options
-from jstep.loop.run_extra import Parent, run_extra
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path

@@ -1,6 +1,7 @@
 """The run that its loop, its hooks and its observers share.
 
-`hooks.run_hook.RunInfo` is the part that hooks see. `start.py` sets what is opened.
+`hooks.run_info.RunInfo` is the part that hooks see. `start.py` sets `saver` and `origin` once they are found, and
+`components` once the run is open.
 """
 
 import contextlib
@@ -12,37 +13,69 @@ from typing import Any
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.exceptions import WrongStateError
-from jstep.core.stopwatch import STEPPING, new_watch
+from jstep.core.stopwatch import EVALUATING, STEPPING, new_watch
 from jstep.core.trees import Tree
+from jstep.hooks.course import Activity, Course, HookCall, LoopState
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.run_hook import HookCall, LoopState, RunInfo
+from jstep.hooks.run_hook import phase_of
+from jstep.hooks.run_info import RunInfo
 from jstep.hooks.timetable import Timetable
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.course import WITHIN, Activity, Course
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import Observer
-from jstep.loop.origin import Kind, Origin
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
+from jstep.state.nonfinite import StateContents
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RunComponents:
-    """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks."""
+    """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks.
 
+    Attributes:
+        start_number: The number of the recorded start, which all processes know; 0 if it is not recorded.
+    """
+
+    start_number: int
+    course: Course
+    signals: StopSignals
     dispatch: Dispatch
     batches: BatchReader
     feeder: BatchFeeder
     hooks: Sequence[Any]
     runner: HookRunner
     finiteness: Finiteness
+
+    # What hooks ask, documented at `hooks.run_info.OpenComponents`.
+
+    @property
+    def initial_contents(self) -> StateContents:
+        return self.finiteness.initial_contents
+
+    def constant_metrics(self) -> Mapping[str, Any]:
+        return self.dispatch.constants.values
+
+    def poll_stop_signal(self) -> bool:
+        # If a hook or the body still follows in this iteration, the evaluation is not abandoned: they may change the
+        # state, and the next start would make the evaluation again with what they have made of it.
+        return not self.runner.is_followed_in_iteration() and self.signals.poll_stop_signal()
+
+    def prevents_save(self, step: int) -> bool:
+        return self.runner.call_before_save(step)
+
+    def require_finite(self, step: int, saver: Saver) -> bool:
+        return self.finiteness.require_finite(step, saver)
+
+    def freeze_batch_position(self) -> None:
+        if self.course.has_begun:
+            self.batches.source.freeze()
 
 
 def _least_skip_limit(hooks: Sequence[Any]) -> int | None:
@@ -60,7 +93,6 @@ class RunContext(RunInfo):
         given: The options as the user gave them; `options` has their values as the run uses them.
         observers: Those of the record, the stalls and the progress; entered before anything is opened.
         closing: Closes what the run has opened.
-        start_number: The number of the recorded start, once all processes have opened it; 0 if it is not recorded.
         new_name: The name of the run if no earlier start gave it one.
     """
 
@@ -87,24 +119,29 @@ class RunContext(RunInfo):
             log_steps=None if options.progress is False else options.log_steps,
             save_steps=options.save_checkpoint_steps,
         )
-        super().__init__(options.last_step, options.config, watch, sums, transfers, background, timetable)
+        course = Course(LoopState(0, state), options.stop_step, timetable, has_body=has_body)
+        course.on_replaced = self._tell_replaced
+        super().__init__(
+            last_step=options.last_step,
+            config=options.config,
+            directories=options.directories,
+            evaluations=[hook for hook in options.hooks if phase_of(hook) == EVALUATING],
+            watch=watch,
+            sums=sums,
+            transfers=transfers,
+            background=background,
+            timetable=timetable,
+            course=course,
+        )
         self.options = options
         self.given = given
         self.train_steps = train_steps
         self.times = times
-        self.course = Course(LoopState(0, state), options.stop_step, timetable, has_body=has_body)
-        self.course.on_replaced = self._tell_replaced
         limit = options.stop_secs
         self.signals = StopSignals(None if limit is None else functools.partial(times.left, limit))
         self.observers: tuple[Observer, ...] = ()
-        self.origin = Origin()
         self.closing = contextlib.ExitStack()
-        self.start_number = 0
         self.new_name = secrets.token_hex(4)
-
-    @property
-    def name(self) -> str:
-        return self.origin.lineage.name or self.new_name
 
     @property
     def is_open(self) -> bool:
@@ -155,61 +192,6 @@ class RunContext(RunInfo):
             "seconds": {phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value},
         }
 
-    # What the observers are told, and asked.
-
     def _tell_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
         for observer in self.observers:
             observer.on_replaced(step, author, old_state, new_state)
-
-    # The interface of hooks, documented at `RunInfo`.
-
-    @property
-    def restored(self) -> int | None:
-        return self.origin.step if self.origin.is_restored else None
-
-    @property
-    def is_new_branch(self) -> bool:
-        return self.origin.kind is Kind.BRANCHED
-
-    @property
-    def position(self) -> LoopState:
-        return self.course.position
-
-    @property
-    def is_over(self) -> bool:
-        return self.course.is_over
-
-    def constant_metrics(self) -> Mapping[str, Any]:
-        return self.components.dispatch.constants.values
-
-    def check_no_links(self, path: str) -> None:
-        self.options.check_no_links(path)
-
-    def stop(self, by: str) -> None:
-        if not self.is_over:
-            self.course.stop(by)
-
-    def poll_stop_signal(self) -> bool:
-        # If a hook or the body still follows in this iteration, the evaluation is not abandoned: they may change the
-        # state, and the next start would make the evaluation again with what they have made of it.
-        if self.course.status == WITHIN and self._is_followed():
-            return False
-        return self.signals.poll_stop_signal()
-
-    def _is_followed(self) -> bool:
-        """Whether the body, or a hook that may replace the state, follows the current call of a hook."""
-        activity = self.course.activity
-        if self.course.has_body or not isinstance(activity, HookCall):
-            return True
-        return self.components.runner.may_change_state_after(activity.hook)
-
-    def prevents_save(self, step: int) -> bool:
-        return self.components.runner.call_before_save(step)
-
-    def require_finite(self, step: int, saver: Saver) -> bool:
-        return self.components.finiteness.require_finite(step, saver)
-
-    def freeze_batch_position(self) -> None:
-        """Freeze the position of batches that are made with the state."""
-        if self.course.has_begun:
-            self.components.batches.source.freeze()

@@ -22,12 +22,12 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.hooks.cadence import Cadence, make_cadence
 from jstep.hooks.nan_loss import describe_initial_nan
+from jstep.hooks.run_extra import BEFORE_END
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
 from jstep.loop.arguments import MAX_SECS
 from jstep.loop.contents import NOTHING, Contents, RunContents
 from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import BEFORE_END
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
@@ -141,7 +141,7 @@ class RunSaverHook(SaverHook):
     def _write(self, step: int, state: TrainState, permanent_every_secs: float | None) -> None:
         run = self._context
         is_pre_end = permanent_every_secs == ALWAYS_TEMPORARY  # no other checkpoint of a run is saved so
-        is_finite = run.require_finite(step, self.saver)
+        is_finite = run.components.require_finite(step, self.saver)
         contents = self._contents.take() if self._pre_end is None else self._pre_end
         extra = self._contents.as_extra(contents, is_pre_end=is_pre_end)
         write(run, self.saver, state, extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs))
@@ -215,7 +215,7 @@ class RunSaverHook(SaverHook):
         A pre-end checkpoint, whose end was killed, is saved again, too: it was temporary, and must not stay so.
         """
         run = self._context
-        if run.is_new_branch or BEFORE_END in run.origin.extra:
+        if run.origin.is_new_branch or BEFORE_END in run.origin.extra:
             self.save(step, state, wait=True)
         else:
             self._mark_saved(step, state, self._contents.take())
@@ -224,7 +224,7 @@ class RunSaverHook(SaverHook):
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
         """Called once, as `RunInfo.poll` calls a check: `wait` says nothing here, as the contents are read anyway."""
-        bad = self._context.initial_contents.paths_with_nan()
+        bad = self._context.components.initial_contents.paths_with_nan()
         if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 

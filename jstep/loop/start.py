@@ -22,23 +22,24 @@ from jstep.data.batch_sources import BatchSource
 from jstep.data.loaders import are_made_one_by_one, open_source
 from jstep.data.positions import saved_position
 from jstep.data.sequence import BatchSequence
+from jstep.hooks.course import Activity
 from jstep.hooks.hook_states import check_stateful, get_states
+from jstep.hooks.origin import Kind
+from jstep.hooks.run_extra import STOPPED
 from jstep.hooks.run_hook import call_again, call_at_start, example_counter
 from jstep.loop.agreement import check_processes
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import NO_LOGS, build_hooks
 from jstep.loop.chunks import Chunk, ProgramChanges, make_chunks
 from jstep.loop.contents import restore_hooks
-from jstep.loop.course import Activity
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import that_define
-from jstep.loop.origin import Kind, find_origin, open_saver, read_state, step_of_values
+from jstep.loop.origin import StateSource, find_origin, open_saver, read_state, step_of_values
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
-from jstep.loop.run_extra import ENDED, LAST_BODY, LAST_ITERATION, STOPPED
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
 from jstep.stores.owners import remove_temporary
@@ -54,20 +55,27 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     they say at which step the run begins. While the state is read, a thread makes the first batch and another one
     compiles the step for it (`_restore`). The event file and the hooks follow, which may need the state.
     """
-    _open_checkpoints(run)
-    run.start_number = _open_record(run)
+    source = _open_checkpoints(run)
+    start_number = _open_record(run)
     dispatch = _make_dispatch(run)
-    early_batches = _restore(run, dispatch, batches)
+    early_batches = _restore(run, source, dispatch, batches)
     hooks = build_hooks(run)
-    runner = HookRunner(run, run.course, hooks)
+    runner = HookRunner(run, hooks)
     reader = _open_reader(run, batches, early_batches)
     chunks = _make_chunks(run, dispatch.table, hooks, reader)
     feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
-    run.initial_contents = finiteness.initial_contents
     run.closing.callback(_close_batches, run, reader, feeder)
     return RunComponents(
-        dispatch=dispatch, batches=reader, feeder=feeder, hooks=hooks, runner=runner, finiteness=finiteness
+        start_number=start_number,
+        course=run.course,
+        signals=run.signals,
+        dispatch=dispatch,
+        batches=reader,
+        feeder=feeder,
+        hooks=hooks,
+        runner=runner,
+        finiteness=finiteness,
     )
 
 
@@ -83,9 +91,9 @@ def begin_hooks(run: RunContext) -> bool:
     stop_step = run.options.stop_step
     check_stateful(components.hooks)
     for observer in run.observers:
-        observer.on_restored()
+        observer.on_restored(components.start_number)
     is_over = components.runner.begin()
-    if run.restored is not None:
+    if run.origin.is_restored:
         keeps_stopped = _resume_hooks(run)  # called in any case: the hooks get their states back
         is_over = is_over or keeps_stopped
     else:
@@ -93,7 +101,7 @@ def begin_hooks(run: RunContext) -> bool:
             get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
         if not is_over and first < stop_step:
             is_over = components.runner.call_before_steps(call_at_start)
-    if is_over and run.poll_stop_signal():
+    if is_over and components.poll_stop_signal():
         return False  # a signal has interrupted the owed evaluation again: the next start makes it, and resumes
     if is_over or first >= stop_step:
         report_done(run)
@@ -131,7 +139,8 @@ def _resume_hooks(run: RunContext) -> bool:
 # The checkpoints, and the state.
 
 
-def _open_checkpoints(run: RunContext) -> None:
+def _open_checkpoints(run: RunContext) -> StateSource:
+    """Open the `Saver` of the run, and find its origin; return where its state comes from."""
     options = run.options
     course = run.course
     state = run.state
@@ -139,13 +148,17 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close_saver, run, run.saver)))
-    run.origin = find_origin(options, state, run.saver, functools.partial(_reading, run))
+    origin, source = find_origin(options, state, run.saver, functools.partial(_reading, run))
     for observer in run.observers:
-        run.origin = dataclasses.replace(run.origin, lineage=observer.find_lineage(run.origin))
-    if run.origin.kind is Kind.BRANCHED:
+        origin = dataclasses.replace(origin, lineage=observer.find_lineage(origin))
+    if origin.lineage.name is None:
+        origin = dataclasses.replace(origin, lineage=origin.lineage._replace(name=run.new_name))
+    run.origin = origin
+    if origin.is_new_branch:
         # The programs are made for this state. `_restore` sets it again, with the contents of the checkpoint.
-        course.begin_at(run.origin.step)
-        course.set_state(run.origin.state)
+        course.begin_at(origin.step)
+        course.set_state(source.state)
+    return source
 
 
 @contextlib.contextmanager
@@ -164,28 +177,19 @@ def _close_saver(run: RunContext, saver: Saver) -> None:
         saver.wait()
 
 
-def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
+def _restore(run: RunContext, source: StateSource, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
     """Restore the state, while the first batch is made and its program compiled; return the batches, if any begun."""
     origin = run.origin
-    if origin.problem is not None:
-        raise origin.problem
-    unread = origin.checkpoint if origin.state is None else None
+    if source.problem is not None:
+        raise source.problem
+    unread = source.checkpoint if source.state is None else None
     if unread is not None:
         unread.check_run(run.state)  # before a program is compiled, which takes longer
     run.course.begin_at(origin.step)
     early_batches = processes.share_errors(lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES)
     with _reading(run, origin.step) if unread is not None else run.course.doing(Activity.STARTING):
-        state = read_state(run.saver, origin, run.state)
-    extra = origin.extra
-    run.course.set_start(
-        state,
-        extra.get(ENDED),
-        extra.get(LAST_BODY),
-        last_iteration=extra.get(LAST_ITERATION),
-        is_restored=origin.is_restored,
-    )
-    # Only the course refers to the state from here on: the origin lives as long as the run.
-    run.origin = dataclasses.replace(origin, state=None, checkpoint=None)
+        state = read_state(run.saver, origin, source, run.state)
+    run.course.set_start(state, origin)
     return early_batches
 
 
@@ -200,7 +204,7 @@ def _open_record(run: RunContext) -> int:
             _remove_temporary(run.options)
         number = 0
         for observer in run.observers:
-            number = observer.on_open() or number
+            number = observer.on_open(run.origin) or number
         return (number,)
 
     (number,) = processes.first_ints_on_all(open_and_number, count=1, problem=NO_LOGS)

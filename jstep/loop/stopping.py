@@ -43,12 +43,11 @@ from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.threads import done_in_time
-from jstep.hooks.run_hook import HookCall
+from jstep.hooks.course import ENDING, Activity, HookCall
+from jstep.hooks.run_extra import STOPPED
 from jstep.hooks.saver_hook import SaverHook
-from jstep.loop.course import ENDING, Activity
 from jstep.loop.hook_errors import HookErrors
 from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import STOPPED
 from jstep.loop.saving import RunSaverHook, describe_restart, find_own_saver, why_not_saved
 from jstep.state.train_state import TrainState
 
@@ -59,7 +58,7 @@ def report_early_end(run: RunContext) -> None:
     """Report that the batches have ended; without a single step in a new run, that is an error."""
     first = run.course.first
     last_step = run.options.last_step
-    if run.step == first and run.restored is not None:
+    if run.step == first and run.origin.is_restored:
         logger.info("the batches are used up at step %d, at which the run was restored: it is finished", first)
         return
     if run.step == first:
@@ -114,7 +113,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     finiteness = run.components.finiteness
     runner = run.components.runner
     savers, why = finiteness.hooks_that_may_save()
-    is_idle = run.course.has_found_end and not run.course.has_trained
+    is_idle = run.origin.has_found_end and not run.course.has_trained
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
@@ -134,7 +133,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
 
 def _raise_if_not_finite(run: RunContext) -> None:
     """Raise the error of what is not finite, if that prevents a save: it says more than the exit by a signal."""
-    run.prevents_save(run.step)  # `NanLossHook` raises a more specific error
+    run.components.prevents_save(run.step)  # `NanLossHook` raises a more specific error
     finiteness = run.components.finiteness
     for hook in finiteness.savers:
         finiteness.require_finite(run.step, hook.saver)

@@ -42,12 +42,11 @@ from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
+from jstep.hooks.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course, LoopState
 from jstep.hooks.hook import as_returned_state
-from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Step, cache_directory, check_state, options_in, validated
 from jstep.loop.chunks import Chunk
-from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
@@ -250,7 +249,7 @@ class Run(Generic[P]):
         if self._stack is None:
             raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
         # A run that is over yields nothing, to anybody.
-        if self._owner != _Owner.current() and not self._context.is_over:
+        if self._owner != _Owner.current() and not self._context.course.is_over:
             raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
         return self._iterator
 
@@ -474,7 +473,7 @@ class Run(Generic[P]):
     def _end(self) -> None:
         """End a run whose block has ended without an error, perhaps before its loop has."""
         context = self._context
-        if context.is_over:
+        if context.course.is_over:
             return
         if context.course.status != BEGINNING:  # a run that had no step to take was not stopped here
             self.stop()

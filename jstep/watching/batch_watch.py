@@ -19,10 +19,10 @@ from jstep.core.threads import SerialTasks
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
+from jstep.hooks.run_extra import PAST, START
 from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import PAST, START
 from jstep.record.run_record import earlier_starts, file_of, process_file_of
 from jstep.watching.start_setup import describe_batches
 
@@ -48,17 +48,17 @@ class BatchWatch(Observer):
         self._hashes: dict[str, Any] = {}
         self._settings_hash = ""
 
-    def on_restored(self) -> None:
+    def on_restored(self, start_number: int) -> None:
         run = self._run
         if run.saver is None:
             return
-        if run.restored is not None and not run.origin.is_at_branch_point and run.components.batches.source.is_seekable:
+        if run.origin.is_restored and not run.origin.is_at_branch_point and run.components.batches.source.is_seekable:
             self._tasks.add(self._read_hashes)
             self._watch(run.course.first)
 
     def on_save(self, step: int) -> dict[str, Any]:
         run = self._run
-        if run.saver is None or (step <= run.course.first and run.restored is not None):
+        if run.saver is None or (step <= run.course.first and run.origin.is_restored):
             return {}
         if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
             self._tasks.add(functools.partial(self._drop_hashes_from, step))

@@ -10,6 +10,7 @@ from jstep.core import trees
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Task, run_in_background
+from jstep.hooks.origin import Kind
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
@@ -30,10 +31,10 @@ class EndedRates(Observer):
         self._run = run
         self._task: Task[None] | None = None
 
-    def on_restored(self) -> None:
+    def on_restored(self, start_number: int) -> None:
         run = self._run
         last_step = run.options.last_step
-        is_restart = run.restored is not None and not run.is_new_branch
+        is_restart = run.origin.kind is Kind.RESUMED
         if is_restart or last_step is None or jax.process_index() != 0:
             return
         if LEARNING_RATE in roles_in(run.state).arguments.values():

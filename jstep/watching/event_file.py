@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jstep.hooks.origin import Kind
 from jstep.logs.reporting import SummarySaverHook, uses_writer_of_run
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
@@ -62,7 +63,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     options = run.options
     if options.logdir is None or options.directory is None:
         return None
-    suffix = suffix_of_run(os.fspath(options.logdir), options.directory, options.prefix, run.name)
+    suffix = suffix_of_run(os.fspath(options.logdir), options.directory, options.prefix, run.origin.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     paths: list[str] = []  # filled below, once the writer has a path
     run.closing.callback(_remove_if_idle, run, paths)  # pushed first, and so called after the writer is closed
@@ -77,14 +78,13 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
 
 def _mark_start(run: RunContext, writer: SummaryWriter, path: str) -> list[str]:
     """Mark where this start begins, so that TensorBoard drops what it replaces; return the files that this made."""
-    is_restored = run.restored is not None
+    is_restored = run.origin.is_restored
     first = run.course.first
     if is_restored:
         # TensorBoard drops the points from this step on. A run that resumes does not make the point at the restored
         # step again, so that one is kept. A fresh run may evaluate its first state, which makes the point at `first`.
         first += 1
-    is_resumed = is_restored and not run.is_new_branch
-    owns_directory = is_resumed or not _follows_other_run(run)
+    owns_directory = run.origin.kind is Kind.RESUMED or not _follows_other_run(run)
     marks = marks_of_start(path, first, owns_directory=owns_directory, is_new=not is_restored)
     for _ in range(marks.repeats):
         writer.add_session_log("START", first)
@@ -103,7 +103,7 @@ def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
 
     This is known only once it has ended, as its batches may turn out to be used up.
     """
-    is_idle = run.course.has_found_end and run.course.is_finished and not run.course.has_trained
+    is_idle = run.origin.has_found_end and run.course.is_finished and not run.course.has_trained
     if not is_idle:
         return
     for path in paths:

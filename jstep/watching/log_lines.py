@@ -1,6 +1,6 @@
 """The observers that add log lines: the counter of steps, whose rate lines and bars show, and the lines themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -29,11 +29,12 @@ class Rates(Observer):
         check_paths(run.options.hooks)
         for hook in hooks:
             if isinstance(hook, StepCounterHook):
-                run.counter = hook
+                run.shared[StepCounterHook] = hook
                 return ()
         options = run.options
-        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
-        return (run.counter,)
+        counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        run.shared[StepCounterHook] = counter
+        return (counter,)
 
 
 class LogLines(Observer):
@@ -52,7 +53,11 @@ class LogLines(Observer):
         if not is_wanted or LinesReplaced in run.shared or jax.process_index() != 0:
             return ()
         self._has_lines = True
-        return (LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()),)
+
+        def leave_out() -> Collection[str]:
+            return run.components.constant_metrics().keys()
+
+        return (LoggingHook(every_n_steps=options.log_steps, leave_out=leave_out),)
 
     def on_first_call(self, chunk: Chunk, state: Tree) -> None:
         if self._has_lines and chunk.first == self._run.course.first:

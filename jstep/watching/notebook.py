@@ -10,7 +10,7 @@ from typing import Any
 from jstep.core.logs import is_below_bar
 from jstep.core.tables import html_table, html_text
 from jstep.hooks.cadence import Clock
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.run_info import RunInfo
 from jstep.logs.history import History
 from jstep.metering.numbers import numbers_in, read_values
 

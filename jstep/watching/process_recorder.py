@@ -22,17 +22,17 @@ class ProcessRecorder(Observer):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._write_periodically, name="jstep-process-record", daemon=True)
 
-    def on_restored(self) -> None:
+    def on_restored(self, start_number: int) -> None:
         run = self._run
         where = run.options.directory
         index = jax.process_index()
-        if where is None or index == 0 or not run.start_number:
+        if where is None or index == 0 or not start_number:
             return
         prefix = run.options.prefix
         # The file is replaced, but for the hashes of batches, with which a restart compares its first one.
-        earlier = None if run.restored is None else read_process(where, prefix, index)
+        earlier = None if not run.origin.is_restored else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
-        fields = {"start": run.start_number, "process": this_process(), "batches": batches}
+        fields = {"start": start_number, "process": this_process(), "batches": batches}
         run.shared[ProcessFile] = ProcessFile(where, prefix, index, fields | self._current())
         self._thread.start()
 

@@ -14,9 +14,10 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
 from jstep.evaluating.evaluation_hook import newest_results
 from jstep.hooks.cadence import Cadence, Clock
-from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_info import RunInfo
 from jstep.logs.history import History
-from jstep.logs.speed import format_utilization
+from jstep.logs.speed import StepCounterHook, format_utilization
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, sorted_numbers, start_transfer
@@ -126,7 +127,7 @@ class ProgressHook(RunHook):
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Update the line with the steps that have finished; at the end, with the last step."""
-        if self._run.is_over:
+        if self._run.course.is_over:
             self.end(step, state)
             return
         numbers = self._numbers()
@@ -158,7 +159,7 @@ class ProgressHook(RunHook):
             longer = f"{text}  {format_numbers({name: value})}".lstrip()
             if len(longer) <= _WIDTH:  # as many as fit, a shorter one after a longer one, too
                 text = longer
-        counter = self._run.counter
+        counter = self._run.shared[StepCounterHook]
         parts = [text]
         if counter.examples_per_sec:
             parts.append(f"{counter.examples_per_sec:.4g} examples/s")
@@ -194,7 +195,7 @@ class _NotebookHook(ProgressHook):
     def _numbers(self) -> dict[str, Any]:
         self._run.sums.cut()
         return sorted_numbers(
-            {**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.constant_metrics()
+            {**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.components.constant_metrics()
         )
 
     def close(self) -> None:

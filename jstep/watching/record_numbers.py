@@ -14,6 +14,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree, poll_ready
 from jstep.evaluating.evaluation_hook import best_checkpoints, newest_results, watched_metrics
 from jstep.evaluating.keep_best import KeepBest, data_hash
+from jstep.logs.speed import StepCounterHook
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import read_values, sorted_numbers
 from jstep.record.config import encoded
@@ -91,7 +92,7 @@ class RecordNumbers:
         run = self._run
         arrived: dict[str, Any] = {}
         if self._pending is None:
-            metrics = sorted_numbers(run.metrics or {}, run.constant_metrics())
+            metrics = sorted_numbers(run.metrics or {}, run.components.constant_metrics())
             self._pending = dict(itertools.islice(metrics.items(), _MAX_VALUES))
         arrays = [value for value in self._pending.values() if isinstance(value, jax.Array)]
         answers = [poll_ready(array) for array in arrays]
@@ -138,6 +139,7 @@ class RecordNumbers:
         computing: float | None = None
         if samples.hooks:
             computing = times["seconds"].get(stopwatch.HOOKS, 0.0) * samples.computing / samples.hooks
+        counter = run.shared.get(StepCounterHook)
         return {
             "now": stopwatch.CLOCKS.wall(),
             **times,
@@ -150,7 +152,7 @@ class RecordNumbers:
             "best": dict(self._best),
             "kept": self._kept_metrics(),
             "peak_bytes": self._peak_bytes(),
-            "mfu": None if run.counter is None else run.counter.mfu,
+            "mfu": None if counter is None else counter.mfu,
         }
 
     def examples(self) -> int | None:

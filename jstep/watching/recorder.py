@@ -24,12 +24,12 @@ from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.secret_text import error_text
 from jstep.core.threads import SerialTasks, Task, run_in_background, wait_until_done
 from jstep.core.trees import Tree
+from jstep.hooks.origin import Kind, Lineage, Origin
+from jstep.hooks.run_extra import CODE, CONFIG, PARENT, PARENT_RUN, PAST, STOPPED
 from jstep.loop.arguments import Options
 from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
-from jstep.loop.origin import Kind, Lineage, Origin
 from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import CODE, CONFIG, PARENT, PARENT_RUN, PAST, STOPPED
 from jstep.loop.stages import Stage
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import as_config, command_line
@@ -112,7 +112,7 @@ class Recorder(Observer):
         except (OSError, ValueError) as problem:
             self._problem = problem
 
-    def on_open(self) -> int | None:
+    def on_open(self, origin: Origin) -> int | None:
         where = self.run.options.directory
         if where is None or jax.process_index() != 0:
             return None
@@ -120,7 +120,7 @@ class Recorder(Observer):
         # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
         # thread, so that `__exit__` either cancels it, or waits for the file and writes the end of the start.
         self._opening = Task()
-        run_in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
+        run_in_background(functools.partial(self._open, where, origin), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
         self._opening.result()
         file = file_of(self.run)
@@ -131,8 +131,7 @@ class Recorder(Observer):
         number: int = file.fields["number"]
         return number
 
-    def _open(self, where: str) -> None:
-        origin = self.run.origin
+    def _open(self, where: str, origin: Origin) -> None:
         prefix = self.run.options.prefix
         if self._earlier is None and self._problem is None:
             self._read_earlier(where)
@@ -144,15 +143,14 @@ class Recorder(Observer):
             newest = next(reversed(valid(self._earlier)), None)
         if newest is not None:
             self._numbers.inherit(newest)
-        fields = self._initial_fields(where, newest) | self._numbers.fields()
+        fields = self._initial_fields(where, origin.lineage, newest) | self._numbers.fields()
         file = StartFile(where, prefix, self._earlier, fields)
         _end_earlier(file, claimed=origin.is_claimed)
         self.run.shared[StartFile] = file
 
-    def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
+    def _initial_fields(self, where: str, lineage: Lineage, newest: Start | None) -> dict[str, Any]:
         options = self.run.options
         state = self.run.state
-        lineage = self.run.origin.lineage
         self._numbers.use_devices(state)
         parent_run = lineage.parent_run
         if parent_run is None and newest is not None:
@@ -163,7 +161,7 @@ class Recorder(Observer):
             contents["devices"] = f"{devices['of_state']}×{devices['kind']}"
             contents["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
         return {
-            "run": self.run.name,
+            "run": lineage.name,
             "process": this_process(),
             "processes": None if processes.is_single_process() else jax.process_count(),
             "began": stopwatch.CLOCKS.wall() - sum(self.run.watch.seconds().values()),
@@ -214,7 +212,7 @@ class Recorder(Observer):
             save = [step, stepping, self._numbers.examples(), self._numbers.learning_rate()]
             with self._lock:
                 self._begun_saves = [*self._begun_saves, save]
-        has_past = self.run.restored is not None or PAST in extra
+        has_past = self.run.origin.is_restored or PAST in extra
         if step <= self.run.course.first and has_past:
             # No step was run: whoever resumes from here has to be compared with the start that trained this state.
             return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
@@ -252,12 +250,12 @@ class Recorder(Observer):
         if code is not None and file is not None:
             file.write(code)
 
-    def on_restored(self) -> None:
+    def on_restored(self, start_number: int) -> None:
         run = self.run
         if not self._is_active():
             return
         saved_past = run.origin.extra.get(PAST)
-        if run.restored is not None:
+        if run.origin.is_restored:
             self._saved_past = saved_past
         first = run.course.first
         shapes = run.components.dispatch.table.state_shapes

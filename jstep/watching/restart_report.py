@@ -15,8 +15,8 @@ from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import printable
 from jstep.data.sequence import BatchSequence
+from jstep.hooks.run_extra import START
 from jstep.loop.run_context import RunContext
-from jstep.loop.run_extra import START
 from jstep.loop.stages import lanes_of
 from jstep.record.differences import Changes, changes
 from jstep.record.run_record import earlier_starts, file_of
@@ -54,9 +54,9 @@ def report_changes(run: RunContext, saved_past: Mapping[str, Any], setup: Mappin
         setup: The setup of this start.
         is_idle: Whether this start takes no step, so that it has compiled no program.
     """
-    if run.saver is None or run.restored is None:
+    if run.saver is None or not run.origin.is_restored:
         return
-    step = run.restored
+    step = run.origin.step
     checkpoint = checkpoint_name(run.saver.prefix, step)
     past = describe_past(run, step)
     found = Changes([], [], [])

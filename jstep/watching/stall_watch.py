@@ -24,8 +24,8 @@ from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, WAITING
-from jstep.hooks.run_hook import HookCall, RunHook
-from jstep.loop.course import Activity
+from jstep.hooks.course import Activity, HookCall
+from jstep.hooks.run_hook import RunHook, is_user_hook, timing_key
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.loop.stopping import STALL_EXIT_CODE, exit_after_stall, log_in_time
@@ -258,13 +258,14 @@ class StallWatch(Observer):
         return _call(step, step + feeder.steps - 1)
 
     def _wait_for_hook(self, call: HookCall, step: int) -> Wait:
-        if call.timing_key == SAVING or self.run.watch.current == SAVING:
+        key = timing_key(call)
+        if key == SAVING or self.run.watch.current == SAVING:
             return Wait("save", f"saving step {step}", SAVING)
-        if call.timing_key == (id(call.hook), EVALUATING):
+        if key == (id(call.hook), EVALUATING):
             batches = threads.SignsOfLife.evaluation_batches
-            return Wait("evaluation", f"in an evaluation at step {step}", call.timing_key, taken=batches)
-        kind = "hook" if call.is_user_hook else "built-in hook"
-        return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", call.timing_key)
+            return Wait("evaluation", f"in an evaluation at step {step}", key, taken=batches)
+        kind = "hook" if is_user_hook(call.hook) else "built-in hook"
+        return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", key)
 
     def _wait_for_others(self, wait: Wait, *, are_shapes: bool) -> Wait:
         step = self.run.step

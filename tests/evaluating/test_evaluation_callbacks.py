@@ -13,6 +13,7 @@ import pytest
 import jstep
 from jstep.evaluating.callbacks import use_run
 from jstep.hooks.hook_states import get_states, set_states
+from jstep.hooks.origin import Kind, Origin
 from jstep.record.starts import StartFile
 from jstep.stores import tagged_json
 
@@ -253,16 +254,16 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
     earlier = [{"problem": None, "run": "", "best": {"accuracy": (0.9, 2, kept)}}]
     for restored in (60, None):
         assert not caplog.records
+        origin = Origin() if restored is None else Origin(kind=Kind.RESUMED, step=restored)
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
         use_run(
             one,
             types.SimpleNamespace(
                 saver=None,
-                restored=restored,
+                origin=origin,
                 config=None,
                 background=None,
                 log_failed=None,
-                is_new_branch=False,
                 check_no_links=lambda path: None,
                 shared={StartFile: types.SimpleNamespace(earlier=earlier)},
             ),

@@ -14,7 +14,7 @@ from positioned import Positioned
 
 import jstep
 from jstep.evaluating.evaluation_hook import best_checkpoints
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import RunComponents
 
 
 @pytest.mark.thorough(except_for=["3"])
@@ -193,7 +193,7 @@ def test_results_are_logged_once_in_a_line_of_their_own(caplog):
 def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(monkeypatch):
     """They may replace the state with which the next batch of `from_state` is made."""
     order = []
-    monkeypatch.setattr(RunContext, "freeze_batch_position", lambda run: order.append("kept"))
+    monkeypatch.setattr(RunComponents, "freeze_batch_position", lambda run: order.append("kept"))
     hook = jstep.EvaluationHook(
         lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda step, *_: order.append(step)]
     )

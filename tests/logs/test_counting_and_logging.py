@@ -24,7 +24,7 @@ def test_the_contents_of_a_line(caplog):
     counter = jstep.StepCounterHook(every_n_steps=10)
     hook = jstep.LoggingHook(every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
     run = FakeRun(hook, state_at())
-    run.counter = counter
+    run.shared[jstep.StepCounterHook] = counter
     use_run(counter, run)
     counter.steps_per_sec = 812.34
     metrics = {

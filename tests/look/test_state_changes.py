@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.run_hook import LoopState
+from jstep.hooks.course import Course, LoopState
 from jstep.hooks.timetable import Timetable
 from jstep.look import cli
-from jstep.loop.course import Course
 from jstep.record.state_changes import StateChanges
 
 LAST = 12

@@ -61,7 +61,7 @@ def test_what_no_run_writes_is_an_error_that_names_the_manifest(tmp_path, key, v
 
 
 def test_each_key_has_an_invalid_value_here():
-    from jstep.loop.run_extra import RUN_KEY, SCHEMA
+    from jstep.hooks.run_extra import RUN_KEY, SCHEMA
 
     checked_elsewhere = {"hooks", RUN_KEY}  # `set_states`; without a name it is no run's
     assert INVALID.keys() | checked_elsewhere == SCHEMA.keys()

@@ -16,8 +16,8 @@ from loop_runs import OPTIMIZER, train
 
 import jstep
 from jstep.core import logs
+from jstep.hooks.course import ENDING, LEAVING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.course import ENDING, LEAVING
 from jstep.loop.run_context import RunContext
 
 MAIN = Path(jstep.__file__).parent / "loop"

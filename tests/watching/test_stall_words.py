@@ -10,9 +10,9 @@ import jstep
 from jstep.core import threads
 from jstep.core.stopwatch import EVALUATING, SAVING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
-from jstep.hooks.run_hook import HookCall, RunHook
+from jstep.hooks.course import Activity, HookCall
+from jstep.hooks.run_hook import RunHook, timing_key
 from jstep.loop import stopping
-from jstep.loop.course import Activity
 from jstep.metering.in_flight import InFlight
 from jstep.record.starts import StartFile
 from jstep.watching import stall_watch as stalls
@@ -183,7 +183,7 @@ def test_the_file_of_a_process_may_go_while_its_line_is_written(monkeypatch: pyt
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
     hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
     hooks[1]._phase, hooks[2]._phase = EVALUATING, SAVING
-    keys = [HookCall(hook, "after_step").timing_key for hook in hooks]
+    keys = [timing_key(HookCall(hook, "after_step")) for hook in hooks]
     assert keys == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
 
 

@@ -13,10 +13,10 @@
 
 An error leads from `WITHIN` to `BROKEN`, and from all others before `CLOSING` to `ENDING`. An exit in a user's log
 leads to `WITHIN` first, also from `ENDING` and `LEAVING`, in which the last rows are delivered. So it ends in `BROKEN`,
-and nothing is saved: the row of a step is lost (`RunContext._deliver`).
+and nothing is saved: the row of a step is lost (`RunContext._deliver`, in `loop`).
 
-An iteration is defined in `stopping.py`, the end in `ending.py`. `train` and a loop of the user's own have the same
-iterations: a run of `train` only knows that no body follows its hooks.
+An iteration is defined in `loop/stopping.py`, the end in `loop/ending.py`. `train` and a loop of the user's own have
+the same iterations: a run of `train` only knows that no body follows its hooks.
 
 Each arrow of the table is a method below, and only the loop's thread calls them. Other threads (observers, the saver of
 a stalled run) only read, at any time: so a change is one assignment of a new value, never a change in place. The two
@@ -27,12 +27,14 @@ each step 50 ns.
 import contextlib
 import enum
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jstep.core import trees
+from jstep.core.checks import hook_name
 from jstep.core.trees import Tree
 from jstep.hooks.hook import as_hook_result
-from jstep.hooks.run_hook import HookCall, LoopState
+from jstep.hooks.origin import Origin
+from jstep.hooks.run_extra import ENDED, LAST_BODY, LAST_ITERATION
 from jstep.hooks.timetable import Timetable
 
 _T = TypeVar("_T")
@@ -45,6 +47,31 @@ ENDING = "ending"
 LEAVING = "leaving"
 BROKEN = "broken"
 CLOSING = "closing"
+
+
+class LoopState(NamedTuple):
+    """Where a loop over calls is; replaced as a whole, for other threads.
+
+    Attributes:
+        state: The latest state, including changes by hooks.
+        rows: The number of rows of the last batch; None if unknown.
+    """
+
+    step: int
+    state: Any
+    metrics: Any = None
+    rows: int | None = None
+
+
+class HookCall(NamedTuple):
+    """What a run is doing when it calls a hook."""
+
+    hook: Any
+    method: str
+
+    @property
+    def name(self) -> str:
+        return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
 
 
 class Activity(enum.Enum):
@@ -80,7 +107,6 @@ class Course:
             may owe one.
         last_iteration: The step at which the iterations were over last, also those of an earlier start.
         ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
-        has_found_end: Whether the checkpoint that was restored has that mark, for its own step.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may swallow it.
         replacements: The number of times that the body or a hook has replaced a leaf of the state.
@@ -103,7 +129,6 @@ class Course:
         self.body_taken_at: int | None = None
         self.last_iteration: int | None = None
         self.ended_at: int | None = None
-        self.has_found_end = False
         self.is_finished = False
         self.failure: BaseException | None = None
         self.replacements = 0
@@ -167,15 +192,7 @@ class Course:
     def set_state(self, state: Tree) -> None:
         self.position = LoopState(self.first, state)
 
-    def set_start(
-        self,
-        state: Tree,
-        ended_at: int | None = None,
-        last_body: int | None = None,
-        *,
-        last_iteration: int | None = None,
-        is_restored: bool = False,
-    ) -> None:
+    def set_start(self, state: Tree, origin: Origin) -> None:
         """Set the state that the run begins with, once it is read.
 
         A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were made there, as the
@@ -183,11 +200,10 @@ class Course:
         """
         step = self.first
         self.set_state(state)
-        self.last_iteration = last_iteration
-        self.ended_at = ended_at
-        self.has_found_end = ended_at == step
-        self.is_restored = is_restored
-        may_owe_body = is_restored and step not in (ended_at, last_body)
+        self.last_iteration = origin.extra.get(LAST_ITERATION)
+        self.ended_at = origin.extra.get(ENDED)
+        self.is_restored = origin.is_restored
+        may_owe_body = origin.is_restored and step not in (self.ended_at, origin.extra.get(LAST_BODY))
         self.body_taken_at = None if may_owe_body else step
 
     def set_ready(self) -> None:
