@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
@@ -51,6 +51,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     return next((path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None)
 
 
+Skipped = Callable[[int, str, Exception], None]
+"""`skipped(step, path, error)` is told of a checkpoint that cannot be read."""
 # What the first process finds in place of a step, and lower than any.
 _WAIT = -1
 _END = -2
@@ -109,8 +111,14 @@ def checkpoints_iterator(
 def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
     newer_than = -1
     warned_of: set[str] = set()
+
+    def warn_once(step: int, path: str, error: Exception) -> None:
+        if path not in warned_of:
+            warned_of.add(path)
+            logger.warning("checkpoints_iterator skips step %d: %s", step, error)
+
     while True:
-        step = _next(store, prefix, newer_than, timeout, warned_of)
+        step = _next(store, prefix, newer_than, timeout, warn_once)
         if step == _END:
             return
         newer_than = step
@@ -119,10 +127,11 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
         time.sleep(max(yielded_at + interval - time.monotonic(), 0.0))
 
 
-def _newest_permanent(store: Store, prefix: str, newer_than: int, warned_of: set[str]) -> int:
-    """Return the newest step above another one whose checkpoint is not temporary; `_WAIT` if there is none.
+def newest_permanent(store: Store, prefix: str, newer_than: int = -1, skipped: Skipped | None = None) -> int | None:
+    """Return the newest step above another one whose checkpoint is not temporary; None if there is none.
 
-    Warn of each checkpoint that cannot be read, unless it is in `warned_of`, and add it there.
+    Args:
+        skipped: Told of each checkpoint that cannot be read, which is then skipped. If None, its error is raised.
     """
     for step, path in store.newest_first(prefix):
         if step <= newer_than:
@@ -133,13 +142,13 @@ def _newest_permanent(store: Store, prefix: str, newer_than: int, warned_of: set
         except FileNotFoundError:
             continue  # it was replaced meanwhile
         except (CheckpointError, OSError) as error:
-            if path not in warned_of:
-                warned_of.add(path)
-                logger.warning("checkpoints_iterator skips step %d: %s", step, error)
-    return _WAIT
+            if skipped is None:
+                raise
+            skipped(step, path, error)
+    return None
 
 
-def _next(store: Store, prefix: str, newer_than: int, timeout: float, warned_of: set[str]) -> int:
+def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once: Skipped) -> int:
     """Wait for a step above another one, or for the end, the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
@@ -152,8 +161,8 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float, warned_of:
 
     def poll() -> tuple[int]:
         """Return a new step, `_END` or `_WAIT`, in a tuple for `first_ints_on_all`, which takes the first process's."""
-        newest = _newest_permanent(store, prefix, newer_than, warned_of) if is_first else _WAIT
-        if newest > newer_than:
+        newest = newest_permanent(store, prefix, newer_than, warn_once) if is_first else None
+        if newest is not None:
             return (newest,)
         return (_END,) if time.monotonic() >= deadline else (_WAIT,)
 

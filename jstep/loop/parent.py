@@ -1,12 +1,11 @@
 """The checkpoint of another run that a branch begins from: what `start_from` names is found, checked and read."""
 
-import contextlib
 import os
 from typing import Any, NamedTuple
 
 from jstep.checkpoint.listing import FOUND_NAME
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, newest_permanent, open_store
 from jstep.checkpoint.opening import OpenedForRun
 from jstep.checkpoint.reading import GoneError, OpenCheckpoint
 from jstep.checkpoint.saver import Saver, engine_of
@@ -249,11 +248,10 @@ def _find_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpo
     store = open_store(parent.saver.directory)
 
     def find_newest() -> int:
-        for step, path in store.newest_first(prefix):
-            with contextlib.suppress(FileNotFoundError):
-                if not store.manifest(path).temporary:
-                    return step
-        raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
+        step = newest_permanent(store, prefix)
+        if step is None:
+            raise _gone(join_path(parent.saver.directory, f"{prefix}-*"))
+        return step
 
     step = processes.share_errors(find_newest, _PROBLEM)
     return _agree_on_parent(options, parent._replace(step=step))
