@@ -131,7 +131,7 @@ def compute_gradients(
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH; it never affects values.
         aggregation_method: How to sum the gradients of microbatches.
         sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖; loss and aux
-            are evaluated at p. It costs a second gradient.
+            are evaluated at p. It costs a second gradient. With microbatches, g is the gradient of the whole batch.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
         lanes: Number of lanes, a power of two, as in `minimize`. Inside your own `jax.jit`, set the mesh
             (`jax.set_mesh`).

@@ -51,7 +51,8 @@ class ExponentialMovingAverage:
     Attributes:
         decay: The decay in [0, 1], such as 0.999; a schedule, read at the step before the update; or `held`, for
             `with_moving_average` only. None if `rate` is given.
-        num_updates: Whether the decay grows with the number n of updates.
+        num_updates: Whether the decay grows with the number n of updates: with `with_moving_average` the global step
+            after the update, so that n is 1 at the first one.
         zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes (1 − d) / (1 − dⁿ),
             where n is their age.
         name: The name of the slot, and the last part of `average_name`.

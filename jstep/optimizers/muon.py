@@ -615,7 +615,8 @@ def orthogonalize(
         ns_coefficients: (a, b, c), a triple for each iteration, or a preset: "jordan" (the default; 5 equal
             iterations), "dion" (at most 5) or "polar_express" (8, or any number, with a safety factor s of 1.01, which
             is 1 otherwise).
-        epsilon: The lower bound of the divisor, > 0: smaller gradients are damped.
+        epsilon: The lower bound of the divisor, > 0: smaller gradients are damped. Optax and Keras divide by
+            ‖u‖ + ε instead.
         scale: "rms" for 0.2·√max(in, out), so that updates are as large as AdamW's; "original" for √max(1, out/in);
             None for 1.
         axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last

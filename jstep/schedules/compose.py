@@ -105,6 +105,9 @@ def _increasing(boundaries: Sequence[int]) -> list[int]:
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
+    The first update has 1 / warmup_steps of the value; with `warmup_cosine_decay` it has `init_value`, 0 by default,
+    and the peak is reached one step later.
+
     Args:
         schedule: The schedule or number to warm up to.
         warmup_steps: The number of warmup steps, ≥ 0; 0 leaves the schedule unchanged.

@@ -511,7 +511,8 @@ def warmup_cosine_decay(
         peak: The value at step `warmup_steps`.
         warmup_steps: The number of warmup steps, ≥ 0.
         decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
-        init_value: The value at step 0. With 0 the first update is zero, unlike with `linear_warmup`.
+        init_value: The value at step 0. With 0 the first update is zero, unlike with `linear_warmup`, whose first value
+            is peak / warmup_steps.
         end_value: The value from step `decay_steps`.
 
     Raises:

@@ -84,8 +84,9 @@ def minimize(
         var_list: The parameters to train, as in `compute_gradients`. The others, and those that a `partition` freezes,
             are neither changed nor differentiated.
         has_aux: Whether loss_fn returns auxiliary values, for the metrics.
-        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. A loss that
-            compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
+        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. Microbatch i of n
+            has the rows i, i + n, i + 2n, …. A loss that compares rows with each other (contrastive losses, BatchNorm)
+            sees one microbatch only.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
             the number of devices that the rows are sharded over, and is logged. Rows of unknown sharding count as being
