@@ -6,6 +6,7 @@ happens, a path holds a complete checkpoint or none.
 
 import abc
 import contextlib
+import errno
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -124,24 +125,30 @@ class Store(abc.ABC):
         """
         wrong = dict(self.find_wrong_sizes(path, manifest))
         if every:
-            wrong |= self._orbax_corruption(path, manifest)
+            wrong |= self._orbax_corruption(path, manifest, raises=True)
         return [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
     def warn_of_orbax_files(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that only Orbax reads."""
-        corrupted = self._orbax_corruption(path, manifest)
+        corrupted = self._orbax_corruption(path, manifest, raises=False)
         if corrupted and not self.is_gone(path, manifest):
             texts = [f"{name} ({why})" for name, why in corrupted.items()]
             logger.warning("%s: only Orbax reads these files, which are corrupted: %s", path, " and ".join(texts))
 
-    def _orbax_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
-        """Describe the files that only Orbax reads and that differ from what was written."""
+    def _orbax_corruption(self, path: str, manifest: Manifest, *, raises: bool) -> dict[str, str]:
+        """Describe the files that only Orbax reads and that differ from what was written.
+
+        Of one that cannot be opened nothing is known. With `raises`, this is an error.
+        """
         storage = self.storage(path, manifest)
         corrupted: dict[str, str] = {}
         for name, written in writer_module().orbax_files(manifest.leaves_by_array, manifest.saved_at).items():
             try:
                 data = storage.read(name)
             except OSError as error:
+                is_other_kind = error.errno == errno.EINVAL  # a link, for example
+                if raises and not is_other_kind:
+                    raise
                 corrupted[name] = f"cannot be read: {error.strerror or error}"
                 continue
             except ValueError:  # it is too large

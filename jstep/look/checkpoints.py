@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jstep.look import cli
 from jstep.look.arrays import array_range, is_inexact, norm
 from jstep.look.checkpoint_positions import Positions, lines_of_positions, positions_in
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.untrusted import step_in
+from jstep.stores.untrusted import UntrustedError, step_in
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
@@ -220,7 +220,7 @@ _NUMBER_COLUMNS = {
 def _inspect_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     manifest = checkpoint.manifest
     about = _about(checkpoint)
-    problems = _problems(checkpoint, arguments)
+    _, problems = _check(checkpoint, arguments)
     if problems:
         return _print_corruption(about, problems, arguments)
     rows: list[dict[str, Any]] = []
@@ -298,18 +298,34 @@ def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     return numbers
 
 
-def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str]:
-    try:
-        found = checkpoint.problems(every=True) if arguments.verify else checkpoint.size_problems()
-    except (CheckpointError, OSError) as error:
-        found = [str(error)]
-    return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
-
-
 _AS_WRITTEN = "as written"
 _CORRUPTED = "CORRUPTED"
 _UNUSABLE = "UNUSABLE"
-"""The verdict on a checkpoint that may be intact, but has another name, another format or no permissions."""
+"""The verdict on a checkpoint that may be intact, but has another name, another format, or cannot be read now."""
+
+
+class _Check(NamedTuple):
+    """What a checkpoint was found to be: the verdict, and what is wrong with it."""
+
+    verdict: str
+    problems: list[str]
+
+
+def _check(checkpoint: Checkpoint, arguments: argparse.Namespace) -> _Check:
+    path = checkpoint.path
+    try:
+        found = checkpoint.problems(every=True) if arguments.verify else checkpoint.size_problems()
+    except (CorruptedCheckpointError, UntrustedError) as error:
+        found = [str(error)]
+    except (CheckpointError, OSError, ValueError) as error:
+        # Not "corrupted": a bucket that is not reachable, or a file without permission (tensorstore's ValueError), says
+        # nothing about the bytes.
+        return _Check(_UNUSABLE, [f"{path} cannot be verified: {error}"])
+    if found:
+        return _Check(_CORRUPTED, [f"{path} is corrupted: {problem}" for problem in found])
+    return _Check(_AS_WRITTEN if arguments.verify else "", [])
+
+
 _DIRECTORY_COLUMNS = {
     "checkpoint": "name",
     "saved": "time",
@@ -336,14 +352,11 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
     shown: dict[tuple[str, str, int], dict[str, Any]] = {}  # by folder, prefix and step
     problems = [str(error) for error in broken.values()]
     for checkpoint in [*checkpoints, *best]:
-        found = _problems(checkpoint, arguments)
+        verdict, found = _check(checkpoint, arguments)
         problems += found
         folder = "best/" if checkpoint in best else ""
         name = f"{folder}{checkpoint.prefix}-{checkpoint.step}"
         row = {"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves)}
-        verdict = _AS_WRITTEN if arguments.verify else ""
-        if found:
-            verdict = _CORRUPTED
         if arguments.verify:
             row["sound"] = not found
         rows.append(row)

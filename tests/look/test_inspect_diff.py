@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,32 @@ def test_the_summary_counts_what_the_rows_say(save, tmp_path, cli):
     assert summary == "2 of 4 are CORRUPTED; 1 of 4 is UNUSABLE"
     lines = cli("inspect", directory, code=2).out.splitlines()
     assert lines[-2:] == ["1 of 4 is CORRUPTED; 1 of 4 is UNUSABLE", "sizes only (--verify reads every byte)"]
+
+
+@pytest.mark.parametrize("name", ["d", "manifest.ocdbt", "_METADATA"])
+def test_what_cannot_be_read_is_not_called_corrupted(name, cli):
+    with tempfile.TemporaryDirectory() as directory:  # other users cannot access tmp_path
+        os.chmod(directory, 0o755)
+        with jstep.Saver(directory, async_save=False) as saver:
+            saver.save(state(1))
+            path = saver.save(state(2))
+        cli("inspect", directory, "--verify")  # what it imports may not be readable for others
+        os.chmod(os.path.join(path, name), 0)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            listed = cli("inspect", directory, "--verify", code=2)
+            single = strict(cli("inspect", path, "--verify", "--json", code=2).out)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            os.chmod(os.path.join(path, name), 0o755)
+    assert listed.out.splitlines()[-1] == "1 of 2 is UNUSABLE"
+    assert "model-2 cannot be verified: " in listed.err
+    assert "corrupted" not in listed.err
+    assert single["sound"] is False
+    assert "Permission denied" in single["problems"][0]
 
 
 def test_sizes_are_always_compared(save, cli):
