@@ -153,3 +153,18 @@ def test_a_link_in_place_of_a_manifest_is_not_followed(saved, tmp_path, capsys):
         saver.restore(state_at(0), step=2)
     assert main(["inspect", checkpoint]) == 2
     assert "is a link, not a regular file" in capsys.readouterr().err
+
+
+def test_a_link_in_place_of_the_directory_of_the_arrays_is_not_followed(saved, tmp_path):
+    """A checkpoint that was copied from a bucket has its arrays in a directory that its manifest names."""
+    saver, path = saved
+    data = os.path.join(path, "data.1-00000001")
+    os.mkdir(data)
+    for name in ("d", "manifest.ocdbt", *(name for name in os.listdir(path) if name.startswith("ocdbt.process_"))):
+        shutil.move(os.path.join(path, name), data)
+    edit_manifest(path, lambda manifest: manifest.update(data="data.1-00000001", files={}))
+    assert int(saver.restore(state_at(0)).global_step) == 2
+    shutil.move(data, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", data)
+    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: data\.1-00000001 is a link"):
+        saver.restore(state_at(0))
