@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import format_list
@@ -73,6 +74,7 @@ class StepUpdates:
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
         made: The updates, one for each optimizer and structure of the state.
         has_varied: Whether calls of the step have made different compiled updates: those of another call are unknown.
+        rounded: Leaf → its dtype of 16 bits, if an optimizer updates it that does not keep what is rounded away.
         repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
         step: The global step of the state that the train step was given.
         counts: What is due at some steps only, and the global step of an update → the number of such updates. The
@@ -87,6 +89,7 @@ class StepUpdates:
     age_of: dict[str, str | None] = dataclasses.field(default_factory=dict)
     made: list[MadeUpdate] = dataclasses.field(default_factory=list)
     has_varied: bool = False
+    rounded: dict[str, Any] = dataclasses.field(default_factory=dict)
     repeated: set[str] = dataclasses.field(default_factory=set)
     step: Any = None
     counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
@@ -185,6 +188,10 @@ def _warn(found: StepUpdates) -> None:
         )
 
 
+_EXACT_FORMATS = {"master_weights", "stochastic_rounding", "compact"}
+"""Wrappers with which small updates of 16-bit parameters are not lost."""
+
+
 def note_step(optimizer: Optimizer | None, state: Any) -> None:
     """Note the optimizer of a compiled step that is called in another one: it may have been traced before."""
     found = _UPDATES.get()
@@ -221,6 +228,11 @@ def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Rol
         elif label in trained and label in aging:
             # The age of its label counts this update, which does not reach it.
             found.aged.add(path)
+    if not roles.formats & _EXACT_FORMATS:
+        for (path, label, gradient), leaf in zip(named, jax.tree.leaves(params), strict=True):
+            is_trained = gradient is not None and label is not None
+            if is_trained and getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16):
+                found.rounded[path] = leaf.dtype
     if not roles.by_step:
         return
     keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -12,6 +12,7 @@
 - `record_numbers`: the numbers in the record of a start.
 - `recorder`: the record of a start.
 - `restart_report`: what has changed since a checkpoint was written.
+- `rounded_updates`: whether small updates of 16-bit parameters are rounded away.
 - `stall_watch`: what each process waits for, and the end of a run that stalls.
 - `start_setup`: what a start was given, and what it compiled.
 - `utilization`: FLOP/s, as a share of the devices' peak.

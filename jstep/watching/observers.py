@@ -8,6 +8,7 @@ from jstep.watching.log_lines import LogLines, Rates
 from jstep.watching.process_recorder import ProcessRecorder
 from jstep.watching.progress import Progress
 from jstep.watching.recorder import Recorder
+from jstep.watching.rounded_updates import RoundedUpdates
 from jstep.watching.stall_watch import StallWatch
 from jstep.watching.utilization import Meters
 
@@ -22,5 +23,6 @@ OBSERVERS: tuple[type[Observer], ...] = (
     StallWatch,
     Meters,
     EndedRates,
+    RoundedUpdates,
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order."""
