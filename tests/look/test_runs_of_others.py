@@ -1,6 +1,8 @@
 """Records that hold anything: whatever is in one run, the others are shown, and this one says why not."""
 
+import argparse
 import json
+import logging
 import os
 import time
 import tracemalloc
@@ -122,6 +124,17 @@ def test_metrics_in_errors(tmp_path):
     with pytest.raises(ValueError, match="must be a metric of the runs") as raised:
         jstep.report(tmp_path, tmp_path / "page.html", metric="other")
     assert_printable(printed(raised.value))
+
+
+def test_each_line_of_a_command_is_printable(capsys):
+    cli.answer(argparse.Namespace(json=False), {}, ["a \x1b[31mname\x9b"])
+    assert capsys.readouterr().out == "a \\x1b[31mname\\x9b\n"
+
+
+def test_warnings_of_other_libraries_in_a_command_are_printable(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
+    cli.main(["runs", str(tmp_path)])
+    assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[31mred\nline"})) == "\\x1b[31mred\nline"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
