@@ -32,7 +32,7 @@ from jstep.core.secret_text import describe_error
 from jstep.core.selection import VarList
 from jstep.core.trees import Tree
 from jstep.slots.roles import roles_in
-from jstep.state.leaves import GLOBAL_STEP, StateLeaves, field_of
+from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
 from jstep.state.nonfinite import StateContents
 from jstep.stores.untrusted import is_step
 
@@ -185,8 +185,11 @@ class SaverEngine:
         saved = SavedState.collect(leaves, self.leave_out)
         step = _step_of(state)
         finite = extra.finite
+        param_names = None
         if finite is None:
-            finite = StateContents(leaves, params_only=True).are_finite()
+            param_names = self._find_copied_params(leaves, saved)
+            if param_names is None:
+                finite = StateContents(leaves, params_only=True).are_finite()
         path = self._store.path(format_name(self.prefix, step))
         self._saving = path
         self._retention.reset_write_secs()
@@ -202,7 +205,7 @@ class SaverEngine:
                 leaves=tuple(saved.leaves),
                 extra=extra.values,
                 parts={array.name: array.part for array in own_parts if array.part != array.shape},
-                finite=finite,
+                finite=bool(finite),
                 processes=jax.process_count(),
                 best=extra.best,
                 averages=_averages_of(state),
@@ -220,6 +223,7 @@ class SaverEngine:
                 retention=self._retention,
                 manifest=manifest,
                 arrays=own_parts,
+                unchecked_params=param_names,
                 files=extra.files,
                 release=copies.release,
                 nbytes=nbytes,
@@ -238,6 +242,26 @@ class SaverEngine:
             post_failure(attempt_id, jax.process_index(), error)
             self._failure = error
         return path
+
+    def _find_copied_params(self, leaves: StateLeaves, saved: SavedState) -> set[str] | None:
+        """Return the names of the parameters' arrays, if the thread of the save finds whether their copies are finite.
+
+        None if only the state shows it: a device or another process has a part of it, or it is not in the copies.
+        """
+        if not self._is_async or jax.process_count() > 1 or saved.left_out:
+            return None
+        names = set[str]()
+        shardings = set[Any]()
+        for index in jax.tree.leaves(field_of(leaves.indices, PARAMS)):
+            value = leaves.values[index]
+            record = saved.leaves[index]
+            if record.stored_as is not None:
+                return None
+            if isinstance(value, jax.Array):
+                shardings.add(value.sharding)
+            if record.array is not None:
+                names.add(record.array)
+        return names if all(map(writer_module().is_read_in_place, shardings)) else None
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """Remove the leftovers of a failed save, and raise the error that explains it."""

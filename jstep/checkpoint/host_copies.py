@@ -5,23 +5,18 @@ which something else refers, so that the next step would take memory for a secon
 one by one: 400 ms for 256 MB on a machine on which a copy takes 25 ms, if its memory is kept between saves.
 """
 
-import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+from jstep.core.threads import map_in_tasks
 
 _MIN_BYTES = 2**16
 """The minimum bytes of an array that is copied. The memory of a smaller one comes from what the process has already."""
 _ALIGNMENT = 64
 """The alignment of each copy in bytes, that of the processor's caches."""
-_MAX_THREADS = 4
-"""The maximum number of threads that copy: two or three reach the bandwidth of the memory."""
-_MIN_BYTES_OF_THREADS = 2**24
-"""The minimum bytes for which threads are started, about a millisecond of copying."""
 
 
 class HostBlock:
@@ -98,7 +93,7 @@ class HostCopies:
                 place = memory[offsets[i] : offsets[i] + array.nbytes]
                 results[i] = place.view(array.dtype).reshape(array.shape)
                 pairs.append((results[i], array))
-        _copy_all(pairs, nbytes)
+        map_in_tasks(lambda pair: np.copyto(*pair), pairs, [array.nbytes for _, array in pairs])
         return results
 
     def release(self) -> None:
@@ -106,17 +101,3 @@ class HostCopies:
         if self._memory is not None:
             self._block.give_back(self._memory)
             self._memory = None
-
-
-def _copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], nbytes: int) -> None:
-    """Copy the second array of each pair into the first, several at once."""
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    if threads > 1 and nbytes >= _MIN_BYTES_OF_THREADS:
-        # Not if the interpreter is exiting, when no thread can be started.
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(threads, "jstep-copy") as pool:
-            futures = [pool.submit(np.copyto, copy, array) for copy, array in pairs]
-            for future in futures:
-                future.result()
-            return
-    for copy, array in pairs:
-        np.copyto(copy, array)

@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jstep.checkpoint.attempts import Attempt, writer_module
@@ -15,6 +15,7 @@ from jstep.checkpoint.peers import Peers
 from jstep.checkpoint.retention import Listener, Retention
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
+from jstep.state.nonfinite import are_finite_on_host
 from jstep.stores.urls import is_url
 
 
@@ -25,6 +26,7 @@ class Save:
     Attributes:
         manifest: The manifest, which lacks what is known only at the end.
         arrays: The `OwnParts` to write. They are forgotten once they are written, so that their memory is free.
+        unchecked_params: The names of the parameters' arrays, if the manifest lacks whether they are finite.
         files: Name → `ExternalBytes`.
         release: Gives back the memory of the arrays.
         nbytes: The bytes of all arrays, by all processes, for the error of a full disk.
@@ -42,6 +44,7 @@ class Save:
     retention: Retention
     manifest: Manifest
     arrays: Sequence[Any]
+    unchecked_params: Set[str] | None
     files: Mapping[str, Any]
     release: Callable[[], None]
     nbytes: int
@@ -84,6 +87,11 @@ class Save:
         writer = writer_module()
         storage = self.attempt.storage
         key = self.peers.part_key
+        if self.unchecked_params is not None:
+            # Before anything is deleted, and before `release`, after which another save may use the memory.
+            params = [array for array in self.arrays if array.name in self.unchecked_params]
+            values = [part for array in params for _, part in array.values]
+            self.manifest = dataclasses.replace(self.manifest, finite=are_finite_on_host(values))
         own_parts = [*self.arrays, *[writer.file_array(name, file.read()) for name, file in self.files.items()]]
         self.arrays = ()
         entries: int = writer.count_entries(own_parts) if self.peers.count > 1 else 0

@@ -8,10 +8,11 @@ import atexit
 import contextlib
 import contextvars
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,11 @@ _JOIN_SECS = 0.005
 """How often `join_thread` looks whether a thread has ended."""
 _POLL_SECS = 0.1
 """The longest wait of the main thread in which a signal is not handled."""
+_MAX_TASKS = 4
+"""The maximum number of threads that read memory: two or three reach its bandwidth."""
+_MIN_BYTES_OF_TASKS = 2**24
+"""The minimum bytes for which threads are started, about a millisecond of copying."""
+_T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
@@ -140,6 +146,39 @@ def run_in_background(
 def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
     """Call a function in a thread; return whether it ended in time. It may wait for a lock of code that hangs."""
     return bool(wait([run_in_background(fn, name=name, daemon=True)], timeout=seconds).done)
+
+
+def map_in_tasks(fn: Callable[[_T], _R], items: Sequence[_T], sizes: Sequence[int]) -> list[_R]:
+    """Return `fn` of each item, which reads so many bytes without the interpreter's lock.
+
+    The items are divided into few tasks of about equal bytes, of which this thread runs one: a task for each item would
+    cost more than the reading of a small one.
+    """
+    count = min(_MAX_TASKS, os.cpu_count() or 1)
+    total = sum(sizes)
+    if count == 1 or total < _MIN_BYTES_OF_TASKS:
+        return [fn(item) for item in items]
+    groups: list[list[int]] = [[] for _ in range(count)]
+    bytes_before = 0
+    for index, size in enumerate(sizes):
+        groups[bytes_before * count // total].append(index)
+        bytes_before += size
+    results: dict[int, _R] = {}
+
+    def run(group: list[int]) -> None:
+        for index in group:
+            results[index] = fn(items[index])
+
+    first, *others = [group for group in groups if group]
+    with ThreadPoolExecutor(count, "jstep-read") as pool:
+        try:
+            futures = [pool.submit(run, group) for group in others]
+        except RuntimeError:  # the interpreter is exiting, and no thread can be started
+            return [fn(item) for item in items]
+        run(first)
+        for future in futures:
+            future.result()
+    return [results[index] for index in range(len(items))]
 
 
 class SerialTasks:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import format_list
 from jstep.core.exceptions import WrongStateError
+from jstep.core.threads import map_in_tasks
 from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
 from jstep.state.train_state import MODEL_STATE
 
@@ -100,7 +101,7 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
     for (mesh, kind), numbers in kinds.items():
         mesh_parts = parts.setdefault(mesh, [])
         if kind is None:
-            row = np.array([_read_contents(leaves[number]) for number in numbers], np.int8)
+            row = _read_contents([leaves[number] for number in numbers])
             mesh_parts.append((numbers, _repeat_on_devices(mesh, row)))
             continue
         size = min(max(_TOGETHER, len(numbers) // 16), len(numbers))
@@ -129,13 +130,33 @@ def _kind_of(leaf: Any, read_cpus: bool) -> tuple[Mesh | None, Any]:
     return mesh, placement.array_kind(leaf)
 
 
-def _read_contents(leaf: Any) -> int:
+def _read_contents(leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return int8 `[n]` with the contents of leaves on the host, which few threads read."""
+    arrays: list[np.ndarray[Any, Any]] = []
+    leaves_of_arrays: list[int] = []
+    for number, leaf in enumerate(leaves):
+        for array in _arrays_on_host(leaf):
+            arrays.append(array)
+            leaves_of_arrays.append(number)
+    row = np.full(len(leaves), FINITE, np.int8)
+    found = map_in_tasks(_contents_on_host, arrays, [array.nbytes for array in arrays])
+    for number, contents in zip(leaves_of_arrays, found, strict=True):
+        row[number] = max(row[number], contents)
+    return row
+
+
+def are_finite_on_host(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+    """Whether arrays on the host have only finite numbers; few threads read them."""
+    checked = list(filter(_may_be_nonfinite, arrays))
+    return not any(map_in_tasks(_contents_on_host, checked, [array.nbytes for array in checked]))
+
+
+def _arrays_on_host(leaf: Any) -> list[np.ndarray[Any, Any]]:
     if not isinstance(leaf, jax.Array):
-        return _contents_on_host(leaf)
+        return [leaf]
     if leaf.is_fully_replicated and leaf.is_fully_addressable:
-        return _contents_on_host(np.asarray(leaf.addressable_data(0)))
-    shards = [shard.data for shard in leaf.addressable_shards if shard.replica_id == 0]
-    return max([_contents_on_host(np.asarray(shard)) for shard in shards], default=FINITE)
+        return [np.asarray(leaf.addressable_data(0))]
+    return [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
 def _contents_on_host(array: np.ndarray[Any, Any]) -> int:

@@ -93,6 +93,7 @@ def make_save(directory, process, count=2):
         retention=types.SimpleNamespace(decide=lambda *_: decision, published_as=nothing),
         manifest=Manifest(step=1, saved_at=1.0, leaves=(), extra=None, parts={}, finite=True, processes=count),
         arrays=[],
+        unchecked_params=None,
         files={},
         release=nothing,
         nbytes=1000,

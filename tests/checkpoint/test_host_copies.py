@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 from jstep.checkpoint import array_writer
+from jstep.state import nonfinite
 
 SIZE = 50_000  # numbers of an array that is copied
 
@@ -59,6 +60,31 @@ def test_the_step_after_a_save_reuses_the_memory_of_the_state(tmp_path, held):
         assert after.params["w"].unsafe_buffer_pointer() == before
         held.set()
         assert (saver.restore()["params"]["w"] == 1).all()
+
+
+def test_whether_the_copies_are_finite_is_found_in_the_thread_of_the_save(tmp_path, monkeypatch):
+    """The caller waits for none of it, and a checkpoint with NaN still deletes no finite one."""
+    threads = set()
+    read = nonfinite._contents_on_host
+
+    def reading(array):
+        threads.add(threading.current_thread())
+        return read(array)
+
+    monkeypatch.setattr(nonfinite, "_contents_on_host", reading)
+    with jstep.Saver(tmp_path, max_to_keep=1) as saver:
+        saver.save(state_at(1))
+        for step in (2, 3):
+            state = state_at(step)
+            saver.save(state.replace(params={**state.params, "w": state.params["w"].at[7].set(jnp.nan)}))
+        saver.wait()
+        assert saver.all_steps() == [1, 3]
+    with jstep.Saver(tmp_path, max_to_keep=1) as saver:  # which reads the manifests
+        saver.save(state_at(4))
+        saver.wait()
+        assert saver.all_steps() == [4]
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_save_that_is_waited_for_copies_nothing(tmp_path, held):
