@@ -30,6 +30,16 @@ class DirectoryStore(Store):
         # The directory of an attempt of several processes that is not published: not yet, or never, as it has failed.
         # Some of them may write into it until each has called `wait`.
         self._unpublished: str | None = None
+        # The result of `list_once`, by prefix; None if each call lists the directory itself.
+        self._listed: dict[str, list[listing.PossibleCheckpoint]] | None = None
+
+    def list_once(self) -> None:
+        self._listed = listing.possible_by_prefix(self.directory)
+
+    def _possible_checkpoints(self, prefix: str | None) -> list[listing.PossibleCheckpoint]:
+        if self._listed is None or prefix is None:
+            return listing.possible_checkpoints(self.directory, prefix)
+        return self._listed.get(prefix, [])
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Read the manifests, and check that their files exist."""
@@ -37,11 +47,13 @@ class DirectoryStore(Store):
             is_outdated = yield from self._newest_first_of_list(prefix)
             if not is_outdated:
                 return
+            if self._listed is not None:
+                self.list_once()
 
     def _newest_first_of_list(self, prefix: str | None) -> Generator[tuple[int, str], None, bool]:
         """List once, and yield as `newest_first` does; return whether it was outdated before it had any."""
         yielded: set[int] = set()
-        for step, _, entry in listing.possible_checkpoints(self.directory, prefix):
+        for step, _, entry in self._possible_checkpoints(prefix):
             if step in yielded:
                 continue
             path = self.path(entry)
@@ -65,7 +77,7 @@ class DirectoryStore(Store):
     def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
         """See `Store.find_broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
         problems = []
-        for step, is_final, entry in listing.possible_checkpoints(self.directory, prefix):
+        for step, is_final, entry in self._possible_checkpoints(prefix):
             path = self.path(entry)
             if step <= newer_than or not is_final:
                 continue

@@ -102,6 +102,15 @@ def possible_checkpoints(directory: str, prefix: str | None) -> list[PossibleChe
     return sorted(found, reverse=True)
 
 
+def possible_by_prefix(directory: str) -> dict[str, list[PossibleCheckpoint]]:
+    """Return `possible_checkpoints` of each prefix, by one list of the directory."""
+    found: dict[str, list[PossibleCheckpoint]] = {}
+    for possible in possible_checkpoints(directory, None):
+        prefix = possible.entry.removesuffix(REPLACED).rpartition("-")[0]
+        found.setdefault(prefix, []).append(possible)
+    return found
+
+
 class CheckpointEntry(NamedTuple):
     """An entry of a directory that belongs to a checkpoint: the name of the checkpoint, and what follows it."""
 
@@ -200,6 +209,16 @@ def is_old(attempt: str, time_now: float) -> bool:
     """Return whether an attempt began so long ago that nothing uses it any more."""
     match = _ATTEMPT.fullmatch(attempt)
     return match is not None and match[1] is not None and time_now - int(match[1]) > _ATTEMPT_SECS
+
+
+def keys_by_prefix(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of checkpoints by the prefix of their names."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        match = _KEY.fullmatch(key)
+        if match is not None:
+            found.setdefault(match["prefix"], []).append(key)
+    return found
 
 
 class ListedCheckpoints:

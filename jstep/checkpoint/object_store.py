@@ -74,14 +74,25 @@ class ObjectStore(Store):
         # The deletions, in a thread, and how many of them have not ended.
         self._erasing = SerialTasks("jstep-delete", functools.partial(self.log_undeleted, url), daemon=True)
         self._unerased = 0
+        # The result of `list_once`, by prefix; None if each call lists the index itself.
+        self._keys: dict[str, list[str]] | None = None
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self.directory + "/")
 
+    def list_once(self) -> None:
+        self._keys = listing.keys_by_prefix(self._list_keys(""))
+
     def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
+        if self._keys is not None and prefix is not None:
+            return listing.ListedCheckpoints(self._keys.get(prefix, ()), prefix)
+        return listing.ListedCheckpoints(self._list_keys("" if prefix is None else f"{prefix}-"), prefix)
+
+    def _list_keys(self, start: str) -> list[str]:
+        """Return what the index has with this beginning; without an index, all keys."""
         with _known_marks():
-            index = self.objects.index("" if prefix is None else f"{prefix}-")
-            return listing.ListedCheckpoints(self.objects.listing() if index is None else index, prefix)
+            index = self.objects.index(start)
+            return self.objects.listing() if index is None else index
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore.
@@ -114,6 +125,8 @@ class ObjectStore(Store):
                 yield steps[name], self.path(name)
             if is_newest_there or others:
                 return
+            if self._keys is not None:
+                self.list_once()
 
     def _exists(self, names: Sequence[str]) -> bool:
         """Return whether one of some checkpoints exists."""

@@ -53,6 +53,13 @@ class Store(abc.ABC):
     # Reading. These methods change nothing, and need no claim.
 
     @abc.abstractmethod
+    def list_once(self) -> None:
+        """List the checkpoints of all prefixes, for a caller that looks for the newest one of each.
+
+        From then on, `newest_first` and `find_broken` do not list those of their prefix, unless the list is outdated.
+        """
+
+    @abc.abstractmethod
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """Yield step and path of complete checkpoints, highest step first."""
 

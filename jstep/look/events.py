@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jstep.look.cli import Command, answer, choose, complain, table
-from jstep.look.run_folder import run_folder
+from jstep.look.run_folder import RunFolders
 from jstep.look.runs import distinct, run_names, runs
 from jstep.stores import event_files
 from jstep.stores.event_files import Series
@@ -81,11 +81,12 @@ def _event_files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple
     """Yield the name and the event files of each run, and of each other directory with event files."""
     runs_of_path = {path: runs(path) if is_directory(path) else [] for path in paths}
     listed = distinct(itertools.chain.from_iterable(runs_of_path.values()))
+    folders = RunFolders()
     for run, name in zip(listed, run_names(listed), strict=True):
         try:
             if run.error is not None:
                 raise ValueError(run.error)
-            files = run_folder(run.path, run.prefix).event_files
+            files = folders.find(run.path, run.prefix).event_files
             # Why files are left out on purpose, which is no problem of the command, whose exit code stays the same.
             complain("events", *files.problems)
             yield name, files.paths

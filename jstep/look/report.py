@@ -16,6 +16,7 @@ from jstep.core.checks import as_choice, as_string, describe_type
 from jstep.core.tables import html_text
 from jstep.look.cli import OK, Command, utc_text
 from jstep.look.page import sections
+from jstep.look.run_folder import RunFolders
 from jstep.look.runs import find_runs, run_names
 from jstep.look.sweep import RunFiles, Sweep
 from jstep.showing.drawing import stylesheet
@@ -103,7 +104,8 @@ def report(
     if not listed:
         raise ValueError(f"paths={places!r}: must be a path or several, got none")
     columns = _COLUMNS if len(listed) > 1 else _SINGLE_RUN_COLUMNS
-    rows = [RunFiles.read(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
+    folders = RunFolders()
+    rows = [RunFiles.read(run, folders, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
     page = Report(html=_page(Sweep.build(rows, metric, mode)))
     if output is not None:
         for place in [*places, *(run.path for run in listed)]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.listing import misnaming_text
 from jstep.checkpoint.manifest import CorruptedCheckpointError
 from jstep.checkpoint.names import open_store
+from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes, format_list, truncate
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STARTING, WAITING
 from jstep.core.tables import printable
@@ -98,11 +99,15 @@ class RunFolder:
     """The folder of a run with one prefix of checkpoints.
 
     Everything but its starts, oldest first, is read when it is first used, and once: a page asks for it several times.
+
+    Attributes:
+        open_store: Returns the store of its checkpoints: one for all runs of a directory, which lists it once.
     """
 
     path: str
     prefix: str
     starts: Sequence[Start]
+    open_store: Callable[[], Store]
 
     @functools.cached_property
     def valid_starts(self) -> list[Start]:
@@ -139,7 +144,7 @@ class RunFolder:
         newest: str | None = None
         problems: list[str] = []
         with contextlib.suppress(Exception):
-            store = open_store(self.path)
+            store = self.open_store()
             newest_step = -1
             for step, path in store.newest_first(self.prefix):
                 try:
@@ -326,16 +331,45 @@ class RunFolder:
 
 def run_folders(path: str) -> list[RunFolder]:
     """Return the runs of a directory or bucket, one for each prefix."""
-    return [RunFolder(path, prefix, starts) for prefix, starts in read_starts(path).items()]
+    return _folders(path, read_starts(path))
 
 
 def find_run_folders(path: str) -> list[RunFolder]:
-    return [RunFolder(path, prefix, starts) for prefix, starts in find_starts(path).items()]
+    return _folders(path, find_starts(path))
+
+
+def _folders(path: str, starts_of_prefix: Mapping[str, Sequence[Start]]) -> list[RunFolder]:
+    @functools.cache
+    def open_listed() -> Store:
+        store = open_store(path)
+        store.list_once()
+        return store
+
+    return [RunFolder(path, prefix, starts, open_listed) for prefix, starts in starts_of_prefix.items()]
 
 
 def run_folder(path: str, prefix: str) -> RunFolder:
     """Return the run of a directory with a prefix, without starts if there is none."""
-    return RunFolder(path, prefix, read_starts(path).get(prefix, ()))
+    starts = read_starts(path, prefix).get(prefix, ())
+    return dataclasses.replace(empty_folder(path, prefix), starts=starts)
+
+
+def empty_folder(path: str, prefix: str) -> RunFolder:
+    """Return a folder without starts."""
+    return RunFolder(path, prefix, (), functools.partial(open_store, path))
+
+
+class RunFolders:
+    """The folders of many runs, of which several may be in one directory: each directory is read once."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, dict[str, RunFolder]] = {}
+
+    def find(self, path: str, prefix: str) -> RunFolder:
+        """Return what `run_folder` does."""
+        if path not in self._by_path:
+            self._by_path[path] = {folder.prefix: folder for folder in run_folders(path)}
+        return self._by_path[path].get(prefix) or empty_folder(path, prefix)
 
 
 def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:

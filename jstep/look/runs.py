@@ -17,7 +17,7 @@ from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, fold, html_table, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
-from jstep.look.run_folder import end_text, run_folder, run_folders, table_of_starts
+from jstep.look.run_folder import RunFolders, end_text, run_folders, table_of_starts
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.record.differences import is_setting, values_of
 from jstep.record.starts import FOLDER, KILLED
@@ -43,12 +43,13 @@ class RunList(list[RunSummary]):
         Returns:
             Name → the value of each run, in the order of the list; None if a run has none.
         """
-        return differences_of([_start_with_setup(run) for run in self])
+        folders = RunFolders()
+        return differences_of([_start_with_setup(folders, run) for run in self])
 
 
-def _start_with_setup(run: RunSummary) -> Mapping[str, Any]:
+def _start_with_setup(folders: RunFolders, run: RunSummary) -> Mapping[str, Any]:
     with contextlib.suppress(OSError):
-        return run_folder(run.path, run.prefix).start_with_setup
+        return folders.find(run.path, run.prefix).start_with_setup
     return {}
 
 
@@ -510,8 +511,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     starts_of_all: list[dict[str, Any]] = []
+    folders = RunFolders()
     for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
-        starts = run_folder(row.run.path, row.run.prefix).facts_with_changes
+        starts = folders.find(row.run.path, row.run.prefix).facts_with_changes
         starts_of_all += [{"run": name, **start} for start in starts]
         if not arguments.json and starts:
             heading = [f"{name}:"] if len(rows) > 1 else []

@@ -20,9 +20,10 @@ from jstep.look.run_folder import (
     OTHER_BATCH,
     RUNNING,
     RunFolder,
+    RunFolders,
+    empty_folder,
     last_step_text,
     overlap_lines,
-    run_folder,
     span_and_end,
     state_change_lines,
 )
@@ -69,22 +70,23 @@ class RunFiles:
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, run: RunSummary, name: str, columns: int) -> "RunFiles":
+    def read(cls, run: RunSummary, folders: RunFolders, name: str, columns: int) -> "RunFiles":
         """Read the files of a run; whatever they hold, this raises nothing.
 
         Args:
             run: The run.
+            folders: The folders of all runs on the page.
             name: Its name on the page.
             columns: The number of columns of its curves that are kept.
         """
-        folder = RunFolder(run.path, run.prefix, ())
         if run.error is not None:
-            return cls(run, name, folder, [run.error])
+            return cls(run, name, empty_folder(run.path, run.prefix), [run.error])
         warnings: list[str] = []
         notes: list[str] = []
         series: dict[str, Series] = {}
+        folder = empty_folder(run.path, run.prefix)
         try:
-            folder = run_folder(run.path, run.prefix)
+            folder = folders.find(run.path, run.prefix)
             warnings += folder.unreadable_starts
             warnings += _warnings(run, folder)
             notes += _notes(folder)

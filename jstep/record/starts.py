@@ -267,8 +267,10 @@ def compressed(programs: Mapping[str, str]) -> bytes:
 # Reading.
 
 
-def read_starts(where: str) -> dict[str, list[Start]]:
+def read_starts(where: str, prefix: str | None = None) -> dict[str, list[Start]]:
     """Return the starts of each run of a directory or bucket by its prefix, oldest first; of many, the newest 1,000.
+
+    With a prefix, only those of that run are read.
 
     In a copy of another run's directory, they begin with the first start in the copy.
     """
@@ -284,16 +286,18 @@ def read_starts(where: str) -> dict[str, list[Start]]:
         match = _NAME.fullmatch(name)
         if match is None:
             continue
-        prefix = match["prefix"]
+        named = match["prefix"]
+        if prefix not in (None, named):
+            continue
         number = int(match["number"])
         # Not with more zeros than we write, which would be another file of the same number.
-        if name == split_path(path_of("", prefix, number))[1]:
-            numbers.setdefault(prefix, []).append(number)
+        if name == split_path(path_of("", named, number))[1]:
+            numbers.setdefault(named, []).append(number)
     found: dict[str, list[Start]] = {}
-    for prefix, known in numbers.items():
-        starts = _read_newest(where, prefix, sorted(known))
+    for named, known in numbers.items():
+        starts = _read_newest(where, named, sorted(known))
         if starts:
-            found[prefix] = starts
+            found[named] = starts
     return found
 
 

@@ -108,7 +108,8 @@ class Recorder(Observer):
 
     def _read_earlier(self, where: str) -> None:
         try:
-            self._earlier = read_starts(where).get(self.run.options.prefix, ())
+            prefix = self.run.options.prefix
+            self._earlier = read_starts(where, prefix).get(prefix, ())
         except (OSError, ValueError) as problem:
             self._problem = problem
 

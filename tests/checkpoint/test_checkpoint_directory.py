@@ -11,7 +11,7 @@ from file_operations import killed_at
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.names import latest_checkpoint, open_store
 from jstep.checkpoint.saver import Saver
 
 
@@ -132,3 +132,15 @@ def test_tilde_in_a_path_is_expanded(tmp_path, monkeypatch):
     with jstep.summary.SummaryWriter("~/logs") as writer:
         writer.add_summary(jstep.summary.scalar("loss", 0.5), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "runs"]
+
+
+def test_a_list_of_all_prefixes_that_is_outdated_is_made_again(tmp_path):
+    for prefix in ("model", "model-1"):
+        with Saver(tmp_path, prefix=prefix) as saver:
+            saver.save(state_at(3))
+    store = open_store(str(tmp_path))
+    store.list_once()
+    with Saver(tmp_path, max_to_keep=1) as saver:
+        saver.save(state_at(4))
+    assert [step for step, _ in store.newest_first("model")] == [4]
+    assert [path for _, path in store.newest_first("model-1")] == [str(tmp_path / "model-1-3")]

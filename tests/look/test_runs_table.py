@@ -3,13 +3,16 @@
 import json
 import os
 import time
+from collections import Counter
 
 import pytest
-from written_runs import ELSEWHERE, write_checkpoint, write_run
+from written_runs import ELSEWHERE, make_setup, start, write_checkpoint, write_run, write_start
 
 import jstep
+from jstep.checkpoint import listing
 from jstep.look import cli
 from jstep.look.runs import find_runs
+from jstep.record import starts
 from jstep.stores import files
 
 
@@ -261,3 +264,23 @@ def test_a_branch_is_below_the_copy_whose_path_it_recorded(tmp_path):
     write_run(tmp_path / "branch", run="c", parent=parent, parent_run="p")
     rows = [line.split()[:2] for line in str(jstep.runs(tmp_path)).splitlines()]
     assert rows.index(["└─", "branch"]) == rows.index(["ab", "finished"]) + 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--starts"], ["--differences"]])
+def test_the_prefixes_of_a_directory_are_read_together(arguments, tmp_path, monkeypatch):
+    """A list of the directory and all its starts, once for each prefix, would be the square of their number."""
+    prefixes = [f"m{i}" for i in range(5)]
+    for i, prefix in enumerate(prefixes):
+        write_start(tmp_path, start(tmp_path, prefix=prefix, run=prefix, config={"lr": i}), make_setup())
+        with jstep.Saver(tmp_path, prefix=prefix) as saver:
+            saver.save(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
+    lists, opened = [], Counter()
+    list_names, load = listing.list_names, starts._load
+    monkeypatch.setattr(listing, "list_names", lambda path: lists.append(path) or list_names(path))
+    monkeypatch.setattr(starts, "_load", lambda path: opened.update([path]) or load(path))
+    assert cli.main(["runs", str(tmp_path), *arguments]) == 0
+    assert lists.count(str(tmp_path)) == 1
+    assert len(opened) >= len(prefixes)
+    assert max(opened.values()) <= 2
+    found = {run.prefix: run.newest_checkpoint for run in jstep.runs(tmp_path)}
+    assert found == {prefix: str(tmp_path / f"{prefix}-0") for prefix in prefixes}

@@ -215,9 +215,9 @@ def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
 def test_a_signal_while_the_thread_that_opens_the_record_starts(tmp_path, monkeypatch, has_begun):
     start, read = threads.Thread.start, recorder.read_starts
 
-    def slow(where):
+    def slow(*args):
         time.sleep(0.1)
-        return read(where)
+        return read(*args)
 
     def interrupted(thread):
         is_opening = thread.name == "jstep-record-open"

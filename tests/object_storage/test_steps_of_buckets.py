@@ -10,6 +10,7 @@ import jstep
 from jstep.checkpoint import object_store
 from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.manifest import as_checkpoint_extra
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.saver import engine_of
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -103,3 +104,29 @@ def test_a_checkpoint_that_goes_while_the_best_is_sought(store, monkeypatch):
     remove(store, "model-1/")
     monkeypatch.setattr(engine_of(reader), "all_steps", lambda: steps)
     assert reader.best_step() == 2
+
+
+def test_the_newest_of_each_prefix_is_found_by_one_list(store):
+    store.page = 1000
+    for prefix in ("a", "b", "c"):
+        save(store.run, (3, 10), prefix=prefix)
+    checkpoints = open_store(store.run)
+    counts = []
+    checkpoints.list_once()
+    for prefix in ("a", "b", "c"):
+        count, newest = requests_of(store, lambda prefix=prefix: next(checkpoints.newest_first(prefix)))
+        assert newest == (10, f"{store.run}/{prefix}-10")
+        counts.append(count)
+        assert not any("list-type" in request or "Offset" in request for request in store.seen)
+    assert next(checkpoints.newest_first("d"), None) is None
+    assert len(set(counts)) == 1
+
+
+def test_a_list_that_is_outdated_is_made_again(store):
+    save(store.run, (3,), prefix="a")
+    checkpoints = open_store(store.run)
+    checkpoints.list_once()
+    save(store.run, (4,), prefix="a")
+    with jstep.Saver(store.run, prefix="a") as saver:
+        saver.delete(3)
+    assert [step for step, _ in checkpoints.newest_first("a")] == [4]
