@@ -125,6 +125,28 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
 
 
 @pytest.mark.thorough
+def test_process_0_alone_reads_the_earlier_starts_and_each_once(tmp_path):
+    """Of 50 starts on 256 hosts, each process would read 50 files before its first step."""
+    script = """
+    from collections import Counter
+    from jstep.record import starts
+    state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+    step = jstep.minimize(loss_fn, optimizer)
+    for last_step in (2, 4, 6):
+        read = Counter()
+        load = starts._load
+        starts._load = lambda path, load=load: read.update([os.path.basename(path)]) or load(path)
+        jstep.train(step, state, batches, last_step, checkpoint_dir=directory, batch_sharding=rows, log_steps=None)
+        starts._load = load
+    # Its setup is read in the background, of the start that saved the checkpoint alone.
+    print("read", sorted(item for item in read.items() if ".card." not in item[0]))
+    """
+    first, second = run(script, 2, tmp_path)
+    assert printed(first, "read") == "[('model.000001.json', 1), ('model.000002.json', 1)]"
+    assert printed(second, "read") == "[]"
+
+
+@pytest.mark.thorough
 def test_time_based_saves_happen_at_the_same_steps(tmp_path):
     """A step takes 1 s by the clock of process 0, which decides, and 3 s by the clock of process 1."""
     script = """
