@@ -75,16 +75,23 @@ def wait(*running: subprocess.Popen[bytes]) -> None:
 
 def write_runs() -> None:
     """Let all programs run at `PLACE`, each in two starts."""
-    names = ["everything", "from_loop", "generator", "lanes"]
+    names = ["everything", "from_loop", "generator", "lanes", "odd_values", "mixed"]
     for secs, last_step in ((0, 4), (3600, 6)):
         for name in names:
             program = "golden_runs.main(*sys.argv[1:])"
             wait(start(program, name, PLACE / name, last_step, secs=secs, devices=4 if name == "lanes" else 1))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        words = [("processes", PLACE / "processes", last_step, process, 2, address) for process in range(2)]
-        wait(*[start(program, *some, secs=secs) for some in words])
+        for name in ("processes", "odd_processes"):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            words = [(name, PLACE / name, last_step, process, 2, address) for process in range(2)]
+            wait(*[start(program, *some, secs=secs) for some in words])
+    for path in PLACE.glob("*/stalls/*.json"):
+        # The stacks of the threads name files of this machine.
+        text = path.read_text()
+        for prefix, name in ((str(ROOT), "/jstep"), (sys.prefix, "/python"), (sys.base_prefix, "/python")):
+            text = text.replace(prefix, name)
+        path.write_text(text)
     wait(start("golden_runs.main(*sys.argv[1:])", "branch", PLACE / "branch", 8, secs=7200))
     wait(start(IN_BUCKET, secs=0))
 
@@ -92,7 +99,7 @@ def write_runs() -> None:
 HASHES = """
 import glob, json, jstep
 hashes = {}
-for path in sorted(glob.glob("*/model-*/manifest.json") + glob.glob("*/best/best-*/manifest.json")):
+for path in sorted(glob.glob("*/model-*/manifest.json") + glob.glob("*/best/*-*/manifest.json")):
     directory, name = path.removesuffix("/manifest.json").rsplit("/", 1)
     prefix, step = name.rsplit("-", 1)
     with jstep.Saver(directory, prefix) as saver:

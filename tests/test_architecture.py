@@ -221,6 +221,7 @@ SHARED_TESTS = {
     "dense_statements",
     "docstrings",
     "golden",
+    "golden_contents",
     "names",
     "optimizer_contract",
     "formats",

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 import jstep
 from jstep.checkpoint import manifest
-from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
 from jstep.hooks import hook_states, run_extra
 from jstep.logs import fingerprint_log
@@ -45,9 +44,7 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     yield "manifest, a leaf", manifest.FORMAT, sorted(manifest._LEAF_KEYS)
     yield "manifest, a leaf that was left out", manifest.FORMAT, sorted(manifest._LEFT_OUT_KEYS)
     yield "manifest, the retention", manifest.FORMAT, sorted(manifest._RETENTION_KEYS)
-    extra = [positions.POSITION, positions.POSITIONS, run_extra.HOOK_STATES, run_extra.SKIPPED_IN_A_ROW]
-    extra += [run_extra.ENDED, run_extra.STOPPED, run_extra.HELD_VALUES, run_extra.RUN_KEY, run_extra.PARENT]
-    yield "manifest, the extra of a run", manifest.FORMAT, sorted(extra)
+    yield "manifest, the extra of a run", manifest.FORMAT, sorted(run_extra.SCHEMA)
     yield "database of arrays", manifest.DATABASE, ["OCDBT", "zarr3", "bytes", "crc32c"]
     yield "tagged values", manifest.TAGS_FORMAT, sorted([*tagged_json._DECODERS, tagged_json._FILE])
     yield "tagged values, an array", manifest.TAGS_FORMAT, sorted(tagged_arrays._ARRAY_PARTS)

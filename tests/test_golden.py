@@ -11,6 +11,7 @@ import shutil
 
 import jax
 import numpy as np
+import processes
 import pytest
 from golden_runs import RUNS
 
@@ -52,6 +53,9 @@ def test_golden_runs_are_small_and_say_nothing_of_the_machine(version):
             assert fields["directory"] in (f"/tmp/golden/{run}", "gs://bkt/run")
             assert fields["commit"] is None
             assert 1_767_225_000 < fields["began"] < 1_767_240_000
+        for stall in (GOLDEN / version / run / "stalls").glob("*.json"):
+            lines = [line for stack in json.loads(stall.read_bytes())["threads"].values() for line in stack]
+            assert all(line.startswith(("/jstep/", "/python/", "/tmp/golden/")) for line in lines)
 
 
 def test_each_checkpoint_is_restored(golden):
@@ -75,6 +79,19 @@ def test_each_run_is_continued(golden, name, caplog):
     assert "dropped" not in caplog.text
     for leaf in jax.tree.leaves(state.params):
         assert np.isfinite(np.asarray(leaf, np.float32)).all()
+
+
+@pytest.mark.thorough
+def test_the_positions_of_two_processes_are_restored(golden):
+    """`set_state` of the loader checks that each process gets its own."""
+    script = f"""
+sys.path.insert(0, {str(GOLDEN.parent)!r})
+import golden_runs
+state = golden_runs.RUNS["odd_processes"](directory, 8)
+print("step", jstep.global_step(state))
+"""
+    for lines in processes.run(script, 2, str(golden / "odd_processes")):
+        assert processes.printed(lines, "step") == "8"
 
 
 def test_hooks_and_positions_have_their_memory(golden):
