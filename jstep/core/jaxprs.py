@@ -306,6 +306,18 @@ def evaluate(
     return [read(atom) for atom in body.jaxpr.outvars]
 
 
+def copied_inputs(body: Subprogram) -> list[int | None]:
+    """Return, for each result of a program, the number of the input that it is a copy of, in any dtype; else None."""
+
+    def inputs_of(operation: Operation, operands: list[int | None]) -> list[int | None]:
+        if operation.kind == "call":
+            return evaluate(operation.bodies[0], operands, inputs_of, lambda constant: None)
+        return operands if operation.name in COPYING else [None] * len(operation.eqn.outvars)
+
+    # The program is evaluated on the numbers of the inputs in place of their values.
+    return evaluate(body, range(len(body.jaxpr.invars)), inputs_of, lambda constant: None)
+
+
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
     """Whether a program of arrays of a shape, and of scalars, computes each element from the corresponding ones."""
     if not set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}:

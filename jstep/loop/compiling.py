@@ -15,10 +15,11 @@ import jax
 
 from jstep.core import trees
 from jstep.core.exceptions import forget_frames, note
+from jstep.core.jaxprs import body_of, copied_inputs
 from jstep.core.logs import logger
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, Task, doing, run_in_background
-from jstep.core.trees import Tree
+from jstep.core.trees import Optimizer, Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.batch_sources import BatchSource
 from jstep.loop.chunks import Chunk, ProgramChanges
@@ -27,8 +28,10 @@ from jstep.loop.signals import StopSignals
 from jstep.loop.stages import Stage
 from jstep.loop.start_times import CompileCounts, StartTimes, thread_counts
 from jstep.slots.matching import describe_difference
+from jstep.state.train_state import TrainState
+from jstep.training.apply_gradients import check_fits
 from jstep.training.explain import explain
-from jstep.training.step import TrainStep
+from jstep.training.step import TrainStep, step_function
 
 _MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
@@ -119,24 +122,28 @@ class Compiler:
             self._begin(CompileJob(first, stage.name, make, is_quiet=True))
 
     def plan(self, source: BatchSource, first: int, last_step: int, batch_sharding: object) -> None:
-        """Queue the compilations of later programs, and check the stages whose batches have shapes that are known now.
+        """Queue the compilations of later programs, and check the stages, with their batches if these are known now.
 
         `begin_next` begins the compilations, one at a time.
         """
         table = self.table
         steps = list(ProgramChanges(table.train_steps, source.next_change).start_steps(first, last_step))
+        for step in steps:
+            _check_increments(table.stage_of(step), has_several=len(table.stages) > 1)
         if len(steps) == 1:
             return
+        # Optimizers that need no check here: the call of the first stage, which follows, checks its own.
+        fitting = [_optimizer_of(table.stage_of(first))]
         seen: set[Any] = set()
         for step in steps:
             stage = table.stage_of(step)
-            if not stage.is_compilable:
-                continue
             is_first = step == first
             begins_stage = step == stage.first
+            optimizer = _optimizer_of(stage)
             args = None
             # If the source does not know its shapes, `item` may make the batch, which only a later stage is worth.
-            if source.knows_shapes or (source.has_items and begins_stage and not is_first):
+            has_shapes = source.knows_shapes or (source.has_items and begins_stage and not is_first)
+            if has_shapes and stage.is_compilable:
                 args = shapes_of_batch(source, step, batch_sharding)
                 if args is None:  # the batches end earlier
                     break
@@ -146,10 +153,13 @@ class Compiler:
                 seen.add(key)
             if is_first:
                 continue  # its program is compiled in any case: here only its shapes are noted
+            if optimizer is not None and all(optimizer is not other for other in fitting):
+                _check_optimizer(optimizer, table.state_shapes, step)
+                fitting.append(optimizer)
             if args is not None:
                 _check_stage(stage, table.state_shapes, args, step)
             # Without shapes of its own, a new stage is compiled for those of the latest chunk.
-            if begins_stage or args is not None:
+            if stage.is_compilable and (begins_stage or args is not None):
                 self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
 
     def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
@@ -349,24 +359,78 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
     return shapes_of(trees.batch_to_args(placed))
 
 
+# What is checked of a stage before the first step.
+
+
+def _optimizer_of(stage: Stage) -> Optimizer | None:
+    """Return the optimizer of a step of `minimize`; that of another step is not known."""
+    step = step_function(stage.step)
+    return None if step is None else step.optimizer
+
+
+def _check_increments(stage: Stage, *, has_several: bool) -> None:
+    """Reject a stage of which it is known, without a trace, that it does not increment the global step."""
+    function = step_function(stage.step)
+    if function is not None and function.increments is False:
+        name = f"train_step[{stage.first}]" if has_several else "train_step"
+        raise ValueError(f"{name}: {function.title} {_NO_INCREMENT}")
+
+
+_NO_INCREMENT = (
+    "does not increment global_step, which each step of a run must do once; pass increment_global_step=False only to "
+    "updates inside a step of your own, and end it with state = jstep.increment_global_step(state)"
+)
+
+
+def _check_optimizer(optimizer: Optimizer, state: Tree, step: int) -> None:
+    """Check that the state has the slots of an optimizer, which needs no batch."""
+    try:
+        check_fits(optimizer, state)
+    except (TypeError, ValueError) as error:
+        text = _describe_misfit(f"train_step[{step}]", step, _FIRST_OF_STAGE, error)
+        raise ValueError(f"{text}; another optimizer needs its slots: {_NEW_OPTIMIZER}") from error
+
+
+_FIRST_OF_STAGE = "the first of its stage"
+_NEW_OPTIMIZER = "see docs: recipes/stages#a-new-optimizer-at-a-stage"
+
+
+def _describe_misfit(name: str, step: int, which: str, error: Exception) -> str:
+    return f"{name}: it cannot take step {step}, {which}: {type(error).__name__}: {error}"
+
+
 def _check_stage(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
-    """Check that a stage takes the batch of a step, and returns a state of the same structure."""
+    """Check that a stage takes the batch of a step, and returns the next state, of the same structure."""
     if step == stage.first:
         name = f"train_step[{step}]"
-        which = "the first of its stage"
+        which = _FIRST_OF_STAGE
         hint = ""
     else:
         name = "train_step"
         which = "whose batch has other shapes than the one before"
         hint = _HINT
     try:
-        new = stage.trace(state, args).out_info[0]
+        traced = stage.trace(state, args)
+        new = traced.out_info[0]
     except Exception as error:
-        text = f"{name}: it cannot take step {step}, {which}: {type(error).__name__}: {error}{hint}"
-        raise ValueError(text) from error
+        raise ValueError(f"{_describe_misfit(name, step, which, error)}{hint}") from error
     different = describe_difference(new, state)
     if different:
         raise ValueError(
             f"{name}: all train steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
         )
+    # Of a step of `minimize` it is known without a trace.
+    if step_function(stage.step) is None and _keeps_step(traced, state, args):
+        raise ValueError(f"{name}: {stage.name} {_NO_INCREMENT}")
+
+
+def _keeps_step(traced: Any, state: Tree, args: tuple[Any, ...]) -> bool:
+    """Whether a traced step is known to return the global step that it gets."""
+    treedef = trees.structure((state, args))
+    given, _ = treedef.unflatten(range(treedef.num_leaves))
+    copied = copied_inputs(body_of(traced.jaxpr))
+    returned, *_ = trees.structure(traced.out_info).unflatten([-1 if i is None else i for i in copied])
+    if not isinstance(given, TrainState) or not isinstance(returned, TrainState):
+        return False
+    return bool(returned.global_step == given.global_step)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jstep.core.exceptions import setting
-from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
+from jstep.core.jaxprs import body_of, copied_inputs
 from jstep.core.recorded_calls import RecordedCall
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Slots, Step, Tree, default_int, shape_of, structure
@@ -305,21 +305,13 @@ def needs_all_params(optimizer: Optimizer) -> bool:
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
     """The slots that are plain copies of the parameters, in any dtype, according to a trace of `make`."""
-
-    def sources(operation: Operation, operands: list[int | None]) -> list[int | None]:
-        """The parameters that the results of an operation are copies of."""
-        if operation.kind == "call":
-            return evaluate(operation.bodies[0], operands, sources, lambda constant: None)
-        return operands if operation.name in COPYING else [None] * len(operation.eqn.outvars)
-
     try:
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)
     except Exception:  # a custom init may need values
         return {}
     treedef = structure(params)
-    # The function is evaluated on the indices of the parameters in place of their values.
-    origins = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
-    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if i is None else i for i in origins])
+    indices = copied_inputs(body_of(traced))
+    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if i is None else i for i in indices])
 
     def is_copy(slot: object) -> bool:
         try:

@@ -17,7 +17,19 @@ from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Step, T, Updates
+from jstep.core.trees import (
+    EMPTY_CONTEXT,
+    Array,
+    Context,
+    GradientNoise,
+    Optimizer,
+    OptimizerLike,
+    Params,
+    Slots,
+    Step,
+    T,
+    Updates,
+)
 from jstep.optimizers import guards
 from jstep.optimizers.averages import move_model_state
 from jstep.optimizers.chains import drop_frozen
@@ -25,7 +37,7 @@ from jstep.optimizers.host_slots import TRANSFERS, Transfers, load_small_slots
 from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
-from jstep.slots.matching import IS_IDLE, NoGradientsError, describe_difference, match_gradients
+from jstep.slots.matching import IS_IDLE, NoGradientsError, as_slots, describe_difference, match_gradients
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import as_count, check_alive, later_step, replace_step, step_array
@@ -275,6 +287,34 @@ def _check_slots(old: Slots, new: Slots) -> None:
             f"the optimizer's slots are not those of the state: it returned a tree {different or 'of others'}; use "
             "the optimizer that the state was created with"
         )
+
+
+def check_fits(optimizer: Optimizer, state: TrainState) -> None:
+    """Reject an optimizer whose slots are not those of a state, as an update would; the state may consist of shapes.
+
+    Raises:
+        TypeError: Its update returns slots of other shapes or dtypes.
+        ValueError: The state lacks some of its slots, or its update returns none of those that the state has.
+    """
+    old_slots = _slots_of_optimizers(as_state(state))
+    as_slots(roles_of(optimizer, state.params), old_slots)
+
+    def update(params: Params, slots: Slots, step: Array) -> Slots:
+        roles = roles_of(optimizer, params)
+        gradients = jax.tree.map(lambda p: jnp.ones_like(p) if trees.is_trainable(p) else None, params)
+        loss = jnp.zeros((), jnp.float32)
+        context = Context(loss, lambda params: (loss, gradients), jax.random.key(0), GradientNoise(loss, loss))
+        inputs = StepInputs(params, step, context)
+        trained = drop_frozen(optimizer, params, gradients)
+        return call_update(optimizer, trained, slots | _marks(slots, roles), inputs, exact=True)[1]
+
+    try:
+        with meshes.using_mesh(meshes.mesh_of(state)):
+            new_slots = jax.eval_shape(update, state.params, old_slots, state.global_step)
+    except Exception:
+        # Perhaps it needs more than this, such as sparse gradients: its step raises what is wrong.
+        return
+    _check_slots(old_slots, new_slots)
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:

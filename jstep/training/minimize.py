@@ -204,6 +204,7 @@ def minimize(
         depends_on_rows=differentiate.depends_on_rows,
         lanes=lanes,
         optimizer=optimizer,
+        increments=increment_global_step,
     )
     # A `PureStep` is called in the same way; its own type would need a second signature of all arguments.
     return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)

@@ -47,6 +47,7 @@ class PureStep:
         body: As it was given; it also checks the kind of the new state.
         depends_on_rows: Whether the step depends on the sharding of the rows.
         leading_axes: The number of batch axes before the rows.
+        increments: Whether it increments the global step; None if that is not known.
         made_by: The call of `minimize` or `scan_steps` that made it.
     """
 
@@ -58,6 +59,7 @@ class PureStep:
     leading_axes: int = 0
     lanes: int | None = None
     optimizer: Optimizer | None = None
+    increments: bool | None = None
     made_by: RecordedCall | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_runs import train
+from positioned import Positioned
 
 import jstep
 
@@ -88,10 +89,137 @@ def test_an_error_in_a_later_stage_is_found_before_the_first_step(steps_per_call
     assert jstep.global_step(train_stages(stages, 30)) == 30  # a stage that is never reached is not checked
 
 
-@pytest.mark.parametrize("other", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.ademamix(0.1)])
-def test_a_stage_with_another_state_structure(other):
-    with pytest.raises(ValueError, match=r"train_step\[6\]"):
-        train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
+NO_STEP = [jstep.every(1, lambda *_: pytest.fail("a step was taken"))]
+SOURCES = {
+    "list": lambda: BATCHES,
+    "sequence": lambda: jstep.batches(np.ones(24, np.float32), 3),
+    "function": lambda: lambda n: BATCHES[n],
+    "iterator": lambda: iter(BATCHES),
+    "loader": lambda: Positioned(BATCHES.__getitem__),
+    "from_state": lambda: jstep.from_state(lambda step, state: BATCHES[step]),
+}
+
+
+def update_with_half_precision(*args):
+    updates, slots = OPTIMIZER.update(*args)
+    return updates, {**slots, "m": jax.tree.map(lambda m: m.astype(jnp.bfloat16), slots["m"])}
+
+
+OTHERS = {
+    "fewer": jstep.gradient_descent(0.1),
+    "other": jstep.momentum(0.1, 0.9),
+    "more": jstep.ademamix(0.1),
+    "dtype": OPTIMIZER._replace(update=update_with_half_precision),
+    "wrapper": jstep.with_moving_average(OPTIMIZER, jstep.ExponentialMovingAverage(0.9)),
+}
+
+
+@pytest.mark.thorough(except_for=["True-function-fewer", "False-function-dtype", "True-loader-other"])
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_stage_of_another_optimizer_is_found_before_the_first_step(source, other, jit):
+    """Whatever the batches are, as it needs none of them."""
+    stages = {0: NEAR, 6: jstep.minimize(near, OTHERS[other], jit=jit)}
+    with pytest.raises(ValueError, match=r"train_step\[6\]: it cannot take step 6, the first of its stage: .* slot"):
+        train_stages(stages, 10, SOURCES[source](), hooks=NO_STEP)
+    with pytest.raises(ValueError, match=r"train_step\[6\]: it cannot take step 6"):
+        train_stages({**stages, 4: FAR}, 10, SOURCES[source](), hooks=NO_STEP)
+    assert jstep.global_step(train_stages(stages, 6, SOURCES[source]())) == 6  # it is never reached
+
+
+def test_a_stage_of_another_optimizer_in_a_body_that_makes_the_batches():
+    stages = {0: NEAR, 6: jstep.minimize(near, jstep.momentum(0.1, 0.9))}
+    run = jstep.Run(stages, make_state(), jstep.from_loop(), 10, progress=False)
+    with pytest.raises(ValueError, match=r"train_step\[6\]: it cannot take step 6"):
+        run.__enter__()
+
+
+def with_other_slots(optimizer):
+    """An optimizer that leaves the slots of others as they are."""
+
+    def init(params, global_step=0):
+        return optimizer.init(params, global_step) | {"other": jnp.zeros(2)}
+
+    def update(updates, slots, params, step, context):
+        mine = {name: slot for name, slot in slots.items() if name != "other"}
+        updates, mine = optimizer.update(updates, mine, params, step)
+        return updates, slots | mine
+
+    return jstep.Optimizer(init, update, optimizer.hyperparameters, takes_context=True)
+
+
+def only_of_small_gradients():
+    """An optimizer whose update needs more than zeros and ones."""
+
+    def update(updates, slots, params, step, context):
+        if context.key is not None:
+            raise TypeError("without a key")
+        return jax.tree.map(lambda g: -0.1 * g, updates), {}
+
+    return jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+
+
+def test_stages_that_fit_are_taken():
+    """Slots of others may be in the state; and what an update needs besides slots, its step finds out."""
+    first, second = with_other_slots(OPTIMIZER), with_other_slots(jstep.adam(0.01))
+    stages = {0: jstep.minimize(near, first), 4: jstep.minimize(near, second), 6: jstep.minimize(near, first)}
+    function = SOURCES["function"]()
+    assert jstep.global_step(train_stages(stages, 8, function, make_state(optimizer=first))) == 8
+    plain = jstep.gradient_descent(0.1)
+    stages = {0: jstep.minimize(near, plain), 4: jstep.minimize(near, only_of_small_gradients())}
+    assert jstep.global_step(train_stages(stages, 8, function, make_state(optimizer=plain))) == 8
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        jstep.dynamic_loss_scale(OPTIMIZER),
+        jstep.with_noise_scale(OPTIMIZER),
+        jstep.master_weights(OPTIMIZER),
+        jstep.compact(OPTIMIZER, min_size=0),
+        jstep.partition({"a": OPTIMIZER, "b": jstep.momentum(0.1, 0.9)}, lambda path, leaf: "a"),
+        jstep.update_every(OPTIMIZER, 2, accumulate=True),
+        jstep.skip_nonfinite(
+            jstep.with_moving_average(jstep.schedule_free_sgd(0.1), jstep.ExponentialMovingAverage(0.9))
+        ),
+    ],
+)
+def test_an_equal_optimizer_of_a_stage_fits(other):
+    """Two optimizers of the same call are two objects, and the slots of one fit the other."""
+    state = make_state(optimizer=other)
+    stages = {0: jstep.minimize(near, other), 2: jstep.minimize(far, other._replace(), has_aux=True)}
+    assert jstep.global_step(train_stages(stages, 4, SOURCES["function"](), state)) == 4
+
+
+NO_INCREMENT = jstep.minimize(near, OPTIMIZER, increment_global_step=False)
+
+
+@pytest.mark.thorough(except_for=["function", "list"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_of_minimize_that_does_not_increment_is_found_before_the_first_step(source):
+    words = "does not increment global_step, which each step of a run must do once; pass increment_global_step=False"
+    with pytest.raises(ValueError, match=f"train_step: near {words}"):
+        train_stages(NO_INCREMENT, 10, SOURCES[source](), hooks=NO_STEP)
+    with pytest.raises(ValueError, match=rf"train_step\[6\]: near {words}"):
+        train_stages({0: NEAR, 6: NO_INCREMENT}, 10, SOURCES[source](), hooks=NO_STEP)
+    assert jstep.global_step(train_stages({0: NEAR, 6: NO_INCREMENT}, 6, SOURCES[source]())) == 6
+
+
+def custom(increments):
+    def step_of_mine(state, x):
+        gradients = jax.grad(near)(state.params, x)
+        state = jstep.apply_gradients(state, gradients, OPTIMIZER, increment_global_step=False)
+        return (jstep.increment_global_step(state) if increments else state), {}
+
+    return step_of_mine
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, jstep.TrainStep, lambda step: jax.jit(jax.jit(step))])
+def test_a_compiled_step_that_does_not_increment_is_found_with_its_batch(compiled):
+    with pytest.raises(ValueError, match=r"train_step\[6\]: step_of_mine does not increment global_step"):
+        train_stages({0: NEAR, 6: compiled(custom(False))}, 10, hooks=NO_STEP)
+    assert jstep.global_step(train_stages({0: NEAR, 6: compiled(custom(True))}, 10)) == 10
 
 
 def test_a_stage_whose_batch_has_another_shape():
