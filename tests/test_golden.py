@@ -30,6 +30,9 @@ LAST_STEPS = {name: 8 if name == "branch" else 6 for name in RUNS}
 def golden(request, tmp_path):
     """A copy of the golden runs of a release."""
     shutil.copytree(GOLDEN / request.param, tmp_path / "runs")
+    for path in (tmp_path / "runs").glob("*/stalls/*.json"):
+        # In a new clone it was written just now, as if its process, on another host, were still waiting.
+        os.utime(path, (0, 0))
     return tmp_path / "runs"
 
 
