@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.checkpoint.host_copies import HostCopies
 from jstep.checkpoint.listing import OBJECT_BYTES, ORBAX_COMMIT_FILE, ROOT
 from jstep.checkpoint.manifest import array_path
+from jstep.core import processes
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices
 
@@ -218,7 +219,7 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         else:
             # All processes have the same NumPy array, and the first one writes it.
             part_shape = array.shape
-            if jax.process_index() == 0:
+            if processes.is_process_0():
                 values[name].append(((), array))
         own_parts.append(OwnParts(name, array.shape, array.dtype, part=part_shape, values=values[name]))
     return own_parts

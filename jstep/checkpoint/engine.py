@@ -153,7 +153,7 @@ class SaverEngine:
             processes.share_errors(self._claim_on_first, problem, CheckpointError)
 
     def _claim_on_first(self) -> None:
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             self._store.claim()
 
     def save(self, state: Tree, extra: CheckpointExtra) -> str:
@@ -267,7 +267,7 @@ class SaverEngine:
         """Remove the leftovers of a failed save, and raise the error that explains it."""
         path = self._saving
         self._saving = None
-        if path is not None and jax.process_index() == 0:
+        if path is not None and processes.is_process_0():
             self._store.abandon(path)
         what = path or "the last checkpoint"
         failure = CheckpointError(f"{what} was not saved: {describe_error(error)}. Earlier checkpoints are unchanged.")
@@ -336,7 +336,7 @@ class SaverEngine:
                 self._listener.wait(path)
 
             def delete_on_first() -> None:
-                if jax.process_index() == 0:
+                if processes.is_process_0():
                     self._retention.delete(step, path)
 
             # The other processes return when it is deleted.

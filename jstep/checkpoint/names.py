@@ -157,7 +157,7 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once:
     # Querying the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
     deadline = time.monotonic() + timeout
-    is_first = not is_distributed or jax.process_index() == 0
+    is_first = not is_distributed or processes.is_process_0()
 
     def poll() -> tuple[int]:
         """Return a new step, `_END` or `_WAIT`, in a tuple for `first_ints_on_all`, which takes the first process's."""

@@ -248,7 +248,7 @@ class OpenCheckpoint:
                 "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
                 "same target"
             )
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             self._store.warn_of_orbax_files(self.path, self.manifest)
         resharded = _resharded(read.arrays, {name: shardings[name] for name in read.arrays})
         return resharded | read.plan.exchange(read.boxes)

@@ -10,8 +10,6 @@ import os
 import time
 from typing import NamedTuple
 
-import jax
-
 from jstep.core import processes
 from jstep.stores.files import make_directories, new_file, remove_file
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
@@ -64,7 +62,7 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
     try:
         processes.share_errors(lambda: _look_for(announced, path, argument), problem, ValueError)
     finally:
-        if jax.process_index() == 0 and announced.name:
+        if processes.is_process_0() and announced.name:
             _remove(path, announced.name)
     if is_url(announced.path):
         # All wait until the object is removed. Otherwise another process might list a bucket without a mark meanwhile,
@@ -97,7 +95,7 @@ def _write_file(path: str) -> str:
 
 
 def _look_for(announced: _Announced, path: str, argument: str) -> None:
-    if jax.process_index() == 0 or not announced.name:
+    if processes.is_process_0() or not announced.name:
         return
     deadline = time.monotonic() + _secs_to_look(announced, path)
     while not _exists(path, announced.name):

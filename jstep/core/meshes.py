@@ -346,7 +346,7 @@ class AxesFallback:
             finally:
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
                 del refusal  # its traceback holds tracers
-        if not self._is_logged and jax.process_index() == 0:
+        if not self._is_logged and jax.process_index() == 0:  # `processes` imports this file
             self._is_logged = True
             text = (
                 "%s runs with Auto axes, where XLA chooses the shardings, as it has no annotations for the Explicit "

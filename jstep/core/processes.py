@@ -31,6 +31,11 @@ def is_single_process() -> bool:
     return jax.process_count() == 1
 
 
+def is_process_0() -> bool:
+    """Whether this is the process that writes what is written once: logs, records, whole files."""
+    return jax.process_index() == 0
+
+
 # JAX's preemption service, which stops all processes at the same call.
 
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
@@ -176,7 +181,7 @@ def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()
         return fn()
     error: Exception | None = None
     outcome = ["", ""]  # the name of an error, and its message or the text
-    if jax.process_index() == 0:
+    if is_process_0():
         try:
             outcome = ["", fn()]
         except Exception as caught:

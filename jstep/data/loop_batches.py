@@ -7,9 +7,9 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from jstep.core import processes
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import log_once, logger
@@ -79,7 +79,7 @@ class LoopBatches:
     def begin(self) -> None:
         """Log what is kept, and from now on watch what is not."""
         self._first_marks = self._class_marks()
-        if self.kept and jax.process_index() == 0:
+        if self.kept and processes.is_process_0():
             descriptions = [_described(name, value) for name, value in self.kept.items()]
             logger.info("from_loop keeps %s", ", ".join(descriptions))
 

@@ -224,7 +224,7 @@ def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files
     first_files = AttachedFiles(_file_stem(0))
     if POSITION in extra:
         copied[POSITION] = tagged_json.as_json(extra[POSITION], first_files)
-    files: Files = dict(first_files) if jax.process_index() == 0 else {}
+    files: Files = dict(first_files) if processes.is_process_0() else {}
     entry = extra.get(POSITIONS)
     if entry is None:
         return copied, files

@@ -8,8 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-
+from jstep.core import processes
 from jstep.core.checks import as_bool, as_choice, as_int, as_number, as_string
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -317,7 +316,7 @@ class EarlyStopping(MetricCallback):
         if self._progress.wait < self._patience:
             return None
         self._progress = self._progress._replace(stopped_at=step)
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             logger.info("step %d: %s; stopping", step, self._failure("has"))
         return True
 
@@ -433,6 +432,6 @@ class ReduceOnPlateau(MetricCallback):
             new = max(old * self._factor, self._min_value)
             if old - new <= _SMALLEST_CHANGE:
                 return None
-            if jax.process_index() == 0:
+            if processes.is_process_0():
                 logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
             return set_hyperparameter(state, self._name, new)

@@ -241,7 +241,7 @@ class EvaluationHook(RunHook):
         try:
             results = self._results_of(state)
         except EvaluationAbandoned:
-            if jax.process_index() == 0:
+            if processes.is_process_0():
                 logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
             return None
         self._interrupted_step = None
@@ -277,7 +277,7 @@ class EvaluationHook(RunHook):
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}
         self._newest = numbers_in(named)
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             logger.info("step %d  %s", step, format_numbers(named), extra=IN_BAR)
         writer = writer_of(self._run)
         if writer is None:

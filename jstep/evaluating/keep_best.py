@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
-import jax
-
 from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.manifest import CheckpointError, UnsupportedFormatError, as_checkpoint_extra
 from jstep.checkpoint.names import checkpoint_name
@@ -264,7 +262,7 @@ class KeepBest(MetricReader):
 
     def _warn_of_config(self, saver: Saver) -> None:
         best = self._best_step()
-        if best is None or self._config is None or jax.process_index() != 0:
+        if best is None or self._config is None or not processes.is_process_0():
             return
         extra = saver.extra(best)
         config = extra.get("config") if isinstance(extra, dict) else None
@@ -274,7 +272,7 @@ class KeepBest(MetricReader):
 
     def _warn_of_others(self, state: TrainState, run: RunInfo) -> None:
         best = self._best_step()
-        if best is None or jax.process_index() != 0:
+        if best is None or not processes.is_process_0():
             return
         is_earlier_start = was_best_checkpoint(run, absolute(self._saved.paths[best]))
         logger.warning(
@@ -303,7 +301,7 @@ class KeepBest(MetricReader):
         saved = value["measured_on"]
         self._measured_on = {step: saved[str(step)] for step in self.values if str(step) in saved}
         best = self._best_step()
-        if best is None or self._data is None or jax.process_index() != 0:
+        if best is None or self._data is None or not processes.is_process_0():
             return
         measured_on = self._measured_on.get(best)
         kept = self._kept_text(best)
@@ -492,7 +490,7 @@ class KeepBest(MetricReader):
         One that cannot be deleted is in the way of nothing, so that is only logged.
         """
         saver = self._saver
-        if saver is None or jax.process_index() != 0 or step in self._foreign_steps:
+        if saver is None or not processes.is_process_0() or step in self._foreign_steps:
             return
         self._wait(saver)
         if self._failed is not None:

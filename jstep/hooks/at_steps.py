@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jstep.core import processes
 from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.logs import logger
 from jstep.hooks.cadence import NEVER, next_multiple
@@ -83,7 +84,7 @@ class StopAtStepHook(RunHook):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         is_over = self._last_step is not None and step >= self._last_step
-        if is_over and jax.process_index() == 0:
+        if is_over and processes.is_process_0():
             logger.info("step %d: %r; stopping", step, self)
         return is_over
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jstep.checkpoint.claims import FileClaim, claim_file
@@ -278,7 +277,7 @@ class FingerprintHook(RunHook):
             self._logged = parse_lines(processes.broadcast_bytes(text.encode()))
 
     def _open(self) -> None:
-        if jax.process_index() != 0:
+        if not processes.is_process_0():
             return
         self._run.check_no_links(self._path)
         self._claim = None if is_url(self._path) else claim_file(self._path)

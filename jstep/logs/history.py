@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from jstep.core import processes, trees
@@ -165,7 +164,7 @@ class History(ReportingHook):
         self._cadence = make_cadence(steps=("every_n_steps", every))
 
     def _open(self) -> None:
-        if jax.process_index() != 0 or self._path is None:
+        if not processes.is_process_0() or self._path is None:
             return
         self._run.check_no_links(self._path)
         self._file = HistoryFile(
@@ -188,7 +187,7 @@ class History(ReportingHook):
             first = step - 2 * self._interval
             if self._interval > earlier_interval:
                 first = self._first
-                if jax.process_index() == 0:
+                if processes.is_process_0():
                     text = "History: from step %d on, a row is kept every %d steps; earlier ones are merged (see path)"
                     logger.info(text, step, self._interval)
             # In the queue of rows, as some of these may still be in transfer.

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from jstep import summary
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_function, describe_type, format_value, shortest_digits
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level, logger
@@ -154,7 +152,7 @@ class LoggingHook(ReportingHook):
         self._level = as_level(level)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             logger.log(self._level, "step %d  %s%s", step, numbers.format_numbers(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
@@ -210,7 +208,7 @@ class MetricsHook(ReportingHook):
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()
-        if self._mean and self._run.origin.is_restored and jax.process_index() == 0:
+        if self._mean and self._run.origin.is_restored and processes.is_process_0():
             self._report_first_row(self._run.origin.step)
         return super().begin(state)
 
@@ -224,7 +222,7 @@ class MetricsHook(ReportingHook):
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
-        if names and jax.process_index() == 0:
+        if names and processes.is_process_0():
             logger.info(
                 "MetricsHook leaves out the metrics %s: they are not real numbers. Also return their means or "
                 "norms, or handle them in a custom hook (jstep.every).",
@@ -236,7 +234,7 @@ class MetricsHook(ReportingHook):
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        if jax.process_index() != 0:
+        if not processes.is_process_0():
             return
         try:
             self._write(step, {name: shortest_digits(value) for name, value in values.items()})

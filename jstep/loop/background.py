@@ -4,8 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from jstep.core import processes
 from jstep.core.checks import hook_name
 from jstep.core.logs import logger
 from jstep.core.threads import SerialTasks, Task
@@ -32,7 +31,7 @@ class BackgroundHooks:
     def saved(self, step: int, path: str) -> None:
         """Begin to tell the hooks that a checkpoint is complete; only process 0 does."""
         with self._lock:
-            if self._saved_hooks and jax.process_index() == 0:
+            if self._saved_hooks and processes.is_process_0():
                 self._calls = {path: call for path, call in self._calls.items() if not call.done()}
                 self._calls[path] = self._tasks.add(lambda: self._call_saved(step, path))
 

@@ -20,8 +20,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.core.exceptions import note
@@ -122,7 +120,7 @@ class RunContents:
         values = {key: value for key, value in entries.items() if value is not None}
         files = AttachedFiles("hooks.")
         encoded: Any = as_json(values, files)
-        return CheckpointExtra(encoded, files if jax.process_index() == 0 else {})
+        return CheckpointExtra(encoded, files if processes.is_process_0() else {})
 
     def _take_positions(self) -> CheckpointExtra:
         run = self._run

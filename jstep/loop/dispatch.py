@@ -315,7 +315,7 @@ def check_result(result: object) -> None:
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
     params = jax.tree.leaves(state.params)
     mesh = mesh_without_batch(params, chunk.step_args)
-    if mesh is None or jax.process_index() != 0:
+    if mesh is None or not processes.is_process_0():
         return
     if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
         return

@@ -87,7 +87,7 @@ def find_origin(
         except Exception as error:
             problem = error
     lineage = Lineage(extra.get(RUN_KEY), extra.get(PARENT))
-    if extra and jax.process_index() == 0:
+    if extra and processes.is_process_0():
         warn_of_other_parent(options, lineage.parent)
     origin = Origin(
         kind=Kind.FRESH if checkpoint is None else Kind.RESUMED,
@@ -124,7 +124,7 @@ def _begin_branch(
     """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
     with reading(found.step):
         parent, checkpoint, extra, state = read_checkpoint(options, found, state)
-    if jax.process_index() == 0:
+    if processes.is_process_0():
         edited = ", with the state passed" if parent.edited_step else ""
         logger.info("this run begins from %s%s%s", parent.reference["path"], edited, describe_missing(checkpoint))
     origin = Origin(
@@ -178,7 +178,7 @@ def step_of_values(state: TrainState) -> int | None:
 def read_state(saver: Saver | None, origin: Origin, source: StateSource, state: TrainState) -> TrainState:
     """Return the state that a run begins with; `state` is the one that was passed, or the parent's."""
     if origin.kind is Kind.FRESH:
-        if saver is not None and jax.process_index() == 0:
+        if saver is not None and processes.is_process_0():
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step)
         return state

@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
@@ -200,7 +198,7 @@ def _open_record(run: RunContext) -> int:
     """Let the observers open what they record of this start; return its number, which process 0 knows."""
 
     def open_and_number() -> tuple[int]:
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             _remove_temporary(run.options)
         number = 0
         for observer in run.observers:

@@ -546,7 +546,7 @@ class Run(Generic[P]):
         # In a notebook, the progress bar shows what lines of level INFO would.
         level = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
         stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
-        if progress is not False and jax.process_index() == 0:
+        if progress is not False and processes.is_process_0():
             stack.enter_context(log_to_stderr(level))
         stack.enter_context(persistent_cache(self._cached_in))
         stack.enter_context(warning_once())

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core import exceptions, meshes, threads
+from jstep.core import exceptions, meshes, processes, threads
 from jstep.core.checks import as_int, as_mapping, as_number, as_string, describe_type, format_value
 from jstep.core.logs import logger
 from jstep.core.public_names import explains_attributes
@@ -302,7 +302,7 @@ class SummaryWriter:
         self._closed = False
         import_extra(CHECKSUMS)
         proto("Event")
-        if jax.process_index() == 0:
+        if processes.is_process_0():
             self._worker = Worker(open_event_file(self.logdir, flush_secs, suffix), max_queue, flush_secs)
             # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False

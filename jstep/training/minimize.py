@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from jstep.core import device_values, placement, trees
+from jstep.core import device_values, placement, processes, trees
 from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
@@ -318,7 +318,7 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
 
     def step_in_lanes(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
         nonlocal has_warned
-        if lanes.others and not has_warned and jax.process_index() == 0:
+        if lanes.others and not has_warned and processes.is_process_0():
             has_warned = True
             logger.warning(
                 "lanes=%d: arrays are also split over %s, and the rows of the batch are not (tensor parallelism): the "

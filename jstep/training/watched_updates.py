@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.checks import format_list
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_once
@@ -351,7 +351,7 @@ def warn_of_unfrozen(name: str, first: int, earlier: Collection[StepUpdates], st
     for path in sorted(stage.updated - trained):
         if path in stage.age_of and stage.age_of[path] in counting_labels:
             unfrozen.append(path)
-    if not unfrozen or jax.process_index() != 0:
+    if not unfrozen or not processes.is_process_0():
         return
     log_once(
         logging.WARNING,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import processes, trees
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Task, run_in_background
@@ -35,7 +35,7 @@ class EndedRates(Observer):
         run = self._run
         last_step = run.options.last_step
         is_restart = run.origin.kind is Kind.RESUMED
-        if is_restart or last_step is None or jax.process_index() != 0:
+        if is_restart or last_step is None or not processes.is_process_0():
             return
         if LEARNING_RATE in roles_in(run.state).arguments.values():
             return  # a held rate is not a schedule

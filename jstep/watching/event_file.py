@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from jstep.core import processes
 from jstep.hooks.origin import Kind
 from jstep.logs.reporting import SummarySaverHook, uses_writer_of_run
 from jstep.loop.observer import Observer
@@ -70,7 +69,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         paths += _mark_start(run, writer, writer.path)
-    if options.config and jax.process_index() == 0:
+    if options.config and processes.is_process_0():
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(_as_hparams(options.config))
     return writer

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-
+from jstep.core import processes
 from jstep.core.trees import Tree
 from jstep.logs.history import check_paths
 from jstep.logs.reporting import LoggingHook
@@ -50,7 +49,7 @@ class LogLines(Observer):
         run = self._run
         options = run.options
         is_wanted = options.log_steps is not None and options.progress is not False
-        if not is_wanted or LinesReplaced in run.shared or jax.process_index() != 0:
+        if not is_wanted or LinesReplaced in run.shared or not processes.is_process_0():
             return ()
         self._has_lines = True
 

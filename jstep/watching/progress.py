@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jstep.core import processes
 from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import logger, slow
@@ -36,7 +37,7 @@ class Progress(Observer):
         self._run = run
         wanted = run.options.progress
         self._hook: ProgressHook | None = None
-        self._is_shown = wanted is not False and jax.process_index() == 0
+        self._is_shown = wanted is not False and processes.is_process_0()
         # `getattr`, as a program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
         self._lines: ShownLines | None = None

@@ -115,7 +115,7 @@ class Recorder(Observer):
 
     def on_open(self, origin: Origin) -> int | None:
         where = self.run.options.directory
-        if where is None or jax.process_index() != 0:
+        if where is None or not processes.is_process_0():
             return None
         _prepare_directories(self.run.options, has_saver=self.run.saver is not None)
         # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
@@ -243,7 +243,7 @@ class Recorder(Observer):
 
     def _is_active(self) -> bool:
         run = self.run
-        return jax.process_index() == 0 and run.is_open and (run.saver or file_of(run)) is not None
+        return processes.is_process_0() and run.is_open and (run.saver or file_of(run)) is not None
 
     def _add_code(self) -> None:
         code = code_version()

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-
+from jstep.core import processes
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
@@ -155,7 +154,7 @@ class UtilizationMeter:
 
 
 def _log_unknown(why: str) -> None:
-    if jax.process_index() == 0:
+    if processes.is_process_0():
         logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.leaf_records import check_saveable
-from jstep.core import device_values, meshes, placement, trees
+from jstep.core import device_values, meshes, placement, processes, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import share_errors
 from jstep.core.trees import Tree
@@ -241,7 +241,7 @@ def save_weights(
 
     def write() -> None:
         try:
-            if jax.process_index() == 0:
+            if processes.is_process_0():
                 _write(files, shards, arrays, metadata)
         finally:
             if jax.process_count() > 1:
