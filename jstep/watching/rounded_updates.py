@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jstep.core import processes
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
@@ -30,7 +30,7 @@ class RoundedUpdates(Observer):
         stage = chunk.program.stage
         found = known_updates(stage.step)
         is_restart = self._run.origin.kind is Kind.RESUMED
-        if found is None or not found.rounded or is_restart or self._is_said or jax.process_index() != 0:
+        if found is None or not found.rounded or is_restart or self._is_said or not processes.is_process_0():
             return
         self._is_said = True
         # Half of the smallest distance between neighbors, as a share of them.

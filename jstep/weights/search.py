@@ -55,9 +55,8 @@ def _files_in(directory: str) -> list[str]:
 
 def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
     such_as = os.path.join(directory, names[0])
-    return ValueError(
-        f"path={directory!r}: {what} ({', '.join(map(printable, names[:10]))}); pass the path of one, such as {such_as!r}"
-    )
+    shown = ", ".join(map(printable, names[:10]))
+    return ValueError(f"path={directory!r}: {what} ({shown}); pass the path of one, such as {such_as!r}")
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
