@@ -92,7 +92,8 @@ def train(
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
             checkpoint_dir. Anybody who can write there can run programs in this process. JAX's cache settings are
-            restored when the run ends.
+            restored when the run ends. It begins in this call, so that it does not reach what the program has compiled
+            before, such as random data and `TrainState.create`; JAX's own environment variables do.
         stop_secs: Seconds, counted from this call, after which the run saves and exits as after SIGTERM, on all
             processes at the same step. Choose a number somewhat below the scheduler's time limit. None for no limit.
         config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are saved
