@@ -13,8 +13,11 @@ venv=.peers
 if [ ! -x "$venv/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-"$venv/bin/pip" install -q torch torchvision --index-url https://download.pytorch.org/whl/cpu ||
-    "$venv/bin/pip" install -q torch torchvision
+# As a pair: torchvision's operators are compiled for one version of torch, and with another one its import fails
+# ("operator torchvision::nms does not exist"), as it did where only one of the two came from the index of CPU builds.
+pair=(torch==2.14.1 torchvision==0.29.1)
+"$venv/bin/pip" install -q "${pair[@]}" --index-url https://download.pytorch.org/whl/cpu ||
+    "$venv/bin/pip" install -q "${pair[@]}"
 # By uv, as pip's search for versions that fit each other has taken longer than all tests.
 "$venv/bin/pip" install -q uv
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" -e '.[test]' schedulefree pytorch_optimizer torchdata \
