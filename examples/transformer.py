@@ -40,17 +40,21 @@ def init_params(rng):
 
 
 def block(x, p):
-    """Causal attention and a feed-forward layer, each added to its normalized input."""
-    q, k, v = jnp.split((nn.standardize(x) @ p["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+    """Causal attention and a feed-forward layer, each added to its normalized input; x is (batch · time, width).
+
+    Products of two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+    """
+    q, k, v = jnp.split((nn.standardize(x) @ p["qkv"]).reshape(-1, CONTEXT, HEADS, 3 * WIDTH // HEADS), 3, axis=-1)
     x += nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
     return x + nn.gelu(nn.standardize(x) @ p["up"]) @ p["down"], None
 
 
 def loss_fn(params, tokens):
     """Cross-entropy of each next byte, in nats; tokens (batch, CONTEXT + 1)."""
-    x, _ = jax.lax.scan(block, params["embed"][tokens[:, :-1]] + params["position"], params["layers"])
+    x = params["embed"][tokens[:, :-1]] + params["position"]
+    x, _ = jax.lax.scan(block, x.reshape(-1, WIDTH), params["layers"])
     scores = nn.log_softmax(nn.standardize(x) @ params["embed"].T)
-    return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
+    return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:].reshape(-1, 1), axis=-1))
 
 
 def main(steps=200, directory="runs/transformer"):

@@ -16,8 +16,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         x = x + nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(1e-5, name="norm1")(x), mask=mask)
-        h = nn.silu(nn.Dense(512, name="up")(nn.LayerNorm(1e-5, name="norm2")(x)))
-        return x + nn.Dense(128, name="down")(h)
+        # On two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+        rows = nn.LayerNorm(1e-5, name="norm2")(x).reshape(-1, 128)
+        h = nn.silu(nn.Dense(512, name="up")(rows))
+        return x + nn.Dense(128, name="down")(h).reshape(x.shape)
 
 
 class Transformer(nn.Module):
@@ -26,7 +28,8 @@ class Transformer(nn.Module):
         mask = nn.make_causal_mask(x)
         x = nn.Embed(128, 128, name="embed")(x) + self.param("position", nn.initializers.normal(0.1), (64, 128))
         x = Block(name="block2")(Block(name="block1")(x, mask), mask)
-        return nn.Dense(128, name="head")(nn.LayerNorm(1e-5, name="norm")(x))
+        rows = nn.LayerNorm(1e-5, name="norm")(x).reshape(-1, 128)
+        return nn.Dense(128, name="head")(rows).reshape(x.shape)
 
 
 class Mlp(nn.Module):

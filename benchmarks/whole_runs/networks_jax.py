@@ -26,7 +26,9 @@ def convolve(layer, x):
 
 
 def dense(layer, x):
-    return x @ layer["kernel"] + layer["bias"]
+    # On two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+    rows = x.reshape(-1, x.shape[-1]) @ layer["kernel"] + layer["bias"]
+    return rows.reshape(*x.shape[:-1], -1)
 
 
 def init_transformer(key):
