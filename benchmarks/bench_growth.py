@@ -18,7 +18,7 @@ from _timing import cpu_seconds
 
 import jstep
 from jstep import summary
-from jstep.checkpoint.manifest import RetainedSteps
+from jstep.array_store.manifest import RetainedSteps
 from jstep.checkpoint.retention import plan_evictions
 from jstep.data.batches import Mixture
 from jstep.look.cli import main as command

@@ -16,7 +16,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folder of the package → folders of tests besides the one of the same name.
 TESTED_BY = {
+    "array_store": ["checkpoint", "object_storage"],
     "checkpoint": ["object_storage"],
+    "compiling": ["loop"],
     "core": ["bad_input", "composition"],
     "data": ["bad_input", "loop"],
     "differentiate": ["bad_input", "optimizers", "training"],
@@ -26,6 +28,7 @@ TESTED_BY = {
     "loop": ["distributed", "hooks", "logs"],
     "metrics": ["evaluating"],
     "optimizers": ["bad_input", "composition", "sharding"],
+    "origin": ["loop"],
     "queues": ["bad_input"],
     "record": ["look", "loop"],
     "schedules": ["bad_input"],

@@ -91,7 +91,7 @@ Queues
 Training loop and hooks
     running.run: Run
     running.train: train
-    loop.signals: Preempted
+    core.signals: Preempted
     loop.stopping: interrupted_state
     hooks.hook: Hook
     logs.reporting: ReportingHook LoggingHook SummarySaverHook MetricsHook
@@ -113,7 +113,7 @@ Evaluation
 Checkpoints and weights
     checkpoint.saver: Saver
     checkpoint.names: latest_checkpoint checkpoints_iterator checkpoint_name
-    checkpoint.manifest: CheckpointError CorruptedCheckpointError UnsupportedFormatError
+    array_store.manifest: CheckpointError CorruptedCheckpointError UnsupportedFormatError
     weights.load: load_weights
     weights.save: save_weights
 Distributed training

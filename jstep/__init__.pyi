@@ -2,9 +2,9 @@
 from jstep import distributed as distributed
 from jstep import metrics as metrics
 from jstep import summary as summary
-from jstep.checkpoint.manifest import CheckpointError as CheckpointError
-from jstep.checkpoint.manifest import CorruptedCheckpointError as CorruptedCheckpointError
-from jstep.checkpoint.manifest import UnsupportedFormatError as UnsupportedFormatError
+from jstep.array_store.manifest import CheckpointError as CheckpointError
+from jstep.array_store.manifest import CorruptedCheckpointError as CorruptedCheckpointError
+from jstep.array_store.manifest import UnsupportedFormatError as UnsupportedFormatError
 from jstep.checkpoint.names import checkpoint_name as checkpoint_name
 from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint
@@ -74,7 +74,7 @@ from jstep.look.report import report as report
 from jstep.look.run_summary import RunSummary as RunSummary
 from jstep.look.runs import RunList as RunList
 from jstep.look.runs import runs as runs
-from jstep.loop.signals import Preempted as Preempted
+from jstep.core.signals import Preempted as Preempted
 from jstep.loop.stopping import interrupted_state as interrupted_state
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adafactor as adafactor

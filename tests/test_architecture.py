@@ -23,11 +23,13 @@ KERNEL_LAYERS = [
     {"core"},
     {"metrics", "schedules", "slots", "stores"},
     {"state"},
-    {"data", "differentiate"},
+    {"array_store", "data", "differentiate"},
     {"optimizers"},
     {"checkpoint", "training"},
     {"metering"},
     {"hooks"},
+    {"compiling"},
+    {"origin"},
     {"loop"},
     {"running"},
 ]
@@ -68,10 +70,10 @@ updates of steps that are compiled elsewhere. Donates nothing."""
 SUMS = {"metering.metric_sums"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""
 LOADED_WHEN_USED = {
-    "checkpoint.array_reader": {"tensorstore"},
-    "checkpoint.array_writer": {"tensorstore"},
-    "checkpoint.chunk_files": {"tensorstore"},
-    "checkpoint.shared_reads": set(),
+    "array_store.array_reader": {"tensorstore"},
+    "array_store.array_writer": {"tensorstore"},
+    "array_store.chunk_files": {"tensorstore"},
+    "array_store.shared_reads": set(),
 }
 """Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import jstep
-from jstep.checkpoint import manifest
+from jstep.array_store import manifest
 from jstep.evaluating.callbacks import MetricCallback
 from jstep.hooks import hook_states, run_extra
 from jstep.logs import fingerprint_log

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from test_golden import GOLDEN, VERSIONS
 
 import jstep
-from jstep.checkpoint import manifest
+from jstep.array_store import manifest
 from jstep.data import positions
 from jstep.evaluating.callbacks import MetricCallback
 from jstep.hooks import hook_states, run_extra

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jstep.array_store.attempts import writer_module
+from jstep.array_store.best_record import BestRecord
+from jstep.array_store.host_copies import HostBlock, HostCopies, shared_block
+from jstep.array_store.leaf_records import SavedState, array_names, start_leaf_fingerprints
+from jstep.array_store.listing import format_name
+from jstep.array_store.manifest import CheckpointError, CheckpointExtra, Manifest
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.attempts import writer_module
-from jstep.checkpoint.best_record import BestRecord
 from jstep.checkpoint.finding import CheckpointFinder
-from jstep.checkpoint.host_copies import HostBlock, HostCopies, shared_block
-from jstep.checkpoint.leaf_records import SavedState, array_names, start_leaf_fingerprints
-from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest
 from jstep.checkpoint.peers import Peers, post_failure
 from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.checkpoint.retention import Listener, Published, Retention

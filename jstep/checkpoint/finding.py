@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.listing import format_name, misnaming_text
-from jstep.checkpoint.manifest import (
+from jstep.array_store.best_record import BestRecord
+from jstep.array_store.listing import format_name, misnaming_text
+from jstep.array_store.manifest import (
     CheckpointError,
     CorruptedCheckpointError,
     Manifest,
@@ -16,8 +16,8 @@ from jstep.checkpoint.manifest import (
     decode,
     encode,
 )
+from jstep.array_store.store import MAX_MANIFESTS, Store
 from jstep.checkpoint.reading import GoneError, OpenCheckpoint, gone
-from jstep.checkpoint.store import MAX_MANIFESTS, Store
 from jstep.checkpoint.verdicts import IS_UNREADABLE, unusable
 from jstep.core import processes
 from jstep.core.secret_text import describe_error

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest
+from jstep.array_store import leaf_records
+from jstep.array_store.manifest import Leaf, LeftOutLeaf, Manifest
+from jstep.checkpoint import targets
 from jstep.core import trees
 from jstep.core.checks import array_type
 from jstep.core.path_matching import match_paths, names_by_path

@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from jstep.checkpoint import listing
-from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.manifest import MANIFEST_FILE, MANIFEST_HEAD, CheckpointError
-from jstep.checkpoint.store import Store
+from jstep.array_store import listing
+from jstep.array_store.directory_store import DirectoryStore
+from jstep.array_store.manifest import MANIFEST_FILE, MANIFEST_HEAD, CheckpointError
+from jstep.array_store.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_list, format_value
 from jstep.core.logs import logger
 from jstep.stores.files import open_regular
@@ -221,6 +221,6 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
     """
     if not is_url(directory):
         return DirectoryStore(directory, prefix)
-    from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
+    from jstep.array_store.object_store import ObjectStore  # not at the top: it imports JAX
 
     return ObjectStore(directory, prefix)

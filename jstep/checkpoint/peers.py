@@ -14,9 +14,9 @@ With one process, nothing of this happens.
 import time
 from collections.abc import Iterator, Sequence
 
-from jstep.checkpoint.attempts import PARTS, Attempt
-from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.part_watch import PATIENCE_SECS, PartWatch, patience_secs
+from jstep.array_store.attempts import PARTS, Attempt
+from jstep.array_store.manifest import CheckpointError
+from jstep.array_store.part_watch import PATIENCE_SECS, PartWatch, patience_secs
 from jstep.core import processes
 from jstep.core.checks import format_list
 from jstep.core.logs import logger

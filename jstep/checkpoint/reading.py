@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from jstep.checkpoint import leaf_records, match, targets
-from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError, Leaf, Manifest
-from jstep.checkpoint.store import Store
+from jstep.array_store import leaf_records
+from jstep.array_store.best_record import BestRecord
+from jstep.array_store.manifest import CheckpointError, CorruptedCheckpointError, Leaf, Manifest
+from jstep.array_store.store import Store
+from jstep.checkpoint import match, targets
 from jstep.checkpoint.verdicts import IS_CORRUPTED, SHOWN, unusable
 from jstep.core import meshes, processes, trees
 from jstep.core.checks import format_items, format_list
@@ -326,7 +327,7 @@ class LeafRead(NamedTuple):
 
 def shared_reads_module() -> Any:
     """Return the module `shared_reads`, which is imported on first use: importing tensorstore is slow."""
-    from jstep.checkpoint import shared_reads
+    from jstep.array_store import shared_reads
 
     return shared_reads
 

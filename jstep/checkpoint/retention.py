@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
-from jstep.checkpoint.manifest import CheckpointError, Manifest, RetainedSteps
-from jstep.checkpoint.store import MAX_MANIFESTS, Store
+from jstep.array_store.manifest import CheckpointError, Manifest, RetainedSteps
+from jstep.array_store.store import MAX_MANIFESTS, Store
 
 ALWAYS_TEMPORARY = math.inf
 """The `permanent_every_secs` of a checkpoint that is temporary whatever precedes it."""

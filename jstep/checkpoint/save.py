@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from jstep.checkpoint.attempts import Attempt, writer_module
-from jstep.checkpoint.listing import ROOT
-from jstep.checkpoint.manifest import LeftOutLeaf, Manifest, known_values
+from jstep.array_store.attempts import Attempt, writer_module
+from jstep.array_store.listing import ROOT
+from jstep.array_store.manifest import LeftOutLeaf, Manifest, known_values
+from jstep.array_store.store import Store
 from jstep.checkpoint.peers import Peers
 from jstep.checkpoint.retention import Listener, Retention
-from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
 from jstep.state.nonfinite import are_finite_on_host
 from jstep.stores.urls import is_url

@@ -5,11 +5,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+from jstep.array_store.best_record import best_step
+from jstep.array_store.listing import format_name
+from jstep.array_store.manifest import CheckpointError, as_checkpoint_extra
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.best_record import best_step
 from jstep.checkpoint.engine import SaverEngine
-from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, as_checkpoint_extra
 from jstep.checkpoint.match import Names
 from jstep.core import exceptions, placement
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError
-from jstep.checkpoint.store import Store
+from jstep.array_store.manifest import CheckpointError, CorruptedCheckpointError
+from jstep.array_store.store import Store
 from jstep.core.checks import format_list
 
 IS_CORRUPTED = "is corrupted"

@@ -17,6 +17,7 @@
 - `recorded_calls`: a `repr` that is a call.
 - `secret_text`: removal of secrets.
 - `selection`: selection of leaves by path, glob or `var_list`.
+- `signals`: signals, a time limit, and stops of several processes.
 - `stopwatch`: the wall time of a run by phase.
 - `tables`: tables as text and HTML.
 - `threads`: threads, and what each is doing.

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.stages import as_stages
 from jstep.core.checks import as_int, format_list
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.debug.find_nonfinite import NonFinite, find_nonfinite
 from jstep.debug.replay import Replay, ReplayedCall, RunArguments, prefix_of, replay, replay_calls
-from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value, real_parts
 from jstep.record.stall_files import format_ranges
 from jstep.record.starts import find_starts, last_trained

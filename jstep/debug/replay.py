@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver, engine_of
+from jstep.compiling.chunks import ProgramChanges, make_chunks
+from jstep.compiling.dispatch import Dispatch
+from jstep.compiling.programs import Program, ProgramTable
+from jstep.compiling.stages import as_stages
 from jstep.core import trees
 from jstep.core.checks import as_int, format_list, format_value
 from jstep.core.logs import logger
@@ -22,14 +26,10 @@ from jstep.data.loaders import check_batches, open_source
 from jstep.data.positions import saved_position
 from jstep.hooks.cadence import NEVER
 from jstep.look.run_folder import logged_states, run_folder
-from jstep.loop.arguments import as_steps_per_call, check_checkpoints, check_state
-from jstep.loop.chunks import ProgramChanges, make_chunks
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchReader
-from jstep.loop.origin import load_extra
-from jstep.loop.programs import Program, ProgramTable
-from jstep.loop.stages import as_stages
 from jstep.metering.numbers import read_value
+from jstep.origin.arguments import as_steps_per_call, check_checkpoints, check_state
+from jstep.origin.find_origin import load_extra
 from jstep.state.fingerprints import as_hexadecimal, fingerprint
 from jstep.state.global_step import check_step, global_step
 from jstep.state.nonfinite import StateContents

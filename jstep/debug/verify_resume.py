@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.programs import ProgramTable
+from jstep.compiling.stages import as_stages, name_of_step
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.jaxprs import find_difference, program_hash
@@ -19,8 +21,6 @@ from jstep.core.trees import Tree
 from jstep.data.loaders import loader_position, open_source, position_owner, set_position
 from jstep.debug.find_nonfinite import source_line
 from jstep.debug.replay import replay
-from jstep.loop.programs import ProgramTable
-from jstep.loop.stages import as_stages, name_of_step
 from jstep.running.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

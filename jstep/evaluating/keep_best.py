@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.manifest import CheckpointError, UnsupportedFormatError, as_checkpoint_extra
+from jstep.array_store.best_record import BestRecord
+from jstep.array_store.manifest import CheckpointError, UnsupportedFormatError, as_checkpoint_extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver, engine_of

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jstep.checkpoint.manifest import as_checkpoint_extra
+from jstep.array_store.manifest import as_checkpoint_extra
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.shared_directory import check_shared
 from jstep.core.checks import as_function, as_functions

@@ -8,7 +8,7 @@ their settings, and by order if these are equal too.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from jstep.checkpoint.manifest import UnsupportedFormatError, jstep_version
+from jstep.array_store.manifest import UnsupportedFormatError, jstep_version
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypedDict
 
-from jstep.checkpoint.manifest import MANIFEST_FILE
+from jstep.array_store.manifest import MANIFEST_FILE
 from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.core.checks import format_value
 from jstep.data.positions import POSITION, POSITIONS, are_positions, is_position

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.core import processes
 from jstep.core.meshes import internal_transfers

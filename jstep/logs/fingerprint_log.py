@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.claims import FileClaim, claim_file
+from jstep.array_store.claims import FileClaim, claim_file
 from jstep.core import processes, trees
 from jstep.core.checks import as_bool, as_choice, format_list, format_value
 from jstep.core.exceptions import WrongStateError

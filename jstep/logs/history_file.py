@@ -6,7 +6,7 @@ import os
 import stat
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.claims import claim_file
+from jstep.array_store.claims import claim_file
 from jstep.core.checks import describe_type, format_value
 from jstep.core.logs import logger
 from jstep.stores import files

@@ -171,7 +171,7 @@ def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterat
 
 
 def _position(saved: Mapping[str, Any], files: Callable[[str], Any]) -> Position:
-    from jstep.checkpoint.leaf_records import unique
+    from jstep.array_store.leaf_records import unique
 
     later_batches = saved.get("after", 0)
     try:

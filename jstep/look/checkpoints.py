@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.listing import FOUND_NAME, REPLACED, misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, CorruptedCheckpointError, Leaf, LeftOutLeaf, Manifest
+from jstep.array_store.listing import FOUND_NAME, REPLACED, misnaming_text
+from jstep.array_store.manifest import CheckpointError, CorruptedCheckpointError, Leaf, LeftOutLeaf, Manifest
+from jstep.array_store.store import Store
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
 from jstep.core.tables import printable
 from jstep.look import cli
@@ -46,7 +46,7 @@ class Checkpoint:
     @functools.cached_property
     def named(self) -> dict[str, Leaf]:
         """Name → leaf: its path, and a number if several leaves share the path."""
-        from jstep.checkpoint.leaf_records import unique
+        from jstep.array_store.leaf_records import unique
 
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
-        from jstep.checkpoint.leaf_records import leaf_value
+        from jstep.array_store.leaf_records import leaf_value
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.listing import misnaming_text
-from jstep.checkpoint.manifest import CorruptedCheckpointError
+from jstep.array_store.listing import misnaming_text
+from jstep.array_store.manifest import CorruptedCheckpointError
+from jstep.array_store.store import Store
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes, format_list, truncate
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STARTING, WAITING
 from jstep.core.tables import printable

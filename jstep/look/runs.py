@@ -12,8 +12,8 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.listing import REPLACED, has_data
-from jstep.checkpoint.manifest import MANIFEST_FILE
+from jstep.array_store.listing import REPLACED, has_data
+from jstep.array_store.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, fold, html_table, printable
 from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone

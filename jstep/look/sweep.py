@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.listing import possible_checkpoints
+from jstep.array_store.listing import possible_checkpoints
 from jstep.core.checks import format_list, truncate
 from jstep.core.tables import printable
 from jstep.look.cli import utc_text

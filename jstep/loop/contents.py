@@ -20,7 +20,7 @@
 
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.core import processes
 from jstep.core.exceptions import note
 from jstep.data.positions import gather_positions, positions_elsewhere

@@ -10,18 +10,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+from jstep.compiling.chunks import Chunk, CopiedBatches
+from jstep.compiling.programs import shapes_of_leaves
+from jstep.compiling.start_times import StartTimes
 from jstep.core import processes
 from jstep.core.device_values import flat_batch_types
 from jstep.core.exceptions import items_until_end
+from jstep.core.signals import StopSignals, StopWaiting
 from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.batch_sources import BatchSource
 from jstep.data.prefetch import ReaderThread
-from jstep.loop.chunks import Chunk, CopiedBatches
-from jstep.loop.programs import shapes_of_leaves
-from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.start_times import StartTimes
 
 _T = TypeVar("_T")
 

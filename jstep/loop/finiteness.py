@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.dispatch import Dispatch
 from jstep.core import processes
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.course import Course
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.saver_hook import SaverHook
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.metering.device_sums import is_bad
 from jstep.metering.metric_sums import MetricSums

@@ -15,6 +15,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.dispatch import Dispatch
 from jstep.core import processes
 from jstep.core.exceptions import note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
@@ -26,8 +28,6 @@ from jstep.hooks.run_hook import RunHook, is_user_hook, may_return_state, name_o
 from jstep.hooks.run_info import RunInfo
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.timetable import Entry
-from jstep.loop.chunks import Chunk
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.hook_errors import HookErrors
 
 RunChunk = Callable[[Any, Chunk], Any]

@@ -28,10 +28,10 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from jstep.compiling.chunks import Chunk
 from jstep.core.trees import Tree
 from jstep.hooks.origin import Lineage, Origin
-from jstep.loop.arguments import Options
-from jstep.loop.chunks import Chunk
+from jstep.origin.arguments import Options
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):

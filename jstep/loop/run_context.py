@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.dispatch import Dispatch
+from jstep.compiling.stages import TrainSteps
+from jstep.compiling.start_times import StartTimes
 from jstep.core.exceptions import WrongStateError
+from jstep.core.signals import StopSignals
 from jstep.core.stopwatch import EVALUATING, STEPPING, new_watch
 from jstep.core.trees import Tree
 from jstep.hooks.course import Activity, Course, HookCall, LoopState
@@ -20,18 +24,14 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import phase_of
 from jstep.hooks.run_info import RunInfo
 from jstep.hooks.timetable import Timetable
-from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import Observer
-from jstep.loop.signals import StopSignals
-from jstep.loop.stages import TrainSteps
-from jstep.loop.start_times import StartTimes
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
+from jstep.origin.arguments import Options
 from jstep.state.nonfinite import StateContents
 
 

@@ -16,6 +16,7 @@ from jstep.checkpoint.engine import SaverEngine
 from jstep.checkpoint.names import checkpoint_name, open_store
 from jstep.checkpoint.retention import ALWAYS_TEMPORARY
 from jstep.checkpoint.saver import Saver, engine_of
+from jstep.compiling.programs import AUTO
 from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -24,10 +25,9 @@ from jstep.hooks.cadence import Cadence, make_cadence
 from jstep.hooks.nan_loss import describe_initial_nan
 from jstep.hooks.run_extra import BEFORE_END
 from jstep.hooks.saver_hook import LatestSave, SaverHook, may_save, write
-from jstep.loop.arguments import MAX_SECS
 from jstep.loop.contents import NOTHING, Contents, RunContents
-from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
+from jstep.origin.arguments import MAX_SECS
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
@@ -126,7 +126,7 @@ class RunSaverHook(SaverHook):
             jax.block_until_ready(state)
         timing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._interval is not None:
-            import jstep.checkpoint.array_writer  # noqa: F401  # the first import is slow and not part of a save
+            import jstep.array_store.array_writer  # noqa: F401  # the first import is slow and not part of a save
 
             timing = self._interval.timing_save()
         with run.watch.phase(SAVING), timing:

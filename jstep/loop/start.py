@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.chunks import Chunk, ProgramChanges, make_chunks
+from jstep.compiling.dispatch import Dispatch
+from jstep.compiling.programs import ProgramTable
 from jstep.core import interactive, processes
 from jstep.core.exceptions import noting
 from jstep.core.logs import logger
@@ -25,21 +28,18 @@ from jstep.hooks.hook_states import check_stateful, get_states
 from jstep.hooks.origin import Kind
 from jstep.hooks.run_extra import STOPPED
 from jstep.hooks.run_hook import call_again, call_at_start, example_counter
-from jstep.loop.agreement import check_processes
-from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import NO_LOGS, build_hooks
-from jstep.loop.chunks import Chunk, ProgramChanges, make_chunks
 from jstep.loop.contents import restore_hooks
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import that_define
-from jstep.loop.origin import StateSource, find_origin, open_saver, read_state, step_of_values
-from jstep.loop.programs import ProgramTable
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
+from jstep.origin.agreement import check_processes
+from jstep.origin.arguments import Options
+from jstep.origin.find_origin import StateSource, find_origin, open_saver, read_state, step_of_values
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
 

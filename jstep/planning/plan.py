@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jstep.compiling.stages import as_stages, name_of_step
 from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
@@ -22,7 +23,6 @@ from jstep.hooks.cadence import hook_cadence
 from jstep.hooks.hook import Hook, list_of_hooks
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.timetable import next_call
-from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import as_optimizer, is_transformation
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import format_value
-from jstep.loop.arguments import Options
 from jstep.loop.observer import Observer
+from jstep.origin.arguments import Options
 
 _ROOM = "jstep.watching"
 """Named, not imported: a run works without it."""

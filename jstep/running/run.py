@@ -32,11 +32,15 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.stages import as_stages
+from jstep.compiling.start_times import StartTimes
 from jstep.core import interactive, processes, trees
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.logs import log_to_stderr, warning_once
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.public_names import explains_attributes
+from jstep.core.signals import StopWaiting
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
@@ -45,16 +49,12 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course, LoopState
 from jstep.hooks.hook import as_returned_state
 from jstep.loop import stopping
-from jstep.loop.arguments import Step, cache_directory, check_state, options_in, validated
-from jstep.loop.chunks import Chunk
 from jstep.loop.ending import make_end
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import RunChunk, close_hooks
 from jstep.loop.run_context import RunContext
-from jstep.loop.signals import StopWaiting
-from jstep.loop.stages import as_stages
 from jstep.loop.start import begin_hooks, open_run
-from jstep.loop.start_times import StartTimes
+from jstep.origin.arguments import Step, cache_directory, check_state, options_in, validated
 from jstep.running.attached import attached_observers, check_attached
 from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState

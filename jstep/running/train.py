@@ -8,7 +8,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import P, Tree
 from jstep.data.loop_batches import LoopBatches
-from jstep.loop.arguments import Step
+from jstep.origin.arguments import Step
 from jstep.running.run import Run
 from jstep.state.train_state import TrainState
 

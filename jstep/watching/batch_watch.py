@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jstep.compiling.chunks import Chunk
 from jstep.core import trees
 from jstep.core.jaxprs import hash_strings
 from jstep.core.logs import logger
@@ -20,7 +21,6 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import copy_batch, hash_batch
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.run_extra import PAST, START
-from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.record.run_record import earlier_starts, file_of, process_file_of

@@ -8,7 +8,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core.logs import logger
 from jstep.hooks.origin import Kind, Lineage, Origin
 from jstep.hooks.run_extra import PARENT, PARENT_RUN, RUN_KEY, Parent
-from jstep.loop.arguments import Options
+from jstep.origin.arguments import Options
 from jstep.record.schema import Start
 from jstep.record.starts import original_of, read_starts, recorded_run, valid
 from jstep.stores.untrusted import RecordedRun

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jstep.compiling.chunks import Chunk
 from jstep.core import processes
 from jstep.core.trees import Tree
 from jstep.logs.history import check_paths
 from jstep.logs.reporting import LoggingHook
 from jstep.logs.speed import StepCounterHook
-from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 

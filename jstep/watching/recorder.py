@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.stages import Stage
 from jstep.core import processes, stopwatch
 from jstep.core.checks import truncate
 from jstep.core.jaxprs import strip_addresses
@@ -26,11 +28,9 @@ from jstep.core.threads import SerialTasks, Task, run_in_background, wait_until_
 from jstep.core.trees import Tree
 from jstep.hooks.origin import Kind, Lineage, Origin
 from jstep.hooks.run_extra import CODE, CONFIG, PARENT, PARENT_RUN, PAST, STOPPED
-from jstep.loop.arguments import Options
-from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
-from jstep.loop.stages import Stage
+from jstep.origin.arguments import Options
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import as_config, command_line
 from jstep.record.run_record import file_of

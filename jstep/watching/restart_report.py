@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jstep.checkpoint.names import checkpoint_name
+from jstep.compiling.stages import lanes_of
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import printable
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.run_extra import START
 from jstep.loop.run_context import RunContext
-from jstep.loop.stages import lanes_of
 from jstep.record.differences import Changes, changes
 from jstep.record.run_record import earlier_starts, file_of
 from jstep.record.schema import Start

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.compiling.chunks import Chunk
 from jstep.core import processes
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
 from jstep.hooks.origin import Kind
-from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.training.watched_updates import known_updates

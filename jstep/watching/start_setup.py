@@ -19,6 +19,8 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.programs import shapes_of, type_text
+from jstep.compiling.stages import TrainSteps, lanes_of, name_of_step
 from jstep.core import trees
 from jstep.core.jaxprs import (
     Operation,
@@ -38,9 +40,7 @@ from jstep.core.trees import T, Tree
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook_states import hook_key
-from jstep.loop.arguments import Options
-from jstep.loop.programs import shapes_of, type_text
-from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
+from jstep.origin.arguments import Options
 from jstep.record.config import as_text, plain
 from jstep.record.differences import PATH_OPTIONS, SETTINGS
 from jstep.state.sharding import describe_devices

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from jstep.compiling.chunks import Chunk
 from jstep.core import processes
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
 from jstep.core.trees import Tree
 from jstep.logs.speed import MeterMaker
-from jstep.loop.chunks import Chunk
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of

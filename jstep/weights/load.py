@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.listing import first_missing_file
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf
+from jstep.array_store import leaf_records
+from jstep.array_store.listing import first_missing_file
+from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, Leaf
+from jstep.checkpoint import targets
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import LeafRead, OpenCheckpoint
 from jstep.core import meshes, placement, trees

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import check_saveable
+from jstep.array_store.leaf_records import check_saveable
 from jstep.core import device_values, meshes, placement, processes, trees
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.core.processes import share_errors

@@ -5,8 +5,8 @@ import ntpath
 import os
 from collections.abc import Sequence
 
-from jstep.checkpoint.listing import TEMPORARY, list_names
-from jstep.checkpoint.manifest import MANIFEST_FILE
+from jstep.array_store.listing import TEMPORARY, list_names
+from jstep.array_store.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
 from jstep.core.tables import printable
 from jstep.stores.files import read_small

@@ -13,7 +13,7 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
 import jax, jax.numpy as jnp, numpy as np
 import file_operations, jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.names import latest_checkpoint
 

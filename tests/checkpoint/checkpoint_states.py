@@ -11,7 +11,7 @@ import numpy as np
 from file_operations import before, disk_is_full, held
 
 import jstep
-from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ORBAX_ONLY
+from jstep.array_store.listing import ORBAX_COMMIT_FILE, ORBAX_ONLY
 
 
 def state_at(step, value=0.0):

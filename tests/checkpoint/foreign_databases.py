@@ -2,7 +2,7 @@
 
 import pathlib
 
-from jstep.checkpoint.array_index import read_index
+from jstep.array_store.array_index import read_index
 
 
 def read_index_of(path):

@@ -12,10 +12,10 @@ import tensorstore as ts
 from checkpoint_scripts import end, start
 
 import jstep
-from jstep.checkpoint import array_writer
-from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CorruptedCheckpointError, Leaf, Manifest
+from jstep.array_store import array_writer
+from jstep.array_store.array_reader import ArrayReader
+from jstep.array_store.listing import directory_spec
+from jstep.array_store.manifest import CorruptedCheckpointError, Leaf, Manifest
 from jstep.checkpoint.saver import Saver
 
 

@@ -9,7 +9,7 @@ from checkpoint_states import NO_SLOTS, edit_manifest
 from foreign_databases import read_index_of
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.look.cli import main
 
 
@@ -132,7 +132,7 @@ def test_a_strange_index_is_an_error_before_tensorstore_reads_it(saved, make, ca
 
 def test_a_file_without_a_name_is_none(saved, capsys):
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{saved}/"}}
-    from jstep.checkpoint.array_writer import CONFIG
+    from jstep.array_store.array_writer import CONFIG
 
     ts.KvStore.open(store | {"config": CONFIG}).result().write(b"$files/zarr.json", b"{}").result()
     assert main(["inspect", saved, "--verify"]) == 0

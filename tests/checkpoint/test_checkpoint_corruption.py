@@ -7,7 +7,7 @@ import shutil
 import pytest
 from checkpoint_states import edit_manifest, flip, read_files_of, save_all, state_at
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.verdicts import MAX_VERIFIED_BYTES

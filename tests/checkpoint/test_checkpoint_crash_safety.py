@@ -12,7 +12,7 @@ import pytest
 from checkpoint_scripts import PRELUDE, TESTS
 from checkpoint_states import listing, save_all, state_at
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

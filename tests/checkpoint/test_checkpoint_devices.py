@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from processes import free_address
 
 import jstep
-from jstep.checkpoint import array_writer
+from jstep.array_store import array_writer
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -136,7 +136,7 @@ def test_chunks_are_those_of_orbax(tmp_path, kind, small_parts):
 TWO = """
     import glob
     from jax.experimental import multihost_utils
-    from jstep.checkpoint.array_reader import ArrayReader
+    from jstep.array_store.array_reader import ArrayReader
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     process, address = int(sys.argv[2]), sys.argv[3]
@@ -160,7 +160,7 @@ TWO = """
 FAILS = """
     # A save that fails on one process fails on all: none hangs, nothing is published, and the next save succeeds.
     import contextlib
-    from jstep.checkpoint import array_writer
+    from jstep.array_store import array_writer
 
     @contextlib.contextmanager
     def full(step):

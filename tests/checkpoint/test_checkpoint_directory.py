@@ -10,7 +10,7 @@ from checkpoint_states import listing, save_all, state_at
 from file_operations import killed_at
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint, open_store
 from jstep.checkpoint.saver import Saver
 

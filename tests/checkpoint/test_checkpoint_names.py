@@ -7,7 +7,7 @@ import pytest
 from checkpoint_states import assert_same, save_all, state_at
 from processes import python
 
-from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest, RetainedSteps, decode, encode, json_copy
+from jstep.array_store.manifest import Leaf, LeftOutLeaf, Manifest, RetainedSteps, decode, encode, json_copy
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 

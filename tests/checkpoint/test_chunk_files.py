@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from jstep.checkpoint import array_writer
-from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.array_writer import CONFIG, OwnParts, merge, write
-from jstep.checkpoint.chunk_files import ChunkFiles
-from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CorruptedCheckpointError, Leaf, Manifest, array_path
+from jstep.array_store import array_writer
+from jstep.array_store.array_reader import ArrayReader
+from jstep.array_store.array_writer import CONFIG, OwnParts, merge, write
+from jstep.array_store.chunk_files import ChunkFiles
+from jstep.array_store.listing import directory_spec
+from jstep.array_store.manifest import CorruptedCheckpointError, Leaf, Manifest, array_path
 
 
 def result_of(future, nbytes):

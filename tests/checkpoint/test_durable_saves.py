@@ -13,8 +13,8 @@ from checkpoint_states import files_of, flip, listing, save_all, state_at
 from file_operations import before, failing, held
 
 import jstep
-from jstep.checkpoint.listing import ORBAX_ONLY
-from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
+from jstep.array_store.listing import ORBAX_ONLY
+from jstep.array_store.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.stores.tagged_json import ExternalBytes
 

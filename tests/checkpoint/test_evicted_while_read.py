@@ -5,8 +5,8 @@ import os
 import pytest
 from checkpoint_states import save_all, state_at
 
-from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.array_reader import ArrayReader
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.weights.load import load_weights

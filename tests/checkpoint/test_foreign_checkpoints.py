@@ -17,7 +17,7 @@ from checkpoint_states import edit_manifest, save_all, state_at
 from foreign_files import contents
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 from jstep.look.cli import main
 

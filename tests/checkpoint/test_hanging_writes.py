@@ -8,10 +8,11 @@ import types
 import pytest
 from jax.experimental import multihost_utils
 
-from jstep.checkpoint import part_watch, peers
-from jstep.checkpoint.attempts import Attempt, LocalStorage
-from jstep.checkpoint.manifest import CheckpointError, Manifest, RetainedSteps
-from jstep.checkpoint.part_watch import PartWatch, patience_secs
+from jstep.array_store import part_watch
+from jstep.array_store.attempts import Attempt, LocalStorage
+from jstep.array_store.manifest import CheckpointError, Manifest, RetainedSteps
+from jstep.array_store.part_watch import PartWatch, patience_secs
+from jstep.checkpoint import peers
 from jstep.checkpoint.peers import Peers
 from jstep.checkpoint.retention import Decision
 from jstep.checkpoint.save import Save

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.checkpoint import array_writer
+from jstep.array_store import array_writer
 from jstep.state import nonfinite
 
 SIZE = 50_000  # numbers of an array that is copied

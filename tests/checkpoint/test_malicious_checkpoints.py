@@ -11,7 +11,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_at
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.look.cli import main

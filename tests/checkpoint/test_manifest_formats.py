@@ -9,7 +9,7 @@ import pytest
 from checkpoint_states import edit_manifest, state_at
 
 import jstep
-from jstep.checkpoint.manifest import CorruptedCheckpointError, UnsupportedFormatError
+from jstep.array_store.manifest import CorruptedCheckpointError, UnsupportedFormatError
 from jstep.checkpoint.saver import Saver
 
 

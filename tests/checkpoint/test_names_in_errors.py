@@ -69,7 +69,7 @@ def test_a_checkpoint(put, saved):
 
 def test_a_manifest_that_is_too_large(saved, monkeypatch):
     in_prefix(saved)
-    monkeypatch.setattr("jstep.checkpoint.listing.MAX_MANIFEST_BYTES", 10)
+    monkeypatch.setattr("jstep.array_store.listing.MAX_MANIFEST_BYTES", 10)
     with pytest.raises(jstep.CheckpointError, match="has more than 10 bytes") as raised:
         jstep.load_weights(latest_checkpoint(str(saved), None), {"params": SHAPES})
     assert_printable(printed(raised.value))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from checkpoint_states import save_all, state_at
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

@@ -12,8 +12,9 @@ from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.checkpoint import directory_store, listing, retention
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store import directory_store, listing
+from jstep.array_store.manifest import CheckpointExtra
+from jstep.checkpoint import retention
 from jstep.checkpoint.saver import Saver, engine_of
 
 

@@ -9,8 +9,8 @@ from checkpoint_states import failing_saves, listing, save_all, state_at
 from doubles import raising
 from file_operations import before
 
-from jstep.checkpoint import manifest
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store import manifest
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

@@ -10,7 +10,7 @@ from checkpoint_states import NO_SLOTS, as_bits, assert_same, state_at
 from etils import epath
 
 import jstep
-from jstep.checkpoint.listing import ORBAX_COMMIT_FILE
+from jstep.array_store.listing import ORBAX_COMMIT_FILE
 from jstep.checkpoint.saver import Saver
 
 

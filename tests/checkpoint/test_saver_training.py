@@ -10,7 +10,7 @@ import pytest
 from checkpoint_states import assert_same, state_at
 
 import jstep
-from jstep.checkpoint import array_writer
+from jstep.array_store import array_writer
 from jstep.checkpoint.saver import Saver
 
 

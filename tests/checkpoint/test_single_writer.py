@@ -11,7 +11,7 @@ from checkpoint_states import listing, save_all, state_at
 from doubles import raising
 from file_operations import before, failing
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

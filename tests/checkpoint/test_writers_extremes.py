@@ -9,11 +9,11 @@ from checkpoint_states import assert_same
 from foreign_databases import read_index_of
 
 import jstep
-from jstep.checkpoint import array_reader, array_writer
-from jstep.checkpoint.array_index import MAX_PATH_BYTES
-from jstep.checkpoint.array_writer import OwnParts, merge, write
-from jstep.checkpoint.listing import directory_spec
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store import array_reader, array_writer
+from jstep.array_store.array_index import MAX_PATH_BYTES
+from jstep.array_store.array_writer import OwnParts, merge, write
+from jstep.array_store.listing import directory_spec
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.look.cli import main
 from jstep.stores.tagged_json import ExternalBytes
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES

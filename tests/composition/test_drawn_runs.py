@@ -211,7 +211,7 @@ def test_a_drawn_program(seed: int, tmp_path: Path) -> None:
 
 
 SLOW = """
-from jstep.loop import dispatch
+from jstep.compiling import dispatch
 draw = np.random.default_rng(int(sys.argv[5]))
 dispatch.MAX_CALL_SECS = float(draw.choice([0.005, 0.05, 0.2]))  # the step is quick
 opt = jstep.gradient_descent(0.1)

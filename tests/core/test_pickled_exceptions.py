@@ -7,7 +7,7 @@ import pytest
 
 import jstep
 import jstep.summary
-from jstep.checkpoint.manifest import CorruptedCheckpointError, UnsupportedFormatError
+from jstep.array_store.manifest import CorruptedCheckpointError, UnsupportedFormatError
 from jstep.checkpoint.reading import GoneError
 from jstep.slots.matching import NoGradientsError
 from jstep.stores.files import ForeignFileError

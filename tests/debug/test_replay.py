@@ -9,7 +9,7 @@ import pytest
 from positioned import Positioned
 
 import jstep
-from jstep.loop import dispatch
+from jstep.compiling import dispatch
 
 OPTIMIZER = jstep.adam(0.1)
 KEY = jax.random.key(7)

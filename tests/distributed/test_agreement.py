@@ -12,12 +12,11 @@ import pytest
 from doubles import raising
 from fellows import Fellows
 
-from jstep.core import agreed_shapes, processes
+from jstep.core import agreed_shapes, processes, signals
 from jstep.core.agreed_clock import AgreedClock
 from jstep.core.agreed_shapes import AgreedShapes
+from jstep.core.signals import StopSignals
 from jstep.data.positions import gather_positions
-from jstep.loop import signals
-from jstep.loop.signals import StopSignals
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def break_storage(step, state, metrics):
     if process != fails or step != 2:
         return
     if target == "begin":
-        from jstep.checkpoint.directory_store import DirectoryStore
+        from jstep.array_store.directory_store import DirectoryStore
         def begin(*_, **__):
             raise OSError("a mount that is read-only")
         DirectoryStore.begin = begin

@@ -252,7 +252,7 @@ def test_processes_save_again_together_if_a_memory_has_changed_on_one(tmp_path):
 
 AUTO = """
 import functools, itertools, logging
-from jstep.loop import dispatch
+from jstep.compiling import dispatch
 
 # By the clock of process 0, each call takes 0.3 ms, and by that of process 1, 0.9 ms.
 ticks = itertools.count()

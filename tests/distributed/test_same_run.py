@@ -13,8 +13,8 @@ from processes import printed, start, wait_for
 import jstep
 from jstep.checkpoint import shared_directory
 from jstep.checkpoint.shared_directory import check_shared
-from jstep.loop.agreement import check_latest, check_processes
-from jstep.loop.arguments import Options, validated
+from jstep.origin.agreement import check_latest, check_processes
+from jstep.origin.arguments import Options, validated
 from jstep.state.sharding import place_with_params
 
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from processes import printed, run
 
-from jstep.checkpoint import shared_reads
-from jstep.checkpoint.array_reader import ArrayKind
-from jstep.checkpoint.shared_reads import _received, _SharedArray
+from jstep.array_store import shared_reads
+from jstep.array_store.array_reader import ArrayKind
+from jstep.array_store.shared_reads import _received, _SharedArray
 
 RESTORE = """
 import hashlib
-from jstep.checkpoint import array_reader, shared_reads
+from jstep.array_store import array_reader, shared_reads
 shared_reads._ROUND_BYTES = shared_reads._MIN_ROUND_BYTES * count  # several rounds
 mesh = jax.make_mesh((2, 4), ("replica", "model"))
 spec_of = {"whole": P(), "model": P("model"), "both": P(("replica", "model")), "replica": P("replica")}

@@ -11,7 +11,7 @@ from comparisons import same
 from doubles import raising
 
 import jstep
-from jstep.checkpoint.directory_store import DirectoryStore
+from jstep.array_store.directory_store import DirectoryStore
 from jstep.checkpoint.saver import Saver, engine_of
 from jstep.evaluating.callbacks import wait_until_finished
 

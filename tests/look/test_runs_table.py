@@ -9,7 +9,7 @@ import pytest
 from written_runs import ELSEWHERE, make_setup, start, write_checkpoint, write_run, write_start
 
 import jstep
-from jstep.checkpoint import listing
+from jstep.array_store import listing
 from jstep.look import cli
 from jstep.look.runs import find_runs
 from jstep.record import starts

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
+from jstep.core import signals
 from jstep.hooks.run_hook import RunHook
-from jstep.loop import signals
 
 PHASES = (
     *("start", "waiting", "compiling", "call", "hook of train", "hook", "evaluation of train", "evaluation", "body"),

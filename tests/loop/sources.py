@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import positioned
 
+from jstep.compiling.chunks import make_chunks
 from jstep.data.loaders import open_source
-from jstep.loop.chunks import make_chunks
 from jstep.loop.feeder import BatchReader
 
 

@@ -11,11 +11,11 @@ from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
-from jstep.loop import dispatch
-from jstep.loop.chunks import Chunk
-from jstep.loop.dispatch import MAX_STEPS_PER_CALL, AutoSteps, choose_max_steps
-from jstep.loop.programs import ProgramTable
-from jstep.loop.stages import as_stages
+from jstep.compiling import dispatch
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.dispatch import MAX_STEPS_PER_CALL, AutoSteps, choose_max_steps
+from jstep.compiling.programs import ProgramTable
+from jstep.compiling.stages import as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 

@@ -13,12 +13,12 @@ from sources import Positioned, handed_out, in_loops
 from waiting import prefetch_threads as threads
 from waiting import wait_until
 
+from jstep.compiling.chunks import make_chunks
+from jstep.core.signals import StopSignals, StopWaiting
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
-from jstep.loop.chunks import make_chunks
 from jstep.loop.feeder import BatchFeeder, BatchReader, fetch_by_all
-from jstep.loop.signals import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
 

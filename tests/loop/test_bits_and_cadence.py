@@ -10,7 +10,7 @@ import pytest
 from waiting import wait_until
 
 import jstep
-from jstep.loop.dispatch import Dispatch
+from jstep.compiling.dispatch import Dispatch
 
 RNG = np.random.default_rng(0)
 CLASSES = RNG.integers(0, 10, 128).astype(np.int32)

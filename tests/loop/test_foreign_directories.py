@@ -120,7 +120,7 @@ def leave(directory):
     """Leave in a directory what a process leaves that is killed: claims, temporary files, and a hidden checkpoint."""
     code = """
     import json, os, sys
-    from jstep.checkpoint.claims import FileClaim
+    from jstep.array_store.claims import FileClaim
     from jstep.stores import owners
     directory = sys.argv[1]
     os.makedirs(f"{directory}/stalls")

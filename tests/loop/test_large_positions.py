@@ -7,9 +7,9 @@ import pytest
 from points import STEP, make_state
 
 import jstep
-from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.array_writer import FILES
-from jstep.checkpoint.listing import directory_spec, read_manifest
+from jstep.array_store.array_reader import ArrayReader
+from jstep.array_store.array_writer import FILES
+from jstep.array_store.listing import directory_spec, read_manifest
 from jstep.data.loaders import open_source
 from jstep.data.positions import saved_position
 from jstep.look.cli import main

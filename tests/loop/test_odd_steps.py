@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.compiling import dispatch
+from jstep.compiling.dispatch import Dispatch
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
-from jstep.loop import dispatch
-from jstep.loop.dispatch import Dispatch
 
 STEPS = 100
 ODD = 37

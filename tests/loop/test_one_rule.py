@@ -11,7 +11,7 @@ import pytest
 from loop_runs import DATA, by_hand, make_state, run_of, same, start_of, train
 
 import jstep
-from jstep.checkpoint.listing import read_manifest
+from jstep.array_store.listing import read_manifest
 from jstep.checkpoint.saver import engine_of
 from jstep.record.starts import read_starts
 

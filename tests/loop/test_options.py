@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.arguments import Options
+from jstep.origin.arguments import Options
 
 TAKEN_APART = {"self", "train_step", "state", "batches"}
 

@@ -5,11 +5,11 @@ import threading
 import pytest
 from sources import in_loops
 
+from jstep.compiling.chunks import make_chunks
+from jstep.core.signals import StopSignals
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
-from jstep.loop.chunks import make_chunks
 from jstep.loop.feeder import BatchFeeder, BatchReader
-from jstep.loop.signals import StopSignals
 
 
 def starts(read, step, calls=3000):

@@ -12,7 +12,7 @@ from loop_runs import train
 from problems import DATA, make_state
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.data import positions
 
 RUN = "0123abcd"
@@ -137,7 +137,7 @@ def test_a_long_fetch_is_announced_while_it_goes_on(tmp_path, monkeypatch, caplo
 @pytest.mark.thorough
 def test_a_signal_ends_a_fetch_without_end(tmp_path):
     script = f"""
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.manifest import CheckpointExtra
 with jstep.Saver(directory) as saver:
     state = make_state().replace(global_step=jnp.int32(4))
     extra = {{"run": {RUN!r}, "batches": {{"value": {{"$bytes": "NA=="}}, "after": 10**12}}}}

@@ -13,8 +13,8 @@ from doubles import raising
 from loop_runs import DATA, make_state, same, train
 
 import jstep
-from jstep.checkpoint.listing import read_manifest
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.listing import read_manifest
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval
 

@@ -114,7 +114,7 @@ def test_at_each_line_of_the_last_phase(part, tmp_path):
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_while_a_program_is_compiled_for_new_shapes(steps_per_call, tmp_path, monkeypatch):
     """The state before the call is saved, and the run leaves without the program: here, that never comes."""
-    from jstep.loop import compiling
+    from jstep.compiling import compiler as compiling
 
     released, reached, apart = threading.Event(), [], compiling.compile_apart
 
@@ -164,8 +164,8 @@ def mean_of_products(params, x):
 
 def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(tmp_path, monkeypatch):
     """A checkpoint without the position of its batches would begin them anew."""
-    from jstep.loop.programs import ProgramTable
-    from jstep.loop.signals import StopSignals
+    from jstep.compiling.programs import ProgramTable
+    from jstep.core.signals import StopSignals
 
     wait_for, compile_stage, sent, released = StopSignals.wait_for, ProgramTable.compile, [], threading.Event()
     latest = [0]

@@ -12,7 +12,7 @@ from doubles import raising
 from positioned import Positioned
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.array_store.manifest import CheckpointExtra
 from jstep.checkpoint.reading import OpenCheckpoint
 from jstep.record.starts import read_starts
 from jstep.stores import tagged_json

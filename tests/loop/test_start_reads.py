@@ -7,8 +7,8 @@ import pytest
 from loop_runs import same, train
 
 import jstep
-from jstep.checkpoint import listing
-from jstep.loop.programs import ProgramTable
+from jstep.array_store import listing
+from jstep.compiling.programs import ProgramTable
 from jstep.record import starts
 from jstep.stores.files import ForeignFileError
 

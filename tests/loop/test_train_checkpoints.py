@@ -66,7 +66,7 @@ def test_fail_on_nan_loss_false_ends_the_run_without_saving(every_n_steps, tmp_p
 
 def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
     """A save fails in the background while another error propagates."""
-    from jstep.checkpoint.manifest import CheckpointError
+    from jstep.array_store.manifest import CheckpointError
 
     calls = Calls(fail=("step", 2))
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012

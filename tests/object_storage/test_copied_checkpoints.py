@@ -9,7 +9,7 @@ from object_states import same, state_at
 from waiting import wait_until
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.look.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

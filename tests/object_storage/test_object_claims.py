@@ -9,7 +9,7 @@ from comparisons import same
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint import claims
+from jstep.array_store import claims
 from jstep.checkpoint.saver import engine_of
 from jstep.stores import owners
 

@@ -7,7 +7,7 @@ from points import STEP, Remembering, make_state
 from test_copied_checkpoints import InBucket, OnDisk
 
 import jstep
-from jstep.checkpoint import array_writer
+from jstep.array_store import array_writer
 from jstep.look.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.checkpoint.object_store import ObjectStorage
+from jstep.array_store.object_store import ObjectStorage
 from jstep.checkpoint.peers import process_key
 from jstep.checkpoint.shared_directory import check_shared
 from jstep.stores.objects import Bucket, Objects
 
 SAVE = """
-from jstep.checkpoint import array_writer
+from jstep.array_store import array_writer
 array_writer.MAX_CHUNK_BYTES = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])

@@ -10,7 +10,7 @@ from object_states import state_at
 from scalar_points import read_scalars
 
 import jstep
-from jstep.checkpoint.listing import ORBAX_ONLY
+from jstep.array_store.listing import ORBAX_ONLY
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 

@@ -14,7 +14,7 @@ from object_states import same, state_at
 from waiting import interrupt, wait_until
 
 import jstep
-from jstep.checkpoint import array_reader, array_writer
+from jstep.array_store import array_reader, array_writer
 from jstep.checkpoint.saver import engine_of
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

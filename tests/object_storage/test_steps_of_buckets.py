@@ -7,9 +7,9 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint import object_store
-from jstep.checkpoint.best_record import BestRecord
-from jstep.checkpoint.manifest import as_checkpoint_extra
+from jstep.array_store import object_store
+from jstep.array_store.best_record import BestRecord
+from jstep.array_store.manifest import as_checkpoint_extra
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.saver import engine_of
 

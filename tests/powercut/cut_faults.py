@@ -18,7 +18,7 @@ from cut_verdicts import warnings_of_jstep
 from file_calls import CHANGES, Kind, failing, recording
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 
 _NEW = {Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.SYNC, Kind.MKDIR, Kind.RENAME, Kind.LINK, Kind.CLOSE}
 _FAILS = {

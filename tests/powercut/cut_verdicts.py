@@ -18,7 +18,7 @@ from scalar_points import read_scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.logs import fingerprint_log
 from jstep.record.starts import FOLDER, read_starts
 

@@ -192,13 +192,13 @@ def test_json_of_no_use():
 
 DECODES = {
     "stores.untrusted": "`decode_json`, which the others use",
-    "checkpoint.manifest": "a copy of what a user passed",
+    "array_store.manifest": "a copy of what a user passed",
     "checkpoint.finding": "what the first process of this run sent",
     "checkpoint.shared_directory": "what other processes of this run sent",
     "core.processes": "what other processes of this run sent",
     "data.positions": "what other processes of this run sent",
     "evaluating.evaluation_hook": "what the first process of this run sent",
-    "loop.agreement": "what other processes of this run sent",
+    "origin.agreement": "what other processes of this run sent",
     "logs.fingerprint_log": "a line, whose fields `parse_line` checks",
     "logs.history_file": "a line, which must be as it is written",
     "weights.search": "an index, whose names are checked",
@@ -209,14 +209,14 @@ DECODES = {
 WALKS = {
     "stores.untrusted": "`regular_files`, which follows no link",
     "stores.files": "`walk`: the names of event files",
-    "checkpoint.attempts": "a directory that this process has written",
+    "array_store.attempts": "a directory that this process has written",
     "planning.topologies": "the installed compilers of CUDA",
     "look.runs": "follows links last, and each directory once",
 }
 """The modules that go through the directories below another one."""
 NUMBERS = {
-    "checkpoint.listing": "the time in the name of an attempt, of 15 digits at most",
-    "checkpoint.manifest": "the bits in the name of a dtype, of three digits at most",
+    "array_store.listing": "the time in the name of an attempt, of 15 digits at most",
+    "array_store.manifest": "the bits in the name of a dtype, of three digits at most",
     "stores.growing_files": "the number of a part",
     "stores.objects": "the status of a response",
 }

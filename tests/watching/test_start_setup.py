@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.stages import as_stages
+from jstep.compiling.stages import as_stages
 from jstep.record.differences import PAIR_WORDS, changes
 from jstep.record.starts import load_setup, read_starts
 from jstep.training.metrics import StepMetrics

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.compiling.chunks import Chunk, ProgramChanges
+from jstep.compiling.programs import Program, ProgramTable, shapes_of
+from jstep.compiling.stages import Stage
+from jstep.compiling.start_times import CompileCounts, StartTimes, thread_counts
 from jstep.core import trees
 from jstep.core.exceptions import forget_frames, note
 from jstep.core.jaxprs import body_of, copied_inputs
 from jstep.core.logs import logger
+from jstep.core.signals import StopSignals
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, Task, doing, run_in_background
 from jstep.core.trees import Optimizer, Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.batch_sources import BatchSource
-from jstep.loop.chunks import Chunk, ProgramChanges
-from jstep.loop.programs import Program, ProgramTable, shapes_of
-from jstep.loop.signals import StopSignals
-from jstep.loop.stages import Stage
-from jstep.loop.start_times import CompileCounts, StartTimes, thread_counts
 from jstep.slots.matching import describe_difference
 from jstep.state.train_state import TrainState
 from jstep.training.apply_gradients import check_fits

@@ -12,10 +12,10 @@ import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-from jstep.checkpoint import attempts, listing
-from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
-from jstep.checkpoint.store import Store
+from jstep.array_store import attempts, listing
+from jstep.array_store.claims import FileClaim
+from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
+from jstep.array_store.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
 _MAX_LISTINGS = 10

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from jstep.checkpoint.array_index import ArrayIndex, Extent, read_index
-from jstep.checkpoint.array_writer import (
+from jstep.array_store.array_index import ArrayIndex, Extent, read_index
+from jstep.array_store.array_writer import (
     CONFIG,
     CONFIG_OF_OTHERS,
     FILES,
@@ -29,9 +29,9 @@ from jstep.checkpoint.array_writer import (
     array_metadata,
     chunk_shape,
 )
-from jstep.checkpoint.chunk_files import ChunkFiles
-from jstep.checkpoint.leaf_records import shape_and_dtype
-from jstep.checkpoint.manifest import CorruptedCheckpointError, Manifest, array_path
+from jstep.array_store.chunk_files import ChunkFiles
+from jstep.array_store.leaf_records import shape_and_dtype
+from jstep.array_store.manifest import CorruptedCheckpointError, Manifest, array_path
 from jstep.core.placement import ShardBounds, lengths, local_parts, place, slices
 from jstep.stores.objects import LostError, pipelined, redact
 from jstep.stores.untrusted import UntrustedError, decode_json, is_database_file, regular_files

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
-from jstep.checkpoint.listing import TEMPORARY, directory_spec, list_names
-from jstep.checkpoint.manifest import Manifest
+from jstep.array_store.listing import TEMPORARY, directory_spec, list_names
+from jstep.array_store.manifest import Manifest
 from jstep.core.logs import logger
 from jstep.stores.files import new_file, read_small, replace_file, sync_directory
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES
@@ -159,7 +159,7 @@ class Attempt(abc.ABC):
 
 def writer_module() -> Any:
     """Return the module `array_writer`, which is imported on first use: importing tensorstore is slow."""
-    from jstep.checkpoint import array_writer
+    from jstep.array_store import array_writer
 
     return array_writer
 

@@ -3,13 +3,13 @@
 import os
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.listing import FOUND_NAME
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.listing import FOUND_NAME
+from jstep.array_store.manifest import CheckpointError
+from jstep.array_store.store import Store
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, newest_permanent, open_store
 from jstep.checkpoint.opening import OpenedForRun
 from jstep.checkpoint.reading import GoneError, OpenCheckpoint
 from jstep.checkpoint.saver import Saver, engine_of
-from jstep.checkpoint.store import Store
 from jstep.core import processes
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -17,7 +17,7 @@ from jstep.core.tables import printable
 from jstep.core.trees import Tree
 from jstep.data.positions import load_own_position
 from jstep.hooks.run_extra import Parent, run_extra
-from jstep.loop.arguments import Options
+from jstep.origin.arguments import Options
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
+from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
 from jstep.core.logs import log_once
 from jstep.core.tables import printable
 from jstep.stores.files import is_absent, may_be_file, read_small

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.best_record import BestRecord
+from jstep.array_store.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.tables import printable
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES, decode_json, is_seconds, is_step, is_utf8, is_word

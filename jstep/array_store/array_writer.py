@@ -16,9 +16,9 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.checkpoint.host_copies import HostCopies
-from jstep.checkpoint.listing import OBJECT_BYTES, ORBAX_COMMIT_FILE, ROOT
-from jstep.checkpoint.manifest import array_path
+from jstep.array_store.host_copies import HostCopies
+from jstep.array_store.listing import OBJECT_BYTES, ORBAX_COMMIT_FILE, ROOT
+from jstep.array_store.manifest import array_path
 from jstep.core import processes
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import ShardBounds, bounds, is_of_host, slices

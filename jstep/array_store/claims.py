@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.array_store.manifest import CheckpointError
 from jstep.core.checks import truncate
 from jstep.core.logs import logger
 from jstep.stores.files import make_directories, open_own

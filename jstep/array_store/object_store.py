@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint import attempts, claims, listing
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, UnsupportedFormatError, decode, encode
-from jstep.checkpoint.store import Store
+from jstep.array_store import attempts, claims, listing
+from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, Manifest, UnsupportedFormatError, decode, encode
+from jstep.array_store.store import Store
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
 from jstep.core.threads import SerialTasks

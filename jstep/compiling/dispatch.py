@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.compiler import Compiler
+from jstep.compiling.programs import Program, ProgramTable, shapes_of
 from jstep.core import processes
 from jstep.core.agreed_shapes import AgreedShapes
 from jstep.core.checks import describe_type, format_value
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
+from jstep.core.signals import StopSignals
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import run_in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
-from jstep.loop.chunks import Chunk
-from jstep.loop.compiling import Compiler
-from jstep.loop.programs import Program, ProgramTable, shapes_of
-from jstep.loop.signals import StopSignals
 from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.metrics.totals import MeanOf
 from jstep.state.train_state import TrainState

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jstep.checkpoint.listing import ROOT
+from jstep.array_store.listing import ROOT
 from jstep.stores.untrusted import Extents, UntrustedError, is_database_file
 
 ReadRange: TypeAlias = Callable[[str, int, int | None], bytes | None]

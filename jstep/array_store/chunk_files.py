@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.array_index import Extent
+from jstep.array_store.array_index import Extent
 from jstep.core.placement import ShardBounds
 from jstep.stores.files import open_regular
 

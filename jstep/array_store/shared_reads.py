@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.checkpoint.array_reader import ArrayKind, ArrayReader, boxes_of, place_boxes
-from jstep.checkpoint.array_writer import Turns, divide_replicas
+from jstep.array_store.array_reader import ArrayKind, ArrayReader, boxes_of, place_boxes
+from jstep.array_store.array_writer import Turns, divide_replicas
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, bounds, lengths
 from jstep.core.threads import AGREEING, doing

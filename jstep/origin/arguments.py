@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.compiling.programs import AUTO
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import check_not_compile_only
 from jstep.core.trees import Tree
@@ -16,7 +17,6 @@ from jstep.data.batch_placement import make_placer, shardings_of_axes
 from jstep.data.loaders import are_made_one_by_one
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.run_hook import sentence_without_step
-from jstep.loop.programs import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, as_state
 from jstep.stores.files import check_no_links

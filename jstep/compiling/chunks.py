@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.compiling.stages import TrainSteps
 from jstep.core.trees import Tree, batch_to_args
 from jstep.data.batch_placement import as_shardings, make_placer
 from jstep.hooks.cadence import NEVER
-from jstep.loop.stages import TrainSteps
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.compiling.chunks import Chunk
+from jstep.compiling.stages import Stage, TrainSteps, name_of_step
 from jstep.core import trees
 from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import is_slow_in_loops
@@ -21,8 +23,6 @@ from jstep.core.logs import logger
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import Tree, shape_of
 from jstep.hooks.cadence import NEVER
-from jstep.loop.chunks import Chunk
-from jstep.loop.stages import Stage, TrainSteps, name_of_step
 from jstep.metering.device_sums import Accumulate
 from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums
 from jstep.state.global_step import check_alive

@@ -16,7 +16,7 @@ from jstep.core import processes, trees
 from jstep.core.checks import array_type, format_list
 from jstep.core.trees import Tree
 from jstep.hooks.cadence import hook_cadence
-from jstep.loop.arguments import Options
+from jstep.origin.arguments import Options
 from jstep.state.train_state import TrainState
 
 _LEAVES = "leaves of the state"

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.array_index import MAX_PATH_BYTES
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf, array_path, is_too_large
+from jstep.array_store.array_index import MAX_PATH_BYTES
+from jstep.array_store.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf, array_path, is_too_large
 from jstep.core import device_values, selection, trees
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers

@@ -11,15 +11,15 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jstep.checkpoint.attempts import Attempt, BackgroundWrite, Storage, writer_module
-from jstep.checkpoint.claims import FileClaim, ObjectClaim
-from jstep.checkpoint.listing import ORBAX_ONLY
-from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.array_store.attempts import Attempt, BackgroundWrite, Storage, writer_module
+from jstep.array_store.claims import FileClaim, ObjectClaim
+from jstep.array_store.listing import ORBAX_ONLY
+from jstep.array_store.manifest import CheckpointError, Manifest
 from jstep.core.logs import logger
 from jstep.stores.urls import join_path
 
 if TYPE_CHECKING:
-    from jstep.checkpoint.array_reader import ArrayReader
+    from jstep.array_store.array_reader import ArrayReader
 
 
 MAX_MANIFESTS = 16
@@ -111,7 +111,7 @@ class Store(abc.ABC):
 
     def reader(self, path: str, manifest: Manifest) -> "ArrayReader":
         """Return a reader of the arrays and files of a checkpoint, none of which is read yet."""
-        from jstep.checkpoint.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
+        from jstep.array_store.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
 
         storage = self.storage(path, manifest)
         return ArrayReader(storage.spec(), manifest, storage.wait)

@@ -18,11 +18,11 @@ from jstep.core.meshes import internal_transfers
 from jstep.data.positions import load_own_position
 from jstep.hooks.origin import Given, Kind, Lineage, Origin
 from jstep.hooks.run_extra import ENDED, LAST_ITERATION, PARENT, RUN_KEY, STOPPED, run_extra
-from jstep.loop.agreement import check_latest
-from jstep.loop.arguments import Options
-from jstep.loop.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
 from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
+from jstep.origin.agreement import check_latest
+from jstep.origin.arguments import Options
+from jstep.origin.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import check_alive, state_step
