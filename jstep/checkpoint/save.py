@@ -135,7 +135,7 @@ class Save:
             temporary=decision.is_temporary,
         )
         remains = self.attempt.publish(manifest)
-        # From here on it exists: an error is one of what follows, and the next save repeats that.
+        # From here on it exists, whatever fails below. The next save deletes what this one should have deleted.
         if self.peers.count > 1:
             self.peers.tell_saved()
         self.retention.published_as(manifest, self.number)

@@ -1,6 +1,6 @@
 """The programs of a run: the shapes of batches and of the state, and the program of a stage for them.
 
-The glossary of CONTRIBUTING.md defines these words. `compiling.py` decides when a program is compiled, and
+The glossary of CONTRIBUTING.md defines these words. `compiler.py` decides when a program is compiled, and
 `dispatch.py` runs it.
 """
 

@@ -11,6 +11,8 @@
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
+A start that has taken no step has nothing to save after an error, whatever its status (`has_trained`).
+
 An error leads from `WITHIN` to `BROKEN`, and from all others before `CLOSING` to `ENDING`. An exit in a user's log
 leads to `WITHIN` first, also from `ENDING` and `LEAVING`, in which the last rows are delivered. So it ends in `BROKEN`,
 and nothing is saved: the row of a step is lost (`RunContext._deliver`, in `loop`).

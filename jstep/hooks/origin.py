@@ -55,7 +55,7 @@ class Origin:
     |---|---|
     | `FRESH` | of the state passed, nothing |
     | `RESUMED` | of its newest checkpoint |
-    | `BRANCHED` | of the parent's checkpoint, without its name, stop and end |
+    | `BRANCHED` | of the parent's checkpoint, without `RUN_KEY`, `STOPPED` and `LAST_ITERATION` |
 
     Attributes:
         given: The state that was passed.

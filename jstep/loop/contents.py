@@ -10,9 +10,9 @@
 | `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
 | `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
 | `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
-| `held` | the initial values of held hyperparameters | `as_extra` | `origin.read_state`, which warns of others |
+| `held` | the initial values of held hyperparameters | `as_extra` | `find_origin.read_state`, which warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `Origin.name` |
-| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `origin.find_origin` |
+| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `find_origin.find_origin` |
 | others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
 
 `run_extra.py` has their types, which are checked when they are read.

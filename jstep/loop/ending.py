@@ -2,11 +2,11 @@
 
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
-| 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | an error of a log: all savers save, nothing follows |
-| 2 | the *pre-end checkpoint*, if an `end` of the user's or an evaluation follows; it is temporary | the one before |
-| 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | it stays |
-| 4 | the user's savers, until their checkpoints are on disk | it stays |
-| 5 | the run's own checkpoint: the state after the `end`s, the states of hooks, the mark | it stays |
+| 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | after an error, all savers save, and nothing follows |
+| 2 | the *pre-end checkpoint*, if an `end` of the user's or an evaluation follows; it is temporary | the newest one before stays |
+| 3 | each `end`, in the order of the hooks, with evaluations that are owed and their callbacks | that of 2, or the newest, stays |
+| 4 | the user's savers, until their checkpoints are on disk | the same |
+| 5 | the run's own checkpoint: the state after the `end`s, the states of hooks, the mark | the same |
 
 The pre-end checkpoint holds the state before the `end`s. While they run, it is being written to disk; the last save
 replaces it. If that save never happens, it becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal`

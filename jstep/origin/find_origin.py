@@ -38,7 +38,7 @@ class StateSource(NamedTuple):
     | `FRESH` | the state that was passed |
     | `RESUMED` | `checkpoint`, which `read_state` reads beside other work |
     | `RESUMED`, nothing left to do | `state`: read at once, as nothing is claimed, and another run may delete it |
-    | `BRANCHED` | `state`: read at once, for the same reason |
+    | `BRANCHED` | `state`: read at once, as the other run is not claimed either |
 
     Attributes:
         problem: Why the run cannot begin; raised once the start is recorded.
