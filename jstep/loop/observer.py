@@ -7,8 +7,8 @@ The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached
 |---|---|---|---|
 | `check` | `Run(…)` is made; nothing is open | the options as the run uses them | is raised by `Run(…)` |
 | made, entered | the block is entered; nothing is open | | ends the start |
-| `find_lineage` | a checkpoint is found, its state is perhaps not read; on each process | the lineage | ends the start |
-| `on_open` | the run may write to its directory; its state is perhaps not read | the number of the start | of one ends all |
+| `find_lineage` | a checkpoint is found, and perhaps not read; on each process | the lineage | ends the start |
+| `on_open` | the run may write; its checkpoint is perhaps not read | the number of the start | of one ends all |
 | `make_hooks` | the state is restored, the hooks have not begun | hooks to add | of one ends all |
 | `on_restored` | the hooks have the run, and have not begun | | ends the start |
 | `on_no_steps` | instead of the loop, if there is no step to take | | ends the run |
