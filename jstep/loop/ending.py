@@ -4,7 +4,7 @@
 |---|---|---|
 | 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | after an error, all savers save, and nothing follows |
 | 2 | the temporary *pre-end checkpoint*, if an `end` of the user's or an evaluation follows | the newest one stays |
-| 3 | each `end`, in the order of the hooks, with owed evaluations and their callbacks | that of 2, or the newest, stays |
+| 3 | each `end`, in the order of hooks, with owed evaluations and their callbacks | that of 2, or the newest stays |
 | 4 | the user's savers, until their checkpoints are on disk | the same |
 | 5 | the run's own checkpoint: the state after the `end`s, the states of hooks, the mark | the same |
 
