@@ -13,6 +13,7 @@ import collections
 from collections.abc import Mapping
 
 import hypothesis
+import pytest
 
 EACH_VALUE = "each value once"
 QUICK_EXAMPLES = 5
@@ -33,7 +34,10 @@ def examples(count):
 
 
 def mark_cases(items):
-    """Remove the marker from the cases that it excepts.
+    """Remove the marker from the cases that it excepts, and mark the other cases of these tests as repetitions.
+
+    A repetition has a quick case of the same test beside it. `dev/nightly.sh` runs repetitions with the newest versions
+    and not with the lowest ones.
 
     Raises:
         ValueError: In the default run, an exception matches no case: a test, an id or a value was renamed.
@@ -48,8 +52,11 @@ def mark_cases(items):
         if _is_default_run and (not chosen or chosen == group):
             # Not a UsageError, whose text a worker of xdist would not show.
             raise ValueError(f"{test}: {mark.kwargs} excepts {'all' if chosen else 'none'} of its cases")
-        for item in chosen:
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
+        for item in group:
+            if item in chosen:
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
+            elif chosen:
+                item.own_markers.append(pytest.mark.repetition.mark)
 
 
 def _chosen(items, except_for):

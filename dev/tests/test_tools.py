@@ -46,6 +46,15 @@ def test_exceptions_are_quick(except_for: Any, quick: list[str]) -> None:
     items = cases("test_a", IDS, COMBINATIONS, except_for)
     thorough.mark_cases(items)
     assert [item.callspec.id for item in items if not item.own_markers] == quick
+    markers = [{mark.name for mark in item.own_markers} for item in items if item.callspec.id not in quick]
+    assert markers == [{"thorough", "repetition"}] * (len(items) - len(quick))
+
+
+def test_cases_of_a_test_without_a_quick_one_are_not_repetitions() -> None:
+    """With the lowest versions no case of such a test would run."""
+    items = cases("test_a", IDS, COMBINATIONS, ["moved"])
+    thorough.mark_cases(items)
+    assert [[mark.name for mark in item.own_markers] for item in items] == [["thorough"]] * len(items)
 
 
 @pytest.mark.parametrize("except_for", [["moved"], IDS])
