@@ -120,8 +120,7 @@ class RunInfo:
 
     def check_no_links(self, path: str) -> None:
         """Reject a path, to which a hook writes, that leads through a link below a directory of the run."""
-        for directory in self.directories:
-            check_no_links(path, directory)
+        check_no_links(path, *self.directories)
 
     def check_step(self, first: int | None = None) -> None:
         """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""

@@ -83,11 +83,6 @@ class Options:
             directories.append(os.fspath(self.logdir))
         return directories
 
-    def check_no_links(self, path: str) -> None:
-        """Reject a path, to which the run writes, that leads through a link below one of its directories."""
-        for directory in self.directories:
-            check_no_links(path, directory)
-
 
 def options_in(arguments: Mapping[str, Any]) -> Options:
     """Return the options among the arguments of `Run`, as they were given."""
@@ -115,7 +110,7 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
         log_steps=_as_interval(given.log_steps, "log_steps"),
     )
     for directory in options.directories:  # one of them may be below the other
-        options.check_no_links(directory)
+        check_no_links(directory, *options.directories)
     make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
     return options
 

@@ -59,6 +59,7 @@ from jstep.running.attached import attached_observers, check_attached
 from jstep.state.sharding import place_with_params
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
+from jstep.stores.files import check_no_links
 from jstep.training.metrics import Metrics
 
 _Kind: TypeAlias = type[BaseException] | None
@@ -193,7 +194,7 @@ class Run(Generic[P]):
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
         if self._cached_in is not None:
-            options.check_no_links(self._cached_in)
+            check_no_links(self._cached_in, *options.directories)
         with times.timing("devices"):
             jax.devices()
         values = place_with_params(trees.copy_numpy(state, "state"))

@@ -113,14 +113,15 @@ class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 
-def check_no_links(path: str, run_directory: str) -> None:
-    """Raise a ForeignFileError if a path leads through a link below the directory of a run: see `link_below`."""
-    link = link_below(path, run_directory)
-    if link is not None:
-        raise ForeignFileError(
-            f"{link}: is a link below {run_directory}, and nothing is written through it; give the directory that it "
-            "leads to, or remove it"
-        )
+def check_no_links(path: str, *run_directories: str) -> None:
+    """Raise a ForeignFileError if a path leads through a link below a directory of a run: see `link_below`."""
+    for directory in run_directories:
+        link = link_below(path, directory)
+        if link is not None:
+            raise ForeignFileError(
+                f"{link}: is a link below {directory}, and nothing is written through it; give the directory that it "
+                "leads to, or remove it"
+            )
 
 
 def check_is_no_link(path: str) -> None:
