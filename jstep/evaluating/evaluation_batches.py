@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +44,9 @@ _ENDED = -1
 _FAILED = -2
 _GLOBAL = -3
 """In place of a number of rows: the batches have ended, fetching failed, or the batch is global."""
+_MAX_GROUP = 16
+_GROUP_BYTES = 2**26
+"""The batches whose numbers of rows are exchanged at once, and their size in each process, unless one is larger."""
 
 
 class EvaluationBatches:
@@ -201,39 +204,76 @@ def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings:
     return tuple(jax.tree.map(fn, args, leaf_shardings if batch is args else (leaf_shardings,)))
 
 
+class _Group(NamedTuple):
+    """The next batches of this process, of which all processes are told at once.
+
+    Attributes:
+        batches: Those that were fetched; fewer than `counts` if they have ended, or if fetching failed.
+        counts: The number of rows of each batch, or what is in its place.
+        failure: Why fetching failed.
+    """
+
+    batches: Sequence[tuple[Any, ...]]
+    counts: Sequence[int]
+    failure: Exception | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its largest batch."""
+        sizes = [sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(args)) for args in self.batches]
+        return max(sizes, default=0)
+
+
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield global arrays of the rows of all processes, whose numbers may differ, until all batches have ended."""
+    """Yield global arrays of the rows of all processes, whose numbers may differ, until all batches have ended.
+
+    The processes exchange their numbers of rows before they place a batch. An exchange waits until the devices have
+    computed all batches before it, so the numbers of several batches are exchanged at once. The groups grow, so that
+    the first batch need not wait for others, and `_GROUP_BYTES` limits what a process holds.
+    """
     last: tuple[Any, ...] | None = None
+    size = 1
     while True:
-        failure: Exception | None = None
-        args: tuple[Any, ...] | None = None
-        try:
-            args = next(batches, None)
-            count = _ENDED if args is None else _number_of_rows(args)
-        except Exception as error:
-            # Not raised before the others know it: they would wait for the numbers of this process for ever.
-            failure = error
-            count = _FAILED
-        with internal_transfers():
-            counts = np.asarray(multihost_utils.process_allgather(np.array([count], np.int32))).reshape(-1)
-        if failure is not None:
-            raise failure
+        group = _fetch_group(batches, size)
+        exchanged = processes.ints_of_all(group.nbytes, *group.counts)
+        counts = np.array([row[1:] for row in exchanged])
+        if group.failure is not None:
+            raise group.failure
         if (counts == _FAILED).any():
             raise RuntimeError("batches: another process failed while it fetched a batch to evaluate; see its error")
-        if (counts == _ENDED).all():
-            return
-        if args is None:
-            if last is None:
+        for i in range(size):
+            counts_of_batch = counts[:, i]
+            if (counts_of_batch == _ENDED).all():
+                return
+            if i < len(group.batches):
+                args = group.batches[i]
+                if last is None and (counts_of_batch == _ENDED).any():
+                    raise ValueError("batches: another process has no batch at all; give each process a part")
+            elif last is not None:
+                args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
+            else:
                 raise ValueError("batches: this process has no batch, and others have; give each process a part")
-            args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
-        elif last is None and (counts == _ENDED).any():
-            raise ValueError("batches: another process has no batch at all; give each process a part")
-        last = args
-        SignsOfLife.evaluation_batches += 1
-        if not (counts == _GLOBAL).any():
-            with internal_transfers():
-                args = _map_leaves(functools.partial(_global, counts), args, shardings)
-        yield args
+            last = args
+            SignsOfLife.evaluation_batches += 1
+            if not (counts_of_batch == _GLOBAL).any():
+                with internal_transfers():
+                    args = _map_leaves(functools.partial(_global, counts_of_batch), args, shardings)
+            yield args
+        largest = max(nbytes for nbytes, *_ in exchanged)
+        size = min(2 * size, _MAX_GROUP, max(_GROUP_BYTES // max(largest, 1), 1))
+
+
+def _fetch_group(batches: Iterator[tuple[Any, ...]], size: int) -> _Group:
+    found: list[tuple[Any, ...]] = []
+    counts: list[int] = []
+    try:
+        for args in itertools.islice(batches, size):
+            counts.append(_number_of_rows(args))
+            found.append(args)
+    except Exception as error:
+        # Not raised before the others know it: they would wait for the numbers of this process for ever.
+        return _Group(found, [*counts, *[_FAILED] * (size - len(counts))], error)
+    return _Group(found, [*counts, *[_ENDED] * (size - len(counts))], None)
 
 
 def _number_of_rows(args: tuple[Any, ...]) -> int:

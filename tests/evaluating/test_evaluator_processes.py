@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from fellows import Fellows
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from processes import all_printed, run
 
+from jstep.core import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _synchronized, place_batches
 
@@ -19,12 +19,17 @@ ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 
 def taken(monkeypatch, mine, others):
     """Return the batches of this process, which are on another device, while another one sends its counts."""
-    sent = iter(others)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda one: np.stack([one, [next(sent)]]))
+    sent = list(others)
+
+    def exchange(nbytes, *counts):
+        others = [sent.pop(0) if sent else _ENDED for _ in counts]
+        return [[nbytes, *counts], [0, *others]]
+
+    monkeypatch.setattr(processes, "ints_of_all", exchange)
     sharding = SingleDeviceSharding(jax.devices()[1])
     found = [batch for (batch,) in _synchronized(iter([(one,) for one in mine]), sharding)]
     assert all(one.sharding == sharding for one in found)
-    assert not list(sent)
+    assert not sent
     return [one.tolist() for one in found]
 
 
@@ -50,9 +55,7 @@ def test_what_another_process_lacks_is_an_error_here(mine, others, error, messag
 
 def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
     sent = []
-    monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda one: sent.append(int(one[0])) or np.stack([one, one])
-    )
+    monkeypatch.setattr(processes, "ints_of_all", lambda *numbers: sent.append(numbers) or [numbers, numbers])
 
     def broken():
         raise OSError("a file is gone")
@@ -60,7 +63,25 @@ def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
 
     with pytest.raises(OSError, match="a file is gone"):
         next(_synchronized(broken(), None))
-    assert sent == [_FAILED]
+    assert sent == [(0, _FAILED)]
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "sizes"), [(1, [1, 2, 4, 8, 16, 16]), (20_000, [1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])]
+)
+def test_processes_exchange_the_numbers_of_several_batches_at_once(kilobytes, sizes, monkeypatch):
+    """What the largest batch of any process allows, so that all have groups of one size."""
+    exchanges = []
+
+    def exchange(nbytes, *counts):
+        exchanges.append(len(counts))
+        return [[nbytes, *counts], [kilobytes * 1000, *counts]]
+
+    monkeypatch.setattr(processes, "ints_of_all", exchange)
+    batches = [(np.full((1, 1), i, np.float32),) for i in range(35)]
+    found = [batch for (batch,) in _synchronized(iter(batches), SingleDeviceSharding(jax.devices()[0]))]
+    assert [int(batch[0, 0]) for batch in found] == list(range(35))
+    assert exchanges == sizes
 
 
 def test_only_batches_with_a_sharding_are_those_of_all_processes(monkeypatch):
