@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,30 @@ def delete(store, prefix):
     with store.lock:
         for key in store.keys(prefix):
             del store.objects["bkt"][key]
+
+
+class RequestsBeforeTheFirstStep(jstep.Hook):
+    def __init__(self, store):
+        self._store = store
+        self.paths = None
+
+    def before_step(self, step, state):
+        if self.paths is None:
+            self.paths = list(self._store.seen)
+
+
+def test_a_restart_sends_at_most_23_requests_for_its_checkpoint(store):
+    """Each takes tens of milliseconds, and the first step waits for all of them, however many saves there were."""
+    store.page = 1000
+    counts = []
+    for last_step in range(5, 35, 5):
+        store.seen.clear()
+        requests = RequestsBeforeTheFirstStep(store)
+        run(store.run, last_step, hooks=[requests])
+        # The record of starts and the event file are written beside the start, in threads of their own.
+        own = [path for path in requests.paths if not re.search("starts|logs", path)]
+        counts.append(len(own))
+    assert max(counts) <= 23
 
 
 @pytest.mark.thorough
