@@ -66,3 +66,4 @@ def test_a_program_that_changes_its_optimizer_is_killed_in_each_half(way, tmp_pa
     assert resumed.code == 0, resumed.err[-3000:]
     firsts = ["begins at 40", "begins at 50"] if way == "two runs" else ["begins at 50"]
     assert resumed.out.splitlines() == [*firsts, last_line]
+    assert "is ignored" not in resumed.err, "a restart warns of the state that the program passes"
