@@ -33,7 +33,7 @@ from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import Role, Roles
-from jstep.state.slots import AVERAGE_SLOT, find_averages, find_slot, params_from_slots
+from jstep.state.slots import AVERAGE_SLOT, find_averages, find_slot, has_name, params_from_slots
 from jstep.state.train_state import MODEL_STATE, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -574,7 +574,7 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
         name: The slot of the slow weights, named as in `averaged_params`.
 
     Raises:
-        ValueError: The state has no such slot, or several; the error lists their names.
+        ValueError: No slot of `lookahead` has this name, or several have; the error lists their names.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -584,5 +584,6 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
         >>> print(state.params["w"], jstep.slow_params(state)["w"])
         1.0 0.0
     """
-    slot = find_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")
+    hint = "Slow weights are kept by jstep.lookahead(optimizer)."
+    slot = find_slot(state, name, hint, lambda slot: has_name(slot, SLOW))
     return params_from_slots(state, [slot])

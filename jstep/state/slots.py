@@ -199,11 +199,11 @@ def averages_in(state: TrainState, name: str) -> list[str]:
     roles = roles_in(as_state(state))
     slots = state.slots if isinstance(state.slots, dict) else {}
     # Nobody declares what the slots of a state are that was made by hand.
-    averages = roles.averages if roles else [slot for slot in slots if _has_name(slot, name)]
+    averages = roles.averages if roles else [slot for slot in slots if has_name(slot, name)]
     return sorted(slot for slot in averages if slot in slots and trees.is_like(state.params, slots[slot]))
 
 
-def _has_name(slot: str, name: str) -> bool:
+def has_name(slot: str, name: str) -> bool:
     """Whether a slot has a name, in full or without scopes and labels."""
     return slot == name or slot.endswith(f"/{name}")
 
@@ -226,7 +226,7 @@ def choose_average(name: str, averages: Sequence[str], argument: str, owner: str
     """
     if name in averages:
         return name
-    matches = [slot for slot in averages if _has_name(slot, name)]
+    matches = [slot for slot in averages if has_name(slot, name)]
     if not matches and name == AVERAGE_SLOT and len(averages) == 1:
         return averages[0]
     if not averages:
@@ -240,19 +240,19 @@ def choose_average(name: str, averages: Sequence[str], argument: str, owner: str
     return matches[0]
 
 
-def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
-    """Return the full name of the only matching slot, under any scopes and labels."""
+def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool]) -> str:
+    """Return the full name of the only matching slot among those that belong, under any scopes and labels."""
     as_state(state)
     slots = state.slots if isinstance(state.slots, dict) else {}
-    matches = [slot for slot in slots if _has_name(slot, name)]
-    matches = [slot for slot in matches if trees.is_like(state.params, slots[slot]) and belongs(slot)]
+    belonging = [slot for slot in slots if belongs(slot) and trees.is_like(state.params, slots[slot])]
+    matches = [slot for slot in belonging if has_name(slot, name)]
     if name in matches:
         return name
     if len(matches) > 1:
         raise ValueError(f"name={name!r}: the state has several such slots, {sorted(matches)}; give a full name")
     if not matches:
         raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "
-            f"{sorted(slots)}. {hint}"
+            f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), belonging)}; it has "
+            f"{sorted(belonging)}. {hint}"
         )
     return matches[0]

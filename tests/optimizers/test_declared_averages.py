@@ -98,6 +98,31 @@ def test_an_average_beside_schedule_free_parameters_is_named():
         evaluate(state)
 
 
+@pytest.mark.parametrize(
+    ("params_of", "optimizer", "slots"),
+    [
+        (jstep.slow_params, jstep.lookahead(jstep.momentum(0.1, 0.9)), ["slow"]),
+        (jstep.slow_params, jstep.scope(jstep.lookahead(jstep.adam(0.1)), "x"), ["x/slow"]),
+        (jstep.slow_params, jstep.prodigy(1.0), []),
+        (jstep.schedule_free_params, jstep.schedule_free_adamw(0.1), ["z"]),
+    ],
+    ids=["lookahead", "scope", "prodigy", "schedule-free"],
+)
+def test_no_slot_of_another_kind_is_slow_or_schedule_free(params_of, optimizer, slots):
+    """Second moments, for example, have the shapes of the parameters, too."""
+    state = trained(optimizer)
+    shaped = [name for name, slot in state.slots.items() if isinstance(slot, dict)]
+    assert set(shaped) > set(slots)
+    for slot in shaped:
+        for name in (slot, slot.rpartition("/")[2]):
+            if slot in slots:
+                params_of(state, name)
+                continue
+            with pytest.raises(ValueError, match="no such slot") as caught:
+                params_of(state, name)
+            assert f"it has {slots}. S" in str(caught.value)
+
+
 # Averages that a custom optimizer declares.
 
 
