@@ -102,9 +102,10 @@ def test_pcgrad_is_that_of_numpy():
     assert np.abs(expected - gradients.sum(0)).max() > 0.1, "there were conflicts"
 
 
-def test_update_bn_takes_the_mean_of_all_batches():
+def test_update_bn_takes_the_mean_of_all_batches(caplog):
     names = names_of("from/pytorch.md", "update_bn")
     hidden = (np.asarray(names["rows"]) @ np.asarray(names["averages"]["w"])).reshape(3, 32, 2)
     np.testing.assert_allclose(names["new_statistics"]["mean"], hidden.mean((0, 1)), rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(names["new_statistics"]["var"], hidden.var(1).mean(0), rtol=1e-4)
     np.testing.assert_array_equal(names["evaluated"].params["w"], names["averages"]["w"])
+    assert "still hold the old parameters" not in caplog.text, "the program has no slots that could"
