@@ -71,7 +71,7 @@ def report_early_end(run: RunContext) -> None:
         return
     logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
-        "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
+        "give jstep.batches(…, num_epochs=None), or an iterable that does not end, see docs: recipes/loaders#epochs",
         run.step,
         last_step,
         extra=BELOW_BAR,

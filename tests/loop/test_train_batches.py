@@ -130,6 +130,7 @@ def test_an_out_of_range_error_ends_the_batches(steps_per_call, caplog):
     state = train(100, batches_of_a_queue(6), steps_per_call=steps_per_call)
     assert same(state, by_hand(6))
     assert "The batches ended after step 6, before last_step=100" in caplog.text
+    assert "an iterable that does not end, see docs: recipes/loaders#epochs" in caplog.text
 
 
 def test_an_out_of_range_error_with_a_cause_is_an_error():
